@@ -1,0 +1,42 @@
+"""fastspec: several tokens per forward pass for Hugging Face models, without changing what they say.
+
+    fastspec.patch(model, eagle3=head)
+    model.generate(**inputs, assistant="eagle3")
+    fastspec.unpatch(model)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fastspec.config import Autoregressive, Eagle3, TreeShape
+from fastspec.errors import CheckpointError, FastSpecError, PatchConflict, Unsupported
+
+if TYPE_CHECKING:
+    from fastspec.generation.eagle.frontier import frontier_generate
+    from fastspec.patches.api import Report, patch, patched, report, unpatch
+    from fastspec.patches.heads import load_head
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "patch": "fastspec.patches.api", "unpatch": "fastspec.patches.api", "patched": "fastspec.patches.api",
+    "report": "fastspec.patches.api", "Report": "fastspec.patches.api", "load_head": "fastspec.patches.heads",
+    "frontier_generate": "fastspec.generation.eagle.frontier",
+}  # fmt: skip
+
+__all__ = [
+    "Autoregressive", "CheckpointError", "Eagle3", "FastSpecError", "PatchConflict", "Report", "TreeShape", "Unsupported",
+    "__version__", "frontier_generate", "load_head", "patch", "patched", "report", "unpatch",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fastspec' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

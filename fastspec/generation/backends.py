@@ -1,0 +1,27 @@
+"""Which kernels a model gets: chosen once, at `patch` time."""
+
+from __future__ import annotations
+
+from fastspec.errors import Unsupported
+from fastspec.generation.protocols import Ops
+from fastspec.kernels import reference
+
+TORCH = Ops(
+    name="torch",
+    attention_layout=reference.attention_layout,
+    tree_attention=reference.tree_attention,
+    cache_write=reference.cache_write,
+    kv_block_copy=reference.kv_block_copy,
+    rope=reference.rope,
+    topk_expand=reference.topk_expand,
+    tree_build=reference.tree_build,
+    posterior_walk=reference.posterior_walk,
+    categorical=reference.categorical,
+)
+
+
+def choose_backend(name: str, device_type: str) -> Ops:
+    """The kernels of a backend name; "auto" is torch on every device as yet. Raises Unsupported for an unknown name."""
+    if name not in ("auto", "torch"):
+        raise Unsupported(f'backend={name!r} on {device_type}: accepted are "auto" and "torch"')
+    return TORCH

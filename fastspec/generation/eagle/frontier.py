@@ -1,0 +1,44 @@
+"""Draft one tree from a head alone: for research, tests and comparison with other implementations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastspec.config import TreeShape
+from fastspec.errors import Unsupported
+from fastspec.generation.backends import TORCH
+from fastspec.generation.eagle.drafter import EagleDrafter
+from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.tree import TokenTree
+
+
+@torch.no_grad()
+def frontier_generate(
+    head: EagleHead, input_ids: Tensor, features: Tensor, *, shape: TreeShape | None = None, backend: str = "torch"
+) -> TokenTree:
+    """Grow the draft tree that follows a prompt and its first new token.
+
+    input_ids [B, T+1] int64: the prompt and the root token. features [B, T, taps * H_t]: the target's hidden states of the
+    first T tokens, concatenated in the order of the head's taps (EAGLE-1/2: [B, T, H], after the final norm). Returns a
+    TokenTree of `shape.total_tokens` nodes: node 0 the root, the re-ranked nodes in breadth-first order
+    (EAGLE-2, arXiv 2406.16858, section 4). Raises Unsupported for shapes or a backend that do not fit.
+    """
+    shape = shape or TreeShape()
+    if backend != "torch":
+        raise Unsupported(f'frontier_generate: backend={backend!r}; accepted is "torch"')
+    config = head.config
+    width = len(config.taps) * config.target_hidden_size if config.kind == "eagle3" else config.hidden_size
+    rows, tokens = input_ids.shape
+    if rows == 0 or tokens < 2 or features.shape != (rows, tokens - 1, width):
+        raise Unsupported(
+            f"frontier_generate: input_ids {tuple(input_ids.shape)} and features {tuple(features.shape)} do not fit: "
+            f"[B, T+1] with T >= 1 and [B, T, {width}] are expected"
+        )
+    if shape.top_k > config.draft_vocab_size:
+        raise Unsupported(f"frontier_generate: top_k={shape.top_k} exceeds the draft vocabulary of {config.draft_vocab_size}")
+    drafter = EagleDrafter(head, shape, rows=rows, capacity=tokens, ops=TORCH)
+    counts = torch.full((rows,), tokens - 1, dtype=torch.long, device=input_ids.device)
+    drafter.begin(input_ids[:, :-1], counts, features, input_ids[:, -1])
+    return drafter.propose(tokens)
+

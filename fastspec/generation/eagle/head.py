@@ -1,0 +1,299 @@
+"""The drafting heads of EAGLE-1, EAGLE-2 and EAGLE-3, as one module.
+
+A head turns the target's hidden state at position t and the token at t + 1 into an estimate of the hidden state at t + 1, again and
+again. It holds no KV cache and no mask: every attention goes through the `attend` callback of whoever calls `step`, so that the same
+module serves prefill, tree drafting in static buffers, and training.
+
+Letters: B rows, T positions, H head width, H_t target width, Hq / Hkv query / key heads, D head_dim, V vocabulary, V_d draft vocabulary.
+
+Sources: EAGLE (arXiv 2401.15077, section 4), EAGLE-3 (arXiv 2503.01840, section 3). Parameter names follow the checkpoints in
+circulation, with `layers.0.` for what the original EAGLE-3 format calls `midlayer.`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+def _default_rope() -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """Sizes and switches of one head; every checkpoint dialect is read into this one form.
+
+    `kind` is "eagle3", or "eagle" for EAGLE-1/2 heads (the two share their weights). `taps` are indices into transformers'
+    `hidden_states` (index i is the output of layer i - 1); for kind "eagle" they are empty: the feature is the last hidden state
+    after the target's final norm. `own_lm_head` is False for heads that use the target's LM head.
+    """
+
+    kind: str = "eagle3"
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    num_hidden_layers: int = 1
+    taps: tuple[int, ...] = ()
+    rms_norm_eps: float = 1e-5
+    rope_parameters: dict[str, Any] = field(default_factory=_default_rope)
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    fc_bias: bool = False
+    qk_norm: bool = False
+    fc_norm: bool = False
+    input_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    own_lm_head: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("eagle3", "eagle"):
+            raise ValueError(f'HeadConfig.kind is {self.kind!r}; accepted are "eagle3" and "eagle" (EAGLE-1 and EAGLE-2 heads)')
+        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+        for name in (*sizes, "draft_vocab_size", "target_hidden_size", "num_hidden_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"HeadConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size ({self.draft_vocab_size}) exceeds vocab_size ({self.vocab_size})")
+        if self.kind == "eagle":
+            self._check_eagle()
+        else:
+            self._check_eagle3()
+
+    def _check_eagle(self) -> None:
+        if self.taps:
+            raise ValueError(f'taps is {self.taps}; heads of kind "eagle" read the last hidden state, so taps must be ()')
+        if self.hidden_size != self.target_hidden_size or self.draft_vocab_size != self.vocab_size:
+            raise ValueError('heads of kind "eagle" use the target\'s LM head: hidden_size and draft_vocab_size must be the target\'s')
+        if self.fc_norm or self.input_norm or self.norm_output or self.norm_before_residual:
+            raise ValueError('fc_norm, input_norm, norm_output and norm_before_residual belong to kind "eagle3"')
+
+    def _check_eagle3(self) -> None:
+        if not self.taps or min(self.taps) < 0:
+            raise ValueError(f"taps is {self.taps}; give the indices into hidden_states that the head reads, such as (2, 16, 29)")
+        if self.fc_norm and self.input_norm:
+            raise ValueError("fc_norm and input_norm exclude each other")
+        if not self.own_lm_head and (self.draft_vocab_size != self.vocab_size or self.hidden_size != self.target_hidden_size):
+            raise ValueError("own_lm_head=False uses the target's LM head: draft_vocab_size and hidden_size must be the target's")
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in fp32 and returned in the input's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections, q/k norm and rotary embedding; the attention itself is the caller's."""
+
+    def __init__(self, config: HeadConfig, input_size: int) -> None:
+        super().__init__()
+        c, d = config, config.head_dim
+        self.head_dim = d
+        self.q_proj = nn.Linear(input_size, c.num_attention_heads * d, bias=c.attention_bias)
+        self.k_proj = nn.Linear(input_size, c.num_key_value_heads * d, bias=c.attention_bias)
+        self.v_proj = nn.Linear(input_size, c.num_key_value_heads * d, bias=c.attention_bias)
+        self.o_proj = nn.Linear(c.num_attention_heads * d, c.hidden_size, bias=c.attention_bias and c.kind == "eagle3")
+        self.q_norm = RMSNorm(d, c.rms_norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(d, c.rms_norm_eps) if c.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.o_proj(mixed.flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """The gated feed-forward of the Llama family."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        c = config
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One decoder layer. The first layer of an EAGLE-3 head reads the token's embedding beside the hidden state; the first layer of
+    an EAGLE-1 head has no input norm; all others are ordinary pre-norm layers."""
+
+    def __init__(self, config: HeadConfig, index: int) -> None:
+        super().__init__()
+        c = config
+        self.joins_embedding = c.kind == "eagle3" and index == 0
+        self.norm_before_residual = c.norm_before_residual
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps) if self.joins_embedding else None
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps) if c.kind == "eagle3" or index > 0 else None
+        joined = 2 * c.hidden_size if self.joins_embedding else c.hidden_size
+        self.self_attn = Attention(c, joined)
+        self.mlp = SwiGLU(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(
+        self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        residual = hidden
+        if self.hidden_norm is not None and self.input_layernorm is not None:
+            normed = self.hidden_norm(hidden)
+            residual = normed if self.norm_before_residual else hidden
+            x = torch.cat((self.input_layernorm(embedded), normed), -1)
+        else:
+            x = hidden if self.input_layernorm is None else self.input_layernorm(hidden)
+        hidden = residual + self.self_attn(x, cos, sin, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class EagleHead(nn.Module):
+    """A drafting head; see the module's docstring. Call `bind` once before `step` or `logits`.
+
+    The target's embedding (and LM head, where the head has none of its own) are held by reference: they are not parameters of the
+    head, are not saved with it, and do not move with it.
+    """
+
+    d2t: Tensor
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        c = self.config = config
+        eagle3 = c.kind == "eagle3"
+        self.fc = nn.Linear(len(c.taps) * c.target_hidden_size if eagle3 else 2 * c.hidden_size, c.hidden_size, bias=c.fc_bias)
+        self.input_norm = RMSNorm(len(c.taps) * c.target_hidden_size, c.rms_norm_eps) if c.input_norm else None
+        self.fc_norm = nn.ModuleList(RMSNorm(c.target_hidden_size, c.rms_norm_eps) for _ in c.taps) if c.fc_norm else None
+        self.layers = nn.ModuleList(Layer(c, i) for i in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps) if eagle3 else None
+        self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False) if eagle3 and c.own_lm_head else None
+        self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
+        self.inv_freq = rope_frequencies(c)
+        self.rope_scale = 1.0
+        self.__dict__["_embed_tokens"] = None
+        self.__dict__["_target_lm_head"] = None
+
+    def bind(self, embed_tokens: nn.Module, lm_head: nn.Module | None) -> None:
+        """Take the target's embedding and, for heads without their own, its LM head. References are kept, nothing is copied."""
+        if self.lm_head is None and lm_head is None:
+            raise ValueError("this head has no LM head of its own: call bind(embed_tokens, lm_head) with the target's LM head")
+        self.__dict__["_embed_tokens"] = embed_tokens
+        self.__dict__["_target_lm_head"] = lm_head if self.lm_head is None else None
+
+    def set_rope(self, inv_freq: Tensor, scale: float) -> None:
+        """Use these rotary frequencies (fp32, at most head_dim / 2 of them) and this factor on cos and sin, for scaled RoPE."""
+        if inv_freq.ndim != 1 or not 0 < inv_freq.numel() <= self.config.head_dim // 2:
+            raise ValueError(f"inv_freq has shape {tuple(inv_freq.shape)}; expected one dimension of at most {self.config.head_dim // 2}")
+        self.inv_freq = inv_freq.detach().to(self.fc.weight.device if not self.fc.weight.is_meta else "cpu", torch.float32)
+        self.rope_scale = float(scale)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [B, T, taps * H_t] -> hidden states [B, T, H] that `step` takes; the identity for kind "eagle"."""
+        if self.config.kind == "eagle":
+            return features
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(features)
+
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One pass of the head.
+
+        tokens [B, T] target ids, hidden [B, T, H] (from `fuse`, or what the last `step` returned), positions [B, T] int64.
+        `attend(layer, q [B, T, Hq, D], k [B, T, Hkv, D], v [B, T, Hkv, D]) -> [B, T, Hq, D]` stores k and v where it likes and attends;
+        q and k come normed and rotated. Returns [B, T, H]: what `logits` takes and what is fed back into the next step.
+        """
+        embed = self.__dict__["_embed_tokens"]
+        if embed is None:
+            raise RuntimeError("the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first")
+        embedded = embed(tokens).to(hidden.dtype)
+        cos, sin = self._rotary(positions)
+        if self.config.kind == "eagle":
+            hidden = self.fc(torch.cat((embedded, hidden), -1))
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, embedded, cos, sin, _of_layer(attend, index))
+        return self.norm(hidden) if self.norm is not None and self.config.norm_output else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What `step` returned -> logits over the draft vocabulary [..., V_d]."""
+        if self.norm is not None and not self.config.norm_output:
+            hidden = self.norm(hidden)
+        lm_head = self.lm_head if self.lm_head is not None else self.__dict__["_target_lm_head"]
+        if lm_head is None:
+            raise RuntimeError("the head is not bound to a target: call head.bind(embed_tokens, target.get_output_embeddings()) first")
+        return lm_head(hidden)
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids -> the target's token ids; `d2t` holds offsets."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self.inv_freq is None:
+            kind = self.config.rope_parameters.get("rope_type")
+            raise RuntimeError(f"rope_type {kind!r} needs its frequencies: call head.set_rope(inv_freq, scale) first")
+        angle = positions[..., None, None].to(torch.float32) * self.inv_freq
+        return angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> EagleHead:
+        super()._apply(fn, recurse)
+        # The frequencies follow the head to its device but stay fp32: half-precision ones corrupt long contexts.
+        if self.inv_freq is not None and not self.fc.weight.is_meta:
+            self.inv_freq = self.inv_freq.to(self.fc.weight.device)
+        return self
+
+
+def _of_layer(attend: Attend, index: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda q, k, v: attend(index, q, k, v)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B, T, heads, D] in the half-split order, in fp32; cos and sin [B, T, 1, R / 2], R <= D dimensions turn."""
+    half = cos.shape[-1]
+    wide = x.float()
+    a, b = wide[..., :half], wide[..., half : 2 * half]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, wide[..., 2 * half :]), -1).to(x.dtype)
+
+
+def rope_frequencies(config: HeadConfig) -> Tensor | None:
+    """fp32 frequencies [R / 2] for the default and linear types; None for types that `set_rope` must supply."""
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "linear"):
+        return None
+    size = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+    exponent = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
+    inv_freq = 1.0 / (rope.get("rope_theta", 10000.0) ** exponent)
+    return inv_freq / rope["factor"] if kind == "linear" else inv_freq

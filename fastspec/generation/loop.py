@@ -1,0 +1,169 @@
+"""One generate call: prefill, then rounds until every row has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Iterator
+
+import torch
+from torch import Tensor
+
+from fastspec.generation.protocols import Drafter, LanguageModel, Ops
+from fastspec.generation.stats import Stats
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.verify import RowProcessor, choose, walk, walk_with_history
+
+EXTENT_BUCKET = 128
+
+
+@dataclass(slots=True)
+class Request:
+    """What to generate: prompts [B, T] (left padding removed, rows filled up on the right) with counts [B] real tokens.
+
+    `history[b]` [T_b] is what a history-dependent processor sees of row b before its first new token, `limit` the number
+    of new tokens, `ends` the end tokens. `process_rows` maps scores [R, V] -> [R, V] where no processor looks at the
+    history; else `process_at` is called node by node. `stop(row, new_tokens)` is asked after every token, and
+    `emit(row, tokens, accepted, done)` is told of every round.
+    """
+
+    prompts: Tensor
+    counts: Tensor
+    history: list[Tensor]
+    limit: int
+    ends: frozenset[int]
+    sample: bool
+    process_rows: Callable[[Tensor], Tensor] | None
+    process_at: RowProcessor | None
+    stop: Callable[[int, list[int]], bool] | None = None
+    emit: Callable[[int, list[int], int, bool], None] | None = None
+    keep_scores: bool = False
+    keep_logits: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """New tokens per row, trimmed; per row and new token its processed scores and raw logits [V] where asked for."""
+
+    tokens: list[list[int]]
+    scores: list[list[Tensor]] = field(default_factory=list)
+    logits: list[list[Tensor]] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+
+
+class _Run:
+    """The host's side of a call: what each row has said and whether it goes on."""
+
+    def __init__(self, request: Request, stats: Stats) -> None:
+        rows = request.prompts.shape[0]
+        self.request, self.stats = request, stats
+        self.out = Outcome([[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)], stats)
+        self.active = [True] * rows
+
+    def take(self, row: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
+        """Append tokens to a row until it ends; scores and logits are [len(tokens), V]."""
+        request, said = self.request, self.out.tokens[row]
+        kept = 0
+        for token in tokens:
+            said.append(token)
+            kept += 1
+            stopped = request.stop is not None and request.stop(row, said)
+            if token in request.ends or len(said) >= request.limit or stopped:
+                self.active[row] = False
+                break
+        if scores is not None:
+            self.out.scores[row] += list(scores[:kept])
+        if logits is not None:
+            self.out.logits[row] += list(logits[:kept])
+        self.stats.emitted += kept
+        if request.emit is not None:
+            request.emit(row, tokens[:kept], min(accepted, kept), not self.active[row])
+
+
+def decode(target: LanguageModel, drafter: Drafter | None, request: Request, ops: Ops, name: str) -> Outcome:
+    """Run a call to its end; without a drafter every round is one token."""
+    stats = Stats(assistant=name, rows=request.prompts.shape[0])
+    began = time.perf_counter()
+    run = _Run(request, stats)
+    with _timed(stats, "prefill"):
+        logits, features = target.prefill(request.prompts, request.counts)
+        root, scores = _first(request, logits, ops)
+        if drafter is not None:
+            drafter.begin(request.prompts, request.counts, features, root)
+    del features
+    for row, token in enumerate(root.tolist()):
+        run.take(row, [token], 0, scores[row : row + 1] if request.keep_scores else None, logits[row : row + 1] if request.keep_logits else None)
+    longest = int(request.counts.max())
+    while any(run.active):
+        extent = -(-longest // EXTENT_BUCKET) * EXTENT_BUCKET
+        root, most = _round(target, drafter, root, run, ops, extent)
+        longest += most
+    stats.seconds = time.perf_counter() - began
+    return run.out
+
+
+def _first(request: Request, logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+    """The first token of every row from the prefill's logits [B, V] -> tokens [B], processed scores [B, V]."""
+    if request.process_at is None:
+        assert request.process_rows is not None
+        scores = request.process_rows(logits.float())
+    else:
+        scores = torch.stack([request.process_at(b, request.history[b], logits[b].float()) for b in range(logits.shape[0])])
+    return choose(scores[:, None], _uniform(request, (scores.shape[0], 1), scores.device), ops)[:, 0], scores
+
+
+def _round(target: LanguageModel, drafter: Drafter | None, root: Tensor, run: _Run, ops: Ops, extent: int) -> tuple[Tensor, int]:
+    """One round of every row -> next roots [B] and the largest number of tokens any row gained."""
+    request, stats = run.request, run.stats
+    active = torch.tensor(run.active, device=root.device)
+    with _timed(stats, "draft"):
+        tree = TokenTree.root_only(root) if drafter is None else drafter.propose(extent)
+    with _timed(stats, "score"):
+        logits, features = target.score(tree, extent)
+    with _timed(stats, "choose"):
+        verdict, along = _decide(tree, logits, request, run, ops)
+    with _timed(stats, "commit"):
+        target.commit(verdict, active)
+        if drafter is not None:
+            drafter.observe(tree, verdict, features, active, extent)
+        tokens = verdict.tokens(tree)
+        packed = torch.cat((verdict.accepted[:, None], tokens), 1).tolist()  # the round's one read-back
+    for row, (accepted, *said) in enumerate(packed):
+        if not run.active[row]:
+            continue
+        stats.row_rounds += 1
+        stats.drafted += tree.tokens.shape[1] - 1
+        stats.accepted += accepted
+        stats.round_tokens += accepted + 1
+        path = verdict.path[row, : accepted + 1]
+        scores = along(row, path) if request.keep_scores else None
+        run.take(row, said[: accepted + 1], accepted, scores, logits[row, path].float() if request.keep_logits else None)
+    stats.rounds += 1
+    return torch.where(active, verdict.bonus, root), max(p[0] for p in packed) + 1
+
+
+def _decide(
+    tree: TokenTree, logits: Tensor, request: Request, run: _Run, ops: Ops
+) -> tuple[Verdict, Callable[[int, Tensor], Tensor]]:
+    """The verdict on a scored tree, and the processed scores along a row's path."""
+    uniform = _uniform(request, tree.tokens.shape, logits.device)
+    if request.process_at is None:
+        assert request.process_rows is not None
+        scores = request.process_rows(logits.flatten(0, 1).float()).view_as(logits)
+        return walk(tree, choose(scores, uniform, ops), ops), lambda row, path: scores[row, path]
+    history = [torch.cat((h, h.new_tensor(run.out.tokens[b]))) for b, h in enumerate(request.history)]
+    verdict, kept = walk_with_history(tree, logits, uniform, history, request.process_at, run.active, ops)
+    return verdict, lambda row, path: kept[row, : path.shape[0]]
+
+
+def _uniform(request: Request, shape: tuple[int, ...] | torch.Size, device: torch.device) -> Tensor | None:
+    return torch.rand(shape, device=device) if request.sample else None
+
+
+@contextmanager
+def _timed(stats: Stats, phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    stats.phases[phase] = stats.phases.get(phase, 0.0) + time.perf_counter() - start

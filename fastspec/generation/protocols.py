@@ -1,0 +1,82 @@
+"""The parts of a round and how they meet: a map for the reader, checked by the type checker.
+
+    tree            = drafter.propose(extent)
+    logits, feats   = target.score(tree, extent)
+    picks           = choose(logits)                 argmax, or one draw per node
+    verdict         = walk(tree, picks)
+    target.commit(verdict, active); drafter.observe(tree, verdict, feats, active, extent)
+
+All tensors are static in shape and stay on the device; `extent` is a host integer, an upper bound of the cache slots that
+any row may read, so that a captured round is shared by every length in one bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fastspec.generation.tree import TokenTree, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The kernels of one backend; see `fastspec.kernels.reference` for what each computes."""
+
+    name: str
+    attention_layout: Callable[..., Any]
+    tree_attention: Callable[..., Tensor]
+    cache_write: Callable[..., None]
+    kv_block_copy: Callable[..., None]
+    rope: Callable[..., Tensor]
+    topk_expand: Callable[..., tuple[Tensor, Tensor]]
+    tree_build: Callable[..., tuple[Tensor, ...]]
+    posterior_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    categorical: Callable[..., Tensor]
+
+
+class LanguageModel(Protocol):
+    """A model with its own KV cache, which nobody else sees."""
+
+    lengths: Tensor
+    """[B] int64: committed tokens of each row, on the device."""
+
+    def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Append ids [B, T], of which the first counts [B] of a row are real -> logits of each row's last real token
+        [B, V] and the features of all of them [B, T, F]."""
+
+    def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
+        """Score every node after the committed tokens and its ancestors -> logits [B, N, V], features [B, N, F]."""
+
+    def commit(self, verdict: Verdict, active: Tensor) -> None:
+        """Keep the accepted path of the active [B] rows in the cache and drop the rest of the tree."""
+
+
+class Drafter(Protocol):
+    """Proposes a tree after the last emitted token and learns from what the target said of it."""
+
+    nodes: int
+    max_path: int
+
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        """Take the prompt: ids [B, T] with counts [B] real tokens, the target's features of them [B, T, F], and the first
+        emitted token root [B]."""
+
+    def propose(self, extent: int) -> TokenTree:
+        """The next tree; its root is the last emitted token."""
+
+    def observe(self, tree: TokenTree, verdict: Verdict, features: Tensor, active: Tensor, extent: int) -> None:
+        """Take the verdict on the last tree and the target's features of its nodes [B, N, F]."""
+
+
+class Decoding(Protocol):
+    """A strategy as an object: what `generate(assistant=...)` accepts from third parties."""
+
+    name: str
+    taps: tuple[int, ...] | None
+    """Which of transformers' hidden states the drafter reads; None for no features, () for the last one after the norm."""
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops) -> Drafter:
+        """Make the drafter of one generate call."""

@@ -1,0 +1,34 @@
+"""What a generate call did: counts and times, filled by the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts over all rows of one call. Times are host seconds by phase; on CUDA they are launch times, not kernel times."""
+
+    assistant: str = ""
+    rows: int = 0
+    rounds: int = 0
+    row_rounds: int = 0
+    """Rounds summed over the rows that were still running."""
+    emitted: int = 0
+    """New tokens returned, after trimming at the end token and at the length limit."""
+    round_tokens: int = 0
+    """Tokens produced by rounds, bonus included and before trimming; the first token comes from the prefill."""
+    accepted: int = 0
+    drafted: int = 0
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per round and row, the bonus token counted (1.0 without any accepted draft)."""
+        return self.round_tokens / self.row_rounds if self.row_rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Returned new tokens of all rows over the seconds of the whole call, prefill included."""
+        return self.emitted / self.seconds if self.seconds else 0.0

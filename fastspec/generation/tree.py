@@ -1,0 +1,66 @@
+"""The draft tree as tensors, and what a walk over it decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.reference import ancestor_words
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """N draft nodes for each of B rows; node 0 is the root, and parents come before their children.
+
+    The root is the token already emitted but not yet in the target's cache. `tokens`, `parents`, `depths` are [B, N] int64
+    (the root is its own parent, at depth 0); `ancestors` [B, N, W] int64 holds one bit per node, self included. Every tree
+    of a run has the same N and the same `max_path`, the longest path in nodes. The dense mask, row b:
+
+        mask = torch.zeros(N, N, dtype=torch.bool)
+        for i in range(N):
+            mask[i] = mask[parents[b, i]] if i else False
+            mask[i, i] = True
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    max_path: int
+
+    @classmethod
+    def from_parents(cls, tokens: Tensor, parents: Tensor, max_path: int | None = None) -> TokenTree:
+        """Build a tree from tokens and parents [B, N]; raises ValueError for an orphan or a parent after its child."""
+        nodes = tokens.shape[1]
+        index = torch.arange(nodes, device=parents.device)
+        if tokens.shape != parents.shape or bool((parents[:, 1:] >= index[1:]).any()) or bool((parents < 0).any()):
+            raise ValueError(f"parents {parents.tolist()} must name an earlier node for every node but the root")
+        depths = torch.zeros_like(parents)
+        for node in range(1, nodes):
+            depths[:, node] = depths.gather(1, parents[:, node : node + 1])[:, 0] + 1
+        parents = torch.cat((torch.zeros_like(parents[:, :1]), parents[:, 1:]), 1)
+        return cls(tokens, parents, depths, ancestor_words(parents, nodes), max_path or int(depths.max()) + 1)
+
+    @classmethod
+    def root_only(cls, root: Tensor) -> TokenTree:
+        """The tree of plain decoding: one node per row, root [B]."""
+        zero = torch.zeros_like(root)[:, None]
+        return cls(root[:, None], zero, zero, torch.ones_like(zero)[:, :, None], 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the walk decided: `path` [B, P] node ids from the root on (the last one repeats), `accepted` [B] draft tokens on
+    it, `bonus` [B] the target's own token after it, which is the next root."""
+
+    path: Tensor
+    accepted: Tensor
+    bonus: Tensor
+
+    def tokens(self, tree: TokenTree) -> Tensor:
+        """The tokens this round emits, [B, P]: accepted draft tokens, then the bonus token; the rest is filler."""
+        drafted = tree.tokens.gather(1, self.path)
+        shifted = torch.cat((drafted[:, 1:], drafted[:, -1:]), 1)
+        return shifted.scatter(1, self.accepted[:, None], self.bonus[:, None])

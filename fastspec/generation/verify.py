@@ -1,0 +1,60 @@
+"""Choose one token per node and walk: lossless for every tree that is a function of its prefix.
+
+At a node with target distribution p, accepting child x with probability p(x), else removing x and renormalising, is the
+same law as one draw y ~ p with a step to y where y is a child and y as the bonus token where it is not. So greedy and
+sampled decoding differ in the pick alone. Randomness comes in as an argument: one uniform per node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastspec.generation.protocols import Ops
+from fastspec.generation.tree import TokenTree, Verdict
+
+# processor(row, ids [T], scores [V]) -> scores [V]
+RowProcessor = Callable[[int, Tensor, Tensor], Tensor]
+
+
+def choose(scores: Tensor, uniform: Tensor | None, ops: Ops) -> Tensor:
+    """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N] -> [B, N]."""
+    return scores.argmax(-1) if uniform is None else ops.categorical(scores, uniform)
+
+
+def walk(tree: TokenTree, picks: Tensor, ops: Ops) -> Verdict:
+    """Follow picks [B, N] down the tree."""
+    return Verdict(*ops.posterior_walk(tree.tokens, tree.parents, picks, tree.max_path))
+
+
+def walk_with_history(
+    tree: TokenTree, logits: Tensor, uniform: Tensor | None, history: list[Tensor], process: RowProcessor, active: list[bool], ops: Ops
+) -> tuple[Verdict, Tensor]:
+    """Walk node by node, for processors that look at the tokens so far.
+
+    logits [B, N, V]; history[b] [T_b] int64 ends with the root. `process` sees each visited node with that node's own
+    prefix. Returns the verdict and the processed scores [B, P, V] along the path.
+    """
+    rows = tree.tokens.shape[0]
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    paths, accepted, bonus = [], [], []
+    scores = torch.zeros(rows, tree.max_path, logits.shape[2], dtype=torch.float32, device=logits.device)
+    for b in range(rows):
+        node, path, ids, pick = 0, [0], history[b], tokens[b][0]
+        while active[b]:
+            row = process(b, ids, logits[b, node].float())
+            scores[b, len(path) - 1] = row
+            pick = int(choose(row[None, None], None if uniform is None else uniform[b : b + 1, node : node + 1], ops))
+            child = next((j for j in range(1, len(tokens[b])) if parents[b][j] == node and tokens[b][j] == pick), None)
+            if child is None or len(path) == tree.max_path:
+                break
+            node = child
+            path.append(node)
+            ids = torch.cat((ids, ids.new_tensor([pick])))
+        paths.append(path + [path[-1]] * (tree.max_path - len(path)))
+        accepted.append(len(path) - 1)
+        bonus.append(pick)
+    device = tree.tokens.device
+    return Verdict(*(torch.tensor(x, device=device) for x in (paths, accepted, bonus))), scores

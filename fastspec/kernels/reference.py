@@ -1,0 +1,159 @@
+"""Every op in plain torch: the specification that the kernels are held to, and the backend on the CPU.
+
+B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, D head size, C cache slots, M tail slots,
+W 64-bit words. All lengths are tensors on the device; no op waits for the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """What N queries of each row may see, made once per forward pass and shared by its layers.
+
+    `visible` [B, 1, N, E] bool over the first E cache slots. `extent` is E.
+    """
+
+    visible: Tensor
+    extent: int
+
+
+def attention_layout(prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int) -> AttentionLayout:
+    """Lay out tree attention: prefix [B] int64 slots are seen by all, then `tail` slots by ancestor bits.
+
+    Bit j of words [B, N, W] int64 says whether the node sees tail slot j; words=None means a chain (slot j is seen by
+    nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent.
+    """
+    slot = torch.arange(extent, device=prefix.device)
+    rel = slot[None, :] - prefix[:, None]  # [B, E], negative in the prefix
+    in_tail = (rel >= 0) & (rel < tail)
+    if words is None:
+        seen = rel[:, None, :] <= torch.arange(nodes, device=prefix.device)[None, :, None]
+    else:
+        where = rel.clamp(0, 64 * words.shape[2] - 1)[:, None, :].expand(-1, nodes, -1)
+        seen = (words.gather(2, where >> 6) >> (where & 63)) & 1 == 1
+    visible = (rel < 0)[:, None, :] | (in_tail[:, None, :] & seen)
+    return AttentionLayout(visible[:, None], extent)
+
+
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+    """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout -> [B, N, Hq, D].
+
+    Grouped query heads are stacked as rows, so no key or value is repeated.
+    """
+    batch, nodes, heads, size = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    rows = q.view(batch, nodes, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * nodes, size)
+    mask = layout.visible.repeat(1, 1, group, 1)
+    out = F.scaled_dot_product_attention(rows, k[:, :, : layout.extent], v[:, :, : layout.extent], attn_mask=mask, scale=scale)
+    return out.view(batch, kv_heads, group, nodes, size).permute(0, 3, 1, 2, 4).reshape(batch, nodes, heads, size)
+
+
+def cache_write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write k, v [B, N, Hkv, D] into one layer's cache [B, Hkv, C, D] at slots [B, N] int64."""
+    row = torch.arange(k.shape[0], device=k.device)[:, None]
+    k_cache[row, :, slots] = k
+    v_cache[row, :, slots] = v
+
+
+def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """Move slots source [B, P] to target [B, P] in every layer of k_cache, v_cache [L, B, Hkv, C, D]; overlap is safe."""
+    row = torch.arange(source.shape[0], device=source.device)[:, None]
+    for cache in (k_cache, v_cache):
+        cache[:, row, :, target] = cache[:, row, :, source]
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [B, N, H, D] by cos, sin [B, N, R] over its first R channels (neox halves, computed in x's dtype)."""
+    size = cos.shape[-1]
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    turn, keep = x[..., :size], x[..., size:]
+    half = torch.cat((-turn[..., size // 2 :], turn[..., : size // 2]), dim=-1)
+    return torch.cat((turn * cos + half * sin, keep), dim=-1) if keep.shape[-1] else turn * cos + half * sin
+
+
+def stable_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of scores [B, M] in falling order; among equals the lower index comes first."""
+    values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    return values[:, :count], order[:, :count]
+
+
+def topk_expand(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (fp32) and ids of the `count` likeliest tokens of logits [..., V] -> two [..., count]."""
+    values, ids = torch.topk(logits.float(), count, dim=-1)
+    return (values - torch.logsumexp(logits.float(), dim=-1, keepdim=True)).clamp(max=0.0), ids
+
+
+def tree_build(scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, ...]:
+    """Re-rank grown candidates and lay the kept ones out breadth first.
+
+    scores [B, M] fp32 cumulative log-probabilities, tokens [B, M], parents [B, M] (candidate index, -1 for the root),
+    depths [M] (root's children: 1), root [B]. Keeps nodes - 1 candidates by score, lower index first among equals: a
+    parent scores at least as much as its child and comes before it, so a kept child's parent is kept.
+    Returns tokens, parents, depths [B, nodes] (parent of the root: 0) and ancestors [B, nodes, W] int64, self included.
+    """
+    batch = scores.shape[0]
+    kept = stable_topk(scores, nodes - 1)[1].sort(dim=-1).values
+    above = parents.gather(1, kept)
+    place = torch.where(above < 0, 0, torch.searchsorted(kept, above.clamp(min=0).contiguous()) + 1)
+    zero = torch.zeros(batch, 1, dtype=torch.long, device=scores.device)
+    tree_parents = torch.cat((zero, place), 1)
+    tree_depths = torch.cat((zero, depths.expand(batch, -1).gather(1, kept)), 1)
+    tree_tokens = torch.cat((root[:, None], tokens.gather(1, kept)), 1)
+    return tree_tokens, tree_parents, tree_depths, ancestor_words(tree_parents, int(nodes))
+
+
+def own_bits(count: int, device: torch.device) -> Tensor:
+    """Row i has bit i set: [count, W] int64 with W = ceil(count / 64)."""
+    index = torch.arange(count, device=device)
+    words = torch.zeros(count, (count + 63) // 64, dtype=torch.long, device=device)
+    return words.scatter_(1, (index >> 6)[:, None], (torch.ones_like(index) << (index & 63))[:, None])
+
+
+def ancestor_words(parents: Tensor, nodes: int) -> Tensor:
+    """Ancestors (self included) of a tree with parents [B, N] before their children -> [B, N, W] int64."""
+    bits = own_bits(nodes, parents.device).expand(parents.shape[0], -1, -1)
+    words, up = bits.clone(), parents
+    width = bits.shape[2]
+    steps = max(1, (nodes - 1).bit_length())
+    for _ in range(steps):  # pointer doubling: after s steps a node knows 2**s generations
+        words = words | words.gather(1, up[:, :, None].expand(-1, -1, width))
+        up = up.gather(1, up)
+    return words
+
+
+def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow picks from the root while they are children.
+
+    tokens, parents, picks [B, N]; steps is the longest path in nodes. Returns path [B, steps] (node ids; past the end the
+    last node repeats), accepted [B] (draft tokens on the path, root not counted) and bonus [B] (the pick at its end).
+    """
+    batch, nodes = tokens.shape
+    row = torch.arange(batch, device=tokens.device)
+    index = torch.arange(nodes, device=tokens.device)
+    node = torch.zeros(batch, dtype=torch.long, device=tokens.device)
+    accepted = torch.zeros_like(node)
+    path = [node]
+    for _ in range(steps - 1):
+        child = (parents == node[:, None]) & (tokens == picks[row, node][:, None]) & (index > 0)
+        found = child.any(1)
+        node = torch.where(found, child.int().argmax(1), node)
+        accepted = accepted + found
+        path.append(node)
+    return torch.stack(path, 1), accepted, picks[row, node]
+
+
+def categorical(logits: Tensor, uniform: Tensor) -> Tensor:
+    """One draw per row of logits [..., V] by inversion with uniform [...] in [0, 1): never a token of probability 0."""
+    mass = torch.softmax(logits.float(), dim=-1).double().cumsum(-1)
+    level = uniform.double()[..., None] * mass[..., -1:]
+    index = torch.searchsorted(mass, level.contiguous(), right=True).squeeze(-1)
+    last = logits.shape[-1] - 1 - torch.isfinite(logits).int().flip(-1).argmax(-1)
+    return torch.minimum(index, last)

@@ -1,0 +1,97 @@
+"""What fastspec knows of each model family, as rows of data, and which mode a model gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fastspec.errors import Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Names of the parts of one `model_type`, as dotted paths from the model or the layer."""
+
+    model_type: str
+    decoder: str = "model"
+    embed: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str = "norm"
+    rotary: str = "rotary_emb"
+    lm_head: str = "lm_head"
+    attention: str = "self_attn"
+    input_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    qk_norm: bool = False
+
+
+ADAPTERS = {
+    row.model_type: row
+    for row in (
+        Adapter("llama"),
+        Adapter("mistral"),
+        Adapter("qwen2"),
+        Adapter("qwen3", qk_norm=True),
+        Adapter("qwen3_moe", qk_norm=True),
+        Adapter("mixtral"),
+    )
+}
+
+
+def check_supported(model: Any) -> None:
+    """Raise `Unsupported`, naming the reason, for a model that fastspec cannot decode with."""
+    name = type(model).__name__
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise Unsupported(f"patch takes a transformers model, not {name}: load one with AutoModelForCausalLM.from_pretrained(...)")
+    if not callable(getattr(model, "generate", None)) or not model.can_generate():
+        raise Unsupported(f"{name} has no generate method: patch a causal language model, such as {name.replace('Model', '')}ForCausalLM")
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise Unsupported(f"{name} is an encoder-decoder model; fastspec decodes decoder-only models")
+    if getattr(model, "_is_stateful", False):
+        raise Unsupported(f"{name} keeps a recurrent state, which cannot be taken back when a draft is rejected")
+    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - {"full_attention", "sliding_attention"})
+    if kinds:
+        raise Unsupported(f"{name} has layers of type {', '.join(kinds)}; fastspec needs a full-attention KV cache in every layer")
+    window = _sliding_window(config)
+    if window is not None:
+        raise Unsupported(f"{name} attends over a sliding window of {window} tokens; fastspec needs a full-attention KV cache in every layer")
+    devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
+    if len(devices) > 1:
+        raise Unsupported(f"{name} is spread over {', '.join(sorted(devices))}; fastspec keeps one KV cache on one device")
+
+
+def adapter_for(model: nn.Module) -> Adapter | None:
+    """The model's row, or None for the generic mode: no row, or a layer whose forward belongs to someone else."""
+    adapter = ADAPTERS.get(getattr(model.config, "model_type", ""))
+    if adapter is None or not hasattr(model, adapter.lm_head):
+        return None
+    decoder = getattr(model, adapter.decoder)
+    own = [model, decoder, *getattr(decoder, adapter.layers), *(getattr(la, adapter.attention) for la in getattr(decoder, adapter.layers))]
+    return None if any(_hooked(module) for module in own) else adapter
+
+
+def mode_of(model: nn.Module) -> str:
+    """Why a model got its mode, in words, for `report`."""
+    adapter = adapter_for(model)
+    if adapter is not None:
+        return f"adapter {adapter.model_type}"
+    known = getattr(model.config, "model_type", "") in ADAPTERS
+    return "generic (a layer is hooked or replaced)" if known else f"generic (no adapter for {getattr(model.config, 'model_type', '?')})"
+
+
+def _hooked(module: nn.Module) -> bool:
+    return "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _sliding_window(config: Any) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return None
+    types = getattr(config, "layer_types", None)
+    if types is not None and "sliding_attention" not in types:
+        return None
+    return window if window < getattr(config, "max_position_embeddings", window + 1) else None

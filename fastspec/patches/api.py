@@ -1,0 +1,120 @@
+"""patch, unpatch, patched, report."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastspec.errors import PatchConflict, Unsupported
+from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.stats import Stats
+from fastspec.patches.adapters import check_supported, mode_of
+from fastspec.generation.backends import choose_backend
+from fastspec.patches.generate import generate
+from fastspec.patches.heads import load_head
+from fastspec.patches.session import STATE, PatchSession, session_of
+
+
+def patch(model: Any, *, eagle3: str | Path | EagleHead | None = None, backend: str = "auto") -> Any:
+    """Give a transformers model `generate(..., assistant=...)`, and return the same model.
+
+    `eagle3` supplies the head of the assistant of that name: a directory, a hub id, the name of a head that ships with
+    fastspec ("smollm2-135m-instruct") or an EagleHead. `backend` is "auto" or "torch". Only this instance is changed, and
+    nothing in its forward pass; without `assistant=` it does what it did.
+
+    Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
+    PatchConflict (patched already). On any error the model is as it was.
+    """
+    if session_of(model) is not None:
+        raise PatchConflict(f"this {type(model).__name__} is patched already: call fastspec.unpatch(model) first")
+    check_supported(model)
+    resources = {} if eagle3 is None else {"eagle3": load_head(eagle3, model)}
+    session = PatchSession(choose_backend(backend, model.device.type), resources)
+    try:
+        session.set(model, STATE, session)
+        session.set(model, "generate", types.MethodType(generate, model))
+    except BaseException:
+        session.undo(force=True)
+        raise
+    return model
+
+
+def unpatch(model: Any, *, force: bool = False) -> Any:
+    """Undo `patch` and return the model, as it was.
+
+    Raises PatchConflict when the model is not patched, or when someone else has written over what `patch` set; with
+    `force=True` the latter is left in place, named in a warning, and the rest is undone.
+    """
+    session = session_of(model)
+    if session is None:
+        raise PatchConflict(f"this {type(model).__name__} is not patched: fastspec.patch(model) comes first")
+    left = session.undo(force)
+    if left:
+        warnings.warn(f"unpatch left {', '.join(left)} as someone else had set it", stacklevel=2)
+    return model
+
+
+@contextmanager
+def patched(model: Any, **options: Any) -> Iterator[Any]:
+    """`with fastspec.patched(model, eagle3=...) as model:` patches for the length of the block, exceptions included."""
+    patch(model, **options)
+    try:
+        yield model
+    finally:
+        unpatch(model)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is patched and what it did; `print` shows a table. `calls` holds the statistics of every assisted call."""
+
+    model: str
+    mode: str
+    backend: str
+    device: str
+    dtype: str
+    assistants: tuple[str, ...]
+    calls: tuple[Stats, ...] = field(default=())
+
+    @property
+    def last(self) -> Stats | None:
+        """Statistics of the last assisted call."""
+        return self.calls[-1] if self.calls else None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model} on {self.device}, {self.dtype}: {self.mode}, kernels: {self.backend}, assistants: {', '.join(self.assistants)}",
+        ]
+        for name in dict.fromkeys(call.assistant for call in self.calls):
+            mine = [call for call in self.calls if call.assistant == name]
+            rounds, seconds = sum(c.row_rounds for c in mine), sum(c.seconds for c in mine)
+            length = sum(c.round_tokens for c in mine) / rounds if rounds else 0.0
+            rate = sum(c.emitted for c in mine) / seconds if seconds else 0.0
+            phases: dict[str, float] = {}
+            for call in mine:
+                for phase, spent in call.phases.items():
+                    phases[phase] = phases.get(phase, 0.0) + spent
+            shares = ", ".join(f"{phase} {spent:.2f} s" for phase, spent in phases.items())
+            lines.append(f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}; {shares}")
+        return "\n".join(lines)
+
+
+def report(model: Any) -> Report:
+    """What `patch` did to a model and what its assisted calls have done since. Raises Unsupported for an unpatched model."""
+    session = session_of(model)
+    if session is None:
+        raise Unsupported(f"this {type(model).__name__} is not patched: nothing to report before fastspec.patch(model)")
+    return Report(
+        model=type(model).__name__,
+        mode=mode_of(model),
+        backend=session.ops.name,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        assistants=("autoregressive", *session.resources),
+        calls=tuple(session.calls),
+    )

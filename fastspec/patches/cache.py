@@ -1,0 +1,68 @@
+"""The bridge between fastspec's cache and transformers' Cache protocol, for models without an adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from fastspec.generation.cache import TreeCache
+from fastspec.generation.protocols import Ops
+
+
+class SlotCache(Cache):
+    """One forward pass's view of a TreeCache: `update` writes at given slots and returns the first `extent` slots."""
+
+    def __init__(self, store: TreeCache, ops: Ops, slots: Tensor, extent: int) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.store, self.ops, self.slots, self.extent = store, ops, slots, extent
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write [B, Hkv, N, D] of one layer -> its keys and values [B, Hkv, extent, D]."""
+        k, v = (x.transpose(1, 2) for x in (key_states, value_states))
+        self.store.write(self.ops, layer_idx, k, v, self.slots)
+        return self.store.k[layer_idx][:, :, : self.extent], self.store.v[layer_idx][:, :, : self.extent]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed tokens of the longest row."""
+        return int(self.store.lengths.max())
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
+        """Key length and offset, as the mask was made."""
+        return self.extent, 0
+
+    @property
+    def is_compileable(self) -> bool:  # a plain view; nothing to compile
+        """False: the pass is run as it is."""
+        return False
+
+
+def import_past(store: TreeCache, past: list[tuple[Tensor, Tensor]], keep: Tensor) -> None:
+    """Copy a user's keys and values (per layer [B, Hkv, T, D]) into slots from 0; keep [B, T] bool drops padded slots."""
+    rows, width = keep.shape
+    counts = keep.sum(1)
+    order = torch.argsort((~keep).int(), dim=1, stable=True)  # kept slots first, in order
+    row = torch.arange(rows, device=keep.device)[:, None]
+    for layer, (k, v) in enumerate(past):
+        store.k[layer][:, :, :width] = k.transpose(1, 2)[row, order].transpose(1, 2)
+        store.v[layer][:, :, :width] = v.transpose(1, 2)[row, order].transpose(1, 2)
+    store.lengths.copy_(counts)
+
+
+def export_span(store: TreeCache, first: Tensor, width: int, offset: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Slots first[b] .. of every row as keys, values [B, Hkv, width, D] per layer; row b starts at column offset[b], and
+    columns before it or past the row's length are zero."""
+    rows = first.shape[0]
+    column = torch.arange(width, device=first.device)
+    slots = first[:, None] + column - offset[:, None]
+    real = (column >= offset[:, None]) & (slots < store.lengths[:, None])
+    slots = slots.clamp(0, store.capacity - 1)
+    row = torch.arange(rows, device=first.device)[:, None]
+    keys, values = [], []
+    for layer in range(store.k.shape[0]):
+        for cache, into in ((store.k, keys), (store.v, values)):
+            taken = cache[layer].transpose(1, 2)[row, slots] * real[:, :, None, None]
+            into.append(taken.transpose(1, 2).contiguous())
+    return keys, values

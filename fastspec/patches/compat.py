@@ -1,0 +1,48 @@
+"""Everything that depends on a transformers version: each probe says when it can be deleted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cache_geometry(config: Any) -> tuple[int, int, int]:
+    """Layers, key heads and head size of a decoder's KV cache, from its config."""
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, kv_heads, size
+
+
+def read_cache(cache: Any, layers: int) -> list[tuple[Tensor, Tensor]] | None:
+    """Keys and values [B, Hkv, T, D] per layer of a cache handed in by the user; None when it is empty or absent.
+
+    Caches hold `layers` with `keys` and `values` since transformers 4.56; delete the probe when that is all there is.
+    """
+    if cache is None or int(cache.get_seq_length()) == 0:
+        return None
+    length = int(cache.get_seq_length())
+    return [(cache.layers[i].keys[:, :, :length], cache.layers[i].values[:, :, :length]) for i in range(layers)]
+
+
+def fill_cache(cache: Any, kept: int, keys: list[Tensor], values: list[Tensor]) -> Any:
+    """Append keys and values [B, Hkv, T, D] per layer to a cache that holds `kept` tokens, through its own `update`."""
+    if int(cache.get_seq_length()) != kept:
+        raise RuntimeError(f"the cache changed during generation: it held {kept} tokens and now holds {cache.get_seq_length()}")
+    for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+        cache.update(k, v, layer)
+    return cache
+
+
+def position_limit(config: Any) -> int | None:
+    """The longest sequence the positions of a model allow, or None where nothing limits them."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def is_cuda_oom(error: BaseException) -> bool:
+    """Whether an error is torch's way of saying that memory has run out, on any device."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

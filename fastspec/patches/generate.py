@@ -1,0 +1,174 @@
+"""The front door: `model.generate(..., assistant=...)`, from transformers' arguments to a Request and back."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.loop import Outcome, Request, decode
+from fastspec.patches.adapters import adapter_for
+from fastspec.patches.assistants import resolve
+from fastspec.patches.cache import export_span, import_past
+from fastspec.patches.compat import fill_cache, is_cuda_oom, read_cache
+from fastspec.patches.hf_model import HFModel
+from fastspec.patches.refusals import refuse_arguments, refuse_config, refuse_prompts
+from fastspec.patches.selection import Ending, Streaming, make_processors
+from fastspec.patches.session import ABSENT, PatchSession, session_of
+
+
+def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
+    """transformers' `generate`, with `assistant=`: a name, a config object or an object with a `drafter` method.
+
+    Everything else keeps its meaning; without an assistant the original runs, untouched. Raises Unsupported for what cannot
+    be combined with an assistant.
+    """
+    session = session_of(self)
+    assert session is not None
+    before = session.before(self, "generate")
+    original = type(self).generate.__get__(self) if before is ABSENT else before
+    if assistant is None:
+        return original(*args, **kwargs)
+    decoding = resolve(assistant, session.resources, self)
+    refuse_arguments(kwargs)
+    given = inspect.signature(type(self).generate).bind_partial(self, *args, **kwargs).arguments
+    mask = kwargs.get("attention_mask")
+
+    def custom(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        refuse_config(generation_config, model_kwargs)
+        call = _Call(model, session, decoding, input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        return call.run()
+
+    if given.get("custom_generate") is not None:
+        raise Unsupported("custom_generate and assistant both replace the decoding loop: pass one of them")
+    with session.turn.taken():
+        return original(*args, **kwargs, custom_generate=custom)
+
+
+class _Call:
+    """One assisted call: what transformers prepared, as a Request, and the Outcome as transformers' output."""
+
+    def __init__(
+        self, model: Any, session: PatchSession, decoding: Any, ids: Tensor, mask: Tensor | None, processors: LogitsProcessorList,
+        criteria: Any, config: Any, streamer: Any, model_kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.model, self.session, self.decoding, self.config, self.streamer = model, session, decoding, config, streamer
+        self.ids = ids.to(model.device)
+        self.cache = model_kwargs.get("past_key_values")
+        self.layers = model.config.get_text_config().num_hidden_layers
+        self.past = read_cache(self.cache, self.layers)
+        self.past_length = 0 if self.past is None else self.past[0][0].shape[2]
+        rows = ids.shape[0]
+        self.keep = self._keep(mask, rows)
+        refuse_prompts(model, self.ids, self.keep, self.past_length)
+        self.ending = Ending(criteria, self.ids)
+        self.processors, self.criteria = processors, criteria
+
+    def _keep(self, mask: Tensor | None, rows: int) -> Tensor:
+        """Which of the past and prompt tokens are real, [B, past + new] bool."""
+        width = self.ids.shape[1]
+        if mask is None:
+            held = getattr(self.config, "_pad_token_tensor", None)
+            inferred = self.model._prepare_attention_mask_for_generation(self.ids, self.config, {}) if held is not None else None
+            keep = torch.ones_like(self.ids, dtype=torch.bool) if inferred is None or inferred.dim() != 2 else inferred.bool()
+        else:
+            keep = mask.to(self.ids.device).bool()
+            repeat = rows // max(1, keep.shape[0])
+            keep = keep.repeat_interleave(repeat, 0) if repeat > 1 else keep
+        if keep.shape[1] == self.past_length + width and self.past_length:
+            return keep
+        if keep.shape[1] != width:
+            raise Unsupported(f"attention_mask is {keep.shape[1]} wide; accepted are the width of input_ids ({width}) and of cache and input_ids")
+        return keep
+
+    def run(self) -> Any:
+        new = self.keep.shape[1] - self.past_length  # tokens of the prompt that the cache does not hold
+        prompts, counts = _compact(self.ids[:, -new:], self.keep[:, -new:])
+        limit = self.ending.limit
+        rows, taps = prompts.shape[0], self.decoding.taps
+        capacity = int(self.keep.sum(1).max()) + limit
+        process_rows, process_at = make_processors(self.processors, self.ids)
+        streaming = Streaming(self.streamer, rows, self._pad()) if self.streamer is not None else None
+        request = Request(
+            prompts, counts, list(self.ids), limit, self.ending.ends, bool(self.config.do_sample), process_rows, process_at,
+            stop=self.ending.stop, emit=streaming.emit if streaming else None,
+            keep_scores=bool(self.config.return_dict_in_generate and self.config.output_scores),
+            keep_logits=bool(self.config.return_dict_in_generate and self.config.output_logits),
+        )  # fmt: skip
+        try:
+            target, drafter = self._parts(rows, capacity, taps)
+            outcome = decode(target, drafter, request, self.session.ops, self.decoding.name)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if isinstance(error, FastSpecError) or not is_cuda_oom(error):
+                raise
+            raise FastSpecError(
+                f"out of memory while decoding {rows} rows of up to {capacity} tokens on {self.model.device}: ask for fewer new tokens, "
+                "a shorter prompt or a smaller batch"
+            ) from error
+        if streaming is not None:
+            streaming.end()
+        self.session.calls.append(outcome.stats)
+        return self._output(outcome, target, counts)
+
+    def _parts(self, rows: int, capacity: int, taps: tuple[int, ...] | None) -> tuple[HFModel, Any]:
+        ops = self.session.ops
+        drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.model.device, ops=ops)
+        nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
+        target = HFModel(self.model, adapter_for(self.model), rows=rows, capacity=capacity, tail=nodes, taps=taps, ops=ops)
+        if self.past is not None:
+            import_past(target.cache, self.past, self.keep[:, : self.past_length])
+        return target, drafter
+
+    def _pad(self) -> int:
+        pad = getattr(self.config, "_pad_token_tensor", None)
+        return int(pad) if pad is not None else 0
+
+    def _output(self, outcome: Outcome, target: HFModel, counts: Tensor) -> Any:
+        longest = max(len(row) for row in outcome.tokens)
+        pad = self._pad()
+        new = torch.tensor([row + [pad] * (longest - len(row)) for row in outcome.tokens], device=self.ids.device)
+        sequences = torch.cat((self.ids, new), 1)
+        wants_past = self.cache is not None and self.config.use_cache is not False
+        if wants_past:
+            first = self.keep[:, : self.past_length].sum(1)
+            width = self.keep.shape[1] - self.past_length
+            said = torch.tensor([len(row) for row in outcome.tokens], device=first.device)
+            target.cache.lengths.copy_(first + counts + said - 1)
+            keys, values = export_span(target.cache, first, width + longest - 1, width - counts)
+            fill_cache(self.cache, self.past_length, keys, values)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        out = GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=_columns(outcome.scores, longest) if self.config.output_scores else None,
+            logits=_columns(outcome.logits, longest) if self.config.output_logits else None,
+            past_key_values=self.cache if wants_past else None,
+        )
+        out.fastspec = outcome.stats
+        return out
+
+
+def _compact(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Move each row's real tokens to the front -> ids [B, max count], counts [B]."""
+    counts = keep.sum(1)
+    order = torch.argsort((~keep).int(), dim=1, stable=True)[:, : int(counts.max())]
+    return ids.gather(1, order), counts
+
+
+def _columns(rows: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
+    """Per-row lists of [V] -> one [B, V] per step; a row that has ended is filled with zeros."""
+    blank = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else blank for row in rows]) for step in range(longest))

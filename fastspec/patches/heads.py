@@ -1,0 +1,322 @@
+"""Drafting heads for a transformers model: find one, check that it fits, bind it; or look into it without running it.
+
+`load_head` is what `patch(model, eagle3=...)` calls. `inspect_head` says how a checkpoint was read and whether it fits a target.
+`probe_head` measures which reading of an ambiguous checkpoint drafts best: formats in circulation contradict each other about the tapped
+layers, the RoPE base and one residual (docs/checkpoints.md), and a wrong guess costs speed without an error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from fastspec.errors import CheckpointError
+from fastspec.generation.eagle.checkpoint import HeadCheckpoint, build_head, check_fit, misfits, override, read_checkpoint, with_taps
+from fastspec.generation.eagle.dialects import TRAINED_THETA, Flag
+from fastspec.generation.eagle.head import EagleHead, HeadConfig
+
+PATTERNS = ["*.json", "*.safetensors", "*.bin"]
+PROBE_TOKENS = 64
+
+
+class Sizes(NamedTuple):
+    """What a head must agree with in its target."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+
+    @classmethod
+    def of(cls, target: PreTrainedModel | PretrainedConfig) -> Sizes:
+        config = target.config if isinstance(target, PreTrainedModel) else target
+        text = config.get_text_config()
+        return cls(text.vocab_size, text.hidden_size, text.num_hidden_layers)
+
+
+def load_head(
+    source: str | Path | EagleHead,
+    target: PreTrainedModel,
+    *,
+    revision: str | None = None,
+    taps: tuple[int, ...] | None = None,
+    rope_theta: float | None = None,
+    norm_before_residual: bool | None = None,
+) -> EagleHead:
+    """A drafting head for `target`, bound to its embedding (and LM head where it has none), on its device and in its dtype.
+
+    `source` is a directory, a hub id, the name of a head that comes with fastspec, or an `EagleHead`. A module is checked and bound but
+    never moved or cast. `taps`, `rope_theta` and `norm_before_residual` replace what the checkpoint says; `probe_head` finds them.
+
+    Raises CheckpointError for a source that cannot be found, a checkpoint that cannot be read, and a head that does not fit the target.
+
+    >>> head = load_head("smollm2-135m-instruct", model)                                     # doctest: +SKIP
+    >>> head = load_head("path/or/hub-id", model, **probe_head("path/or/hub-id", model)[0].overrides())  # doctest: +SKIP
+    """
+    if isinstance(source, EagleHead):
+        if (taps, rope_theta, norm_before_residual) != (None, None, None):
+            raise CheckpointError(
+                "taps, rope_theta and norm_before_residual read a checkpoint; an EagleHead has them in its config already"
+            )
+        return _bind_module(source, target)
+    checkpoint = read_checkpoint(find_head(source, revision=revision))
+    checkpoint = override(checkpoint, taps=taps, rope_theta=rope_theta, norm_before_residual=norm_before_residual)
+    sizes = Sizes.of(target)
+    check_fit(checkpoint, **sizes._asdict())
+    return _build(with_taps(checkpoint, sizes.num_layers), target).requires_grad_(False).eval()
+
+
+def find_head(source: str | Path, *, revision: str | None = None) -> Path:
+    """The directory of a head: one that exists, one that comes with fastspec, or a hub repository's JSON and weight files.
+
+    Raises CheckpointError where there is none.
+    """
+    local = Path(source).expanduser()
+    if local.is_dir():
+        return local
+    if local.is_file():
+        raise CheckpointError(f"{source} is a file; give the directory that holds config.json and the weights")
+    packaged = _packaged_heads()
+    if str(source) in packaged:
+        return packaged[str(source)]
+    shipped = f"heads that come with fastspec: {', '.join(sorted(packaged)) or 'none'}"
+    if isinstance(source, Path) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+        raise CheckpointError(f"{source} is no directory, and no hub id of the form owner/name; {shipped}")
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(f"{source} is no directory, and the hub does not give it ({_first_line(error)}); {shipped}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _packaged_heads() -> dict[str, Path]:
+    root = Path(str(files("fastspec"))) / "heads"
+    return {path.parent.name: path.parent for path in root.glob("*/config.json")}
+
+
+def _build(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> EagleHead:
+    head = build_head(checkpoint).to(target.device, target.dtype)
+    if head.inv_freq is None:
+        head.set_rope(*scaled_rope(head.config))
+    head.bind(_embedding(checkpoint, target), target.get_output_embeddings())
+    return head
+
+
+def _embedding(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> nn.Module:
+    """The target's embedding, unless the head brought one that differs: then its own."""
+    shared, own = target.get_input_embeddings(), checkpoint.embedding
+    if own is None:
+        return shared
+    own = own.to(target.device, target.dtype)
+    if torch.equal(own, shared.weight.detach().to(own.device, own.dtype)):
+        return shared
+    return nn.Embedding.from_pretrained(own, freeze=True)
+
+
+def _bind_module(head: EagleHead, target: PreTrainedModel) -> EagleHead:
+    sizes, bound, weight = Sizes.of(target), head.__dict__["_embed_tokens"], head.fc.weight
+    own = getattr(bound, "weight", None)
+    found = misfits(head.config, own, **sizes._asdict())
+    if found:
+        raise CheckpointError(f"this EagleHead does not fit the target: {'; '.join(found)}")
+    if (weight.device, weight.dtype) != (target.device, target.dtype):
+        raise CheckpointError(
+            f"this EagleHead is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.device}: "
+            "call head.to(target.device, target.dtype) first"
+        )
+    if head.inv_freq is None:
+        head.set_rope(*scaled_rope(head.config))
+    keeps = own is not None and own.device == target.device
+    head.bind(bound if keeps else target.get_input_embeddings(), target.get_output_embeddings())
+    return head
+
+
+def scaled_rope(config: HeadConfig) -> tuple[Tensor, float]:
+    """Rotary frequencies (fp32, [R / 2]) and the factor on cos and sin, of any RoPE type that transformers knows."""
+    rope = config.rope_parameters
+    compute = ROPE_INIT_FUNCTIONS.get(rope["rope_type"])
+    if compute is None:
+        known = ", ".join(["default", *sorted(ROPE_INIT_FUNCTIONS)])
+        raise CheckpointError(f"rope_parameters of the head: rope_type is {rope['rope_type']!r}; accepted are {known}")
+    stand_in = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(rope),
+    )
+    try:
+        inv_freq, scale = compute(stand_in, torch.device("cpu"))
+    except KeyError as error:
+        raise CheckpointError(
+            f"rope_parameters of the head: type {rope['rope_type']!r} needs {error}, which is missing in {rope}"
+        ) from error
+    return inv_freq, float(scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadReport:
+    """How a checkpoint was read. `misfits` is None without a target, and empty where the head fits it."""
+
+    source: str
+    dialect: str
+    config: HeadConfig
+    flags: dict[str, Flag]
+    parameters: int
+    has_embedding: bool
+    notes: tuple[str, ...]
+    misfits: tuple[str, ...] | None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(name, value) pairs to print, in reading order."""
+        c = self.config
+        rows = [
+            ("source", self.source),
+            ("dialect", self.dialect),
+            ("kind", "EAGLE-3" if c.kind == "eagle3" else "EAGLE-1/2"),
+            ("parameters", f"{self.parameters / 1e6:.1f} M"),
+            ("hidden size", f"{c.hidden_size} (target {c.target_hidden_size})"),
+            ("layers", str(c.num_hidden_layers)),
+            ("attention", f"{c.num_attention_heads} query heads, {c.num_key_value_heads} key/value heads of {c.head_dim}"),
+            ("intermediate size", str(c.intermediate_size)),
+            ("vocabulary", f"{c.draft_vocab_size} drafted of {c.vocab_size}"),
+            ("RoPE", str(c.rope_parameters["rope_type"])),
+            ("own embedding", "yes" if self.has_embedding else "no"),
+        ]
+        rows += [(name, str(flag)) for name, flag in sorted(self.flags.items())]
+        rows += [("note", note) for note in self.notes]
+        if self.misfits is not None:
+            rows += [("fits the target", "yes")] if not self.misfits else [("does not fit", text) for text in self.misfits]
+        return rows
+
+
+def inspect_head(
+    source: str | Path, target: PreTrainedModel | PretrainedConfig | None = None, *, revision: str | None = None
+) -> HeadReport:
+    """Read a head and say how each switch was decided and, given a target (its config is enough), whether it fits.
+
+    Raises CheckpointError like `load_head`, except that a head that does not fit is reported and not raised.
+    """
+    checkpoint = read_checkpoint(find_head(source, revision=revision))
+    found = None
+    if target is not None:
+        sizes = Sizes.of(target)
+        checkpoint = with_taps(checkpoint, sizes.num_layers)
+        found = misfits(checkpoint.config, checkpoint.embedding, **sizes._asdict())
+    return HeadReport(
+        source=str(source),
+        dialect=checkpoint.dialect,
+        config=checkpoint.config,
+        flags=checkpoint.flags,
+        parameters=checkpoint.num_parameters,
+        has_embedding=checkpoint.has_embedding,
+        notes=checkpoint.notes,
+        misfits=found,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRow:
+    """One reading of a checkpoint: `agreement` is the share of `tokens` whose draft is the target's own choice."""
+
+    rope_theta: float
+    taps: tuple[int, ...]
+    norm_before_residual: bool
+    agreement: float
+    tokens: int
+    declared: bool
+
+    def overrides(self) -> dict[str, Any]:
+        """Keyword arguments that make `load_head` read the checkpoint this way."""
+        found: dict[str, Any] = {"rope_theta": self.rope_theta}
+        return found | ({"taps": self.taps, "norm_before_residual": self.norm_before_residual} if self.taps else {})
+
+
+@torch.no_grad()
+def probe_head(
+    source: str | Path, target: PreTrainedModel, input_ids: Tensor | None = None, *, revision: str | None = None
+) -> list[ProbeRow]:
+    """Measure the plausible readings of a checkpoint, best first; equal ones in the order declared, then nearest to it.
+
+    `input_ids` [1, T] is a prompt (by default the BOS token alone). The target continues it greedily for 64 tokens and is run once over
+    the result; each reading then drafts every next token from true features, and its row says how often it met the target's choice.
+    What a head feeds back to itself (`norm_output`) does not show in this.
+    """
+    sizes = Sizes.of(target)
+    checkpoint = read_checkpoint(find_head(source, revision=revision))
+    check_fit(checkpoint, **sizes._asdict())
+    checkpoint = with_taps(checkpoint, sizes.num_layers)
+    prompt = _default_prompt(target) if input_ids is None else input_ids.to(target.device)
+    if prompt.ndim != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
+        raise ValueError(f"input_ids has shape {list(prompt.shape)}; expected one prompt, [1, T]")
+    ids = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=PROBE_TOKENS, do_sample=False)
+    if ids.shape[1] < 3:
+        raise ValueError("the target ended its answer at once, so nothing can be measured; give a longer prompt as input_ids")
+    out = target(ids, output_hidden_states=True, use_cache=False)
+    picks = out.logits[0].argmax(-1)
+    rows = []
+    for reading in _readings(checkpoint, sizes.num_layers):
+        drafts = _draft(_build(reading, target), ids, out.hidden_states)
+        # The pair (token t + 1, hidden state t) drafts token t + 2, which the target picks at t + 1; only its own answer counts.
+        start = min(max(prompt.shape[1] - 2, 0), len(drafts) - 1)
+        hits = (drafts[start:] == picks[1:][start:]).float()
+        config = reading.config
+        row = ProbeRow(
+            rope_theta=config.rope_parameters["rope_theta"],
+            taps=config.taps,
+            norm_before_residual=config.norm_before_residual,
+            agreement=float(hits.mean()),
+            tokens=len(hits),
+            declared=config == checkpoint.config,
+        )
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row.agreement)
+
+
+def _default_prompt(target: PreTrainedModel) -> Tensor:
+    bos = target.config.get_text_config().bos_token_id
+    return torch.tensor([[bos if isinstance(bos, int) else 0]], device=target.device)
+
+
+def _readings(checkpoint: HeadCheckpoint, num_layers: int) -> list[HeadCheckpoint]:
+    """The checkpoint as declared, then its variants: theta x tap shift x residual; for EAGLE-1/2 only theta."""
+    config = checkpoint.config
+    theta, residual = config.rope_parameters["rope_theta"], config.norm_before_residual
+    thetas = [theta] if theta == TRAINED_THETA else [theta, TRAINED_THETA]
+    if config.kind == "eagle":
+        return [override(checkpoint, rope_theta=base) for base in thetas]
+    shifts = [tuple(i + step for i in config.taps) for step in (0, -1, 1)]
+    shifts = [taps for taps in shifts if min(taps) >= 0 and max(taps) <= num_layers]
+    return [
+        override(checkpoint, rope_theta=base, taps=taps, norm_before_residual=flag)
+        for taps, flag, base in product(shifts, (residual, not residual), thetas)
+    ]
+
+
+def _draft(head: EagleHead, ids: Tensor, hidden_states: tuple[Tensor, ...]) -> Tensor:
+    """The head's first choice after every pair (token t + 1, hidden state t) of ids [1, T]: target ids [T - 1]."""
+    taps = head.config.taps or (-1,)
+    features = torch.cat([hidden_states[i] for i in taps], -1)[:, :-1].to(head.fc.weight.device)
+    positions = torch.arange(ids.shape[1] - 1, device=features.device)[None]
+    hidden = head.step(ids[:, 1:], head.fuse(features), positions, _causal)
+    return head.to_target(head.logits(hidden)[0].argmax(-1))
+
+
+def _causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)

@@ -1,0 +1,85 @@
+"""Processors, stopping criteria and streamers of transformers, as the loop wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as lp
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from fastspec.generation.verify import RowProcessor
+
+# Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at once.
+BLIND = tuple(
+    getattr(lp, name)
+    for name in (
+        "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper",
+        "EtaLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor",
+    )
+)  # fmt: skip
+
+
+def make_processors(
+    processors: lp.LogitsProcessorList, ids: Tensor
+) -> tuple[Callable[[Tensor], Tensor] | None, RowProcessor | None]:
+    """One of two forms: over rows [R, V] at once where no processor looks at the history, else row by row with its prefix.
+
+    A history-dependent processor is called with the whole batch's shape, every row a copy of the row in question, so that
+    processors which count rows (prefix_allowed_tokens_fn) see the right index.
+    """
+    if all(type(p) in BLIND for p in processors):
+        return (lambda scores: processors(ids[:1], scores)), None
+    rows = ids.shape[0]
+
+    def process_at(row: int, history: Tensor, scores: Tensor) -> Tensor:
+        return processors(history.expand(rows, -1), scores.expand(rows, -1).clone())[row]
+
+    return None, process_at
+
+
+class Ending:
+    """When a row ends: length and end tokens, which the loop checks itself, and every other criterion, asked per token."""
+
+    def __init__(self, criteria: Any, ids: Tensor) -> None:
+        self.ids = ids
+        limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        self.limit = min(limits) - ids.shape[1] if limits else 2**62
+        self.ends = frozenset(int(e) for c in criteria if type(c) is EosTokenCriteria for e in c.eos_token_id.flatten())
+        self.others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+        self.stop = self._stop if self.others else None
+
+    def _stop(self, row: int, said: list[int]) -> bool:
+        rows = self.ids.shape[0]
+        ids = torch.cat((self.ids[row], self.ids.new_tensor(said))).expand(rows, -1)
+        verdicts = [c(ids, None) for c in self.others]  # all are asked: a criterion may count its calls
+        return any(bool(v[row]) if isinstance(v, Tensor) else bool(v) for v in verdicts)
+
+
+class Streaming:
+    """Feeds a streamer one column of tokens at a time, in transformers' shape [B], as soon as every row has it."""
+
+    def __init__(self, streamer: Any, rows: int, pad: int) -> None:
+        self.streamer, self.pad = streamer, pad
+        self.said: list[list[int]] = [[] for _ in range(rows)]
+        self.done = [False] * rows
+        self.shown = 0
+
+    def emit(self, row: int, tokens: list[int], accepted: int, done: bool) -> None:
+        """Take a round's tokens of a row; a streamer with `on_round(tokens, accepted)` is told of the round first."""
+        self.said[row] += tokens
+        self.done[row] = done
+        told = getattr(self.streamer, "on_round", None)
+        if told is not None and len(self.said) == 1:
+            told(tokens, accepted)
+        while any(len(s) > self.shown for s in self.said) and all(
+            len(s) > self.shown or d for s, d in zip(self.said, self.done, strict=True)
+        ):
+            self.streamer.put(torch.tensor([s[self.shown] if len(s) > self.shown else self.pad for s in self.said]))
+            self.shown += 1
+
+    def end(self) -> None:
+        """Tell the streamer that the text is over."""
+        self.streamer.end()

@@ -1,0 +1,113 @@
+"""The undo log behind `patch`: instances only, undone in reverse, refused when someone else has patched over it."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastspec.errors import PatchConflict, Unsupported
+from fastspec.generation.protocols import Ops
+from fastspec.generation.stats import Stats
+
+
+class Absent(enum.Enum):
+    """The value of an attribute that an object's own `__dict__` did not have; a deep copy is the same object."""
+
+    ABSENT = enum.auto()
+
+
+ABSENT = Absent.ABSENT
+STATE = "_fastspec"
+
+
+@dataclass(slots=True)
+class Change:
+    """One entry of the log: `owner.__dict__[name]` went from `before` (or ABSENT) to `after`."""
+
+    owner: Any
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def ours(self) -> bool:
+        """Whether the attribute still holds what we put there."""
+        return self.owner.__dict__.get(self.name, ABSENT) is self.after
+
+    def undo(self) -> None:
+        """Put the former value back, or remove the attribute that was not there."""
+        if self.before is ABSENT:
+            self.owner.__dict__.pop(self.name, None)
+        else:
+            self.owner.__dict__[self.name] = self.before
+
+
+class Turn:
+    """One generate call at a time per model; a second thread waits, a nested call is refused. Copies start free."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owner: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Turn:
+        return Turn()
+
+    def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
+        return Turn, ()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold the turn; raises Unsupported when this thread holds it already."""
+        if self.owner == threading.get_ident():
+            raise Unsupported("generate(assistant=...) was called inside another such call on the same model (from a streamer or criterion)")
+        with self.lock:
+            self.owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self.owner = None
+
+
+@dataclass
+class PatchSession:
+    """Everything that fastspec knows of one patched model. It lives in the model's own `__dict__`, outside its modules."""
+
+    ops: Ops
+    resources: dict[str, Any]
+    log: list[Change] = field(default_factory=list)
+    turn: Turn = field(default_factory=Turn)
+    calls: list[Stats] = field(default_factory=list)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set `owner.__dict__[name]` and log what was there."""
+        self.log.append(Change(owner, name, owner.__dict__.get(name, ABSENT), value))
+        owner.__dict__[name] = value
+
+    def before(self, owner: Any, name: str) -> Any:
+        """What `owner.__dict__[name]` was before the patch, or ABSENT."""
+        return next(change.before for change in self.log if change.owner is owner and change.name == name)
+
+    def undo(self, force: bool = False) -> list[str]:
+        """Undo every change in reverse. Where someone else has written over one: PatchConflict before anything is undone, or,
+        with `force`, theirs stays and its name is returned."""
+        foreign = [change for change in self.log if not change.ours]
+        names = [f"{type(change.owner).__name__}.{change.name}" for change in foreign]
+        if foreign and not force:
+            raise PatchConflict(
+                f"{', '.join(names)} was changed by someone else after fastspec.patch: undo that change first, or call "
+                "fastspec.unpatch(model, force=True), which leaves it in place and undoes the rest"
+            )
+        for change in reversed(self.log):
+            if change.ours:
+                change.undo()
+        self.log.clear()
+        return names
+
+
+def session_of(model: Any) -> PatchSession | None:
+    """The session of a patched model, or None."""
+    return getattr(model, "__dict__", {}).get(STATE)
