@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
 from fastspec.errors import FastSpecError
 from fastspec.generation.protocols import Ops
 from fastspec.generation.tree import Verdict
+
+
+def _machine_memory() -> float:
+    """Bytes of memory in this machine, or infinity where the system does not tell."""
+    known = hasattr(os, "sysconf") and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(os.sysconf_names)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else float("inf")
 
 
 class TreeCache:
@@ -17,13 +25,17 @@ class TreeCache:
     forward pass and moved or forgotten by `commit`. Raises FastSpecError, with the size, when memory does not suffice.
     """
 
-    def __init__(self, layers: int, rows: int, kv_heads: int, capacity: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: int, rows: int, kv_heads: int, capacity: int, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         shape = (layers, rows, kv_heads, capacity, size)
+        need = 2 * dtype.itemsize * layers * rows * kv_heads * capacity * size
         try:
+            if device.type == "cpu" and need > _machine_memory():
+                raise MemoryError("more than this machine has")  # the system may grant it, and kill the process later
             self.k = torch.zeros(shape, dtype=dtype, device=device)
             self.v = torch.zeros(shape, dtype=dtype, device=device)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            need = 2 * dtype.itemsize * layers * rows * kv_heads * capacity * size
+        except (MemoryError, RuntimeError) as error:
             raise FastSpecError(
                 f"out of memory: a KV cache of {capacity} tokens for {rows} rows needs {need / 2**30:.2f} GiB on {device}. "
                 "Ask for fewer new tokens (max_new_tokens), a shorter prompt or a smaller batch."

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Iterator
 
 import torch
 from torch import Tensor
@@ -94,7 +93,8 @@ def decode(target: LanguageModel, drafter: Drafter | None, request: Request, ops
             drafter.begin(request.prompts, request.counts, features, root)
     del features
     for row, token in enumerate(root.tolist()):
-        run.take(row, [token], 0, scores[row : row + 1] if request.keep_scores else None, logits[row : row + 1] if request.keep_logits else None)
+        one = slice(row, row + 1)
+        run.take(row, [token], 0, scores[one] if request.keep_scores else None, logits[one] if request.keep_logits else None)
     longest = int(request.counts.max())
     while any(run.active):
         extent = -(-longest // EXTENT_BUCKET) * EXTENT_BUCKET

@@ -40,8 +40,9 @@ class Ops:
 class LanguageModel(Protocol):
     """A model with its own KV cache, which nobody else sees."""
 
-    lengths: Tensor
-    """[B] int64: committed tokens of each row, on the device."""
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64: committed tokens of each row, on the device."""
 
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Append ids [B, T], of which the first counts [B] of a row are real -> logits of each row's last real token

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from fastspec.errors import Unsupported
 
@@ -44,11 +46,11 @@ ADAPTERS = {
 def check_supported(model: Any) -> None:
     """Raise `Unsupported`, naming the reason, for a model that fastspec cannot decode with."""
     name = type(model).__name__
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+    if not isinstance(model, PreTrainedModel):
         raise Unsupported(f"patch takes a transformers model, not {name}: load one with AutoModelForCausalLM.from_pretrained(...)")
     if not callable(getattr(model, "generate", None)) or not model.can_generate():
         raise Unsupported(f"{name} has no generate method: patch a causal language model, such as {name.replace('Model', '')}ForCausalLM")
-    config = model.config.get_text_config()
+    config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{name} is an encoder-decoder model; fastspec decodes decoder-only models")
     if getattr(model, "_is_stateful", False):
@@ -58,10 +60,27 @@ def check_supported(model: Any) -> None:
         raise Unsupported(f"{name} has layers of type {', '.join(kinds)}; fastspec needs a full-attention KV cache in every layer")
     window = _sliding_window(config)
     if window is not None:
-        raise Unsupported(f"{name} attends over a sliding window of {window} tokens; fastspec needs a full-attention KV cache in every layer")
+        raise Unsupported(f"{name} attends over a window of {window} tokens; fastspec needs a full-attention KV cache in every layer")
+    if adapter_for(model) is None:
+        _check_generic(model, config)
     devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
     if len(devices) > 1:
         raise Unsupported(f"{name} is spread over {', '.join(sorted(devices))}; fastspec keeps one KV cache on one device")
+
+
+def _check_generic(model: PreTrainedModel, config: Any) -> None:
+    """What the generic mode needs besides: positions and a mask that say where a draft node stands, and one size of key and value."""
+    name = type(model).__name__
+    missing = [p for p in ("position_ids", "past_key_values") if p not in inspect.signature(type(model).forward).parameters]
+    if missing:
+        raise Unsupported(f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands in the text")
+    if getattr(config, "alibi", False):
+        raise Unsupported(f"{name} derives positions from the cache (alibi=True), where the nodes of a draft tree lie out of order")
+    if getattr(config, "kv_lora_rank", None):
+        raise Unsupported(f"{name} keeps keys and values of different sizes (multi-head latent attention); fastspec's KV cache holds one size")
+    kernel = getattr(config, "_attn_implementation", None)
+    if kernel not in (None, "eager", "sdpa"):
+        raise Unsupported(f"{name} runs in generic mode, which needs 4-D masks, and {kernel} takes none: load it with attn_implementation='sdpa'")
 
 
 def adapter_for(model: nn.Module) -> Adapter | None:
@@ -71,7 +90,7 @@ def adapter_for(model: nn.Module) -> Adapter | None:
         return None
     decoder = getattr(model, adapter.decoder)
     own = [model, decoder, *getattr(decoder, adapter.layers), *(getattr(la, adapter.attention) for la in getattr(decoder, adapter.layers))]
-    return None if any(_hooked(module) for module in own) else adapter
+    return None if any(_foreign(module) for module in own) else adapter
 
 
 def mode_of(model: nn.Module) -> str:
@@ -83,8 +102,10 @@ def mode_of(model: nn.Module) -> str:
     return "generic (a layer is hooked or replaced)" if known else f"generic (no adapter for {getattr(model.config, 'model_type', '?')})"
 
 
-def _hooked(module: nn.Module) -> bool:
-    return "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
+def _foreign(module: nn.Module) -> bool:
+    """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
+    home = type(module).forward.__module__.startswith(("transformers.", "torch."))
+    return not home or "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _sliding_window(config: Any) -> int | None:

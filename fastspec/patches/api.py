@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.errors import PatchConflict, Unsupported
+from fastspec.generation.backends import choose_backend
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import check_supported, mode_of
-from fastspec.generation.backends import choose_backend
 from fastspec.patches.generate import generate
 from fastspec.patches.heads import load_head
 from fastspec.patches.session import STATE, PatchSession, session_of
@@ -71,7 +71,7 @@ def patched(model: Any, **options: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is patched and what it did; `print` shows a table. `calls` holds the statistics of every assisted call."""
+    """What is patched and what it did; `print` shows a table. `calls` holds the statistics of the last 1000 assisted calls."""
 
     model: str
     mode: str

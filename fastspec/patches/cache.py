@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from fastspec.errors import Unsupported
 from fastspec.generation.cache import TreeCache
 from fastspec.generation.protocols import Ops
 
@@ -21,6 +22,13 @@ class SlotCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, Hkv, N, D] of one layer -> its keys and values [B, Hkv, extent, D]."""
+        held = (self.store.k.shape[2], self.store.k.shape[4])
+        for states in (key_states, value_states):
+            if (states.shape[1], states.shape[3]) != held:
+                raise Unsupported(
+                    f"layer {layer_idx} has {states.shape[1]} key heads of size {states.shape[3]}, where its config says {held[0]} of {held[1]}: "
+                    "fastspec needs the same in every layer"
+                )
         k, v = (x.transpose(1, 2) for x in (key_states, value_states))
         self.store.write(self.ops, layer_idx, k, v, self.slots)
         return self.store.k[layer_idx][:, :, : self.extent], self.store.v[layer_idx][:, :, : self.extent]
@@ -60,7 +68,8 @@ def export_span(store: TreeCache, first: Tensor, width: int, offset: Tensor) -> 
     real = (column >= offset[:, None]) & (slots < store.lengths[:, None])
     slots = slots.clamp(0, store.capacity - 1)
     row = torch.arange(rows, device=first.device)[:, None]
-    keys, values = [], []
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
     for layer in range(store.k.shape[0]):
         for cache, into in ((store.k, keys), (store.v, values)):
             taken = cache[layer].transpose(1, 2)[row, slots] * real[:, :, None, None]

@@ -43,6 +43,19 @@ def position_limit(config: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
+def rope_bound(config: Any) -> int | None:
+    """The length up to which rotary frequencies do not depend on the length of the text, or None where they never do.
+
+    "dynamic" and "longrope" choose one set of frequencies for a whole forward pass by its largest position.
+    """
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type")
+    if kind == "longrope":
+        return rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return config.max_position_embeddings if kind == "dynamic" else None
+
+
 def is_cuda_oom(error: BaseException) -> bool:
     """Whether an error is torch's way of saying that memory has run out, on any device."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

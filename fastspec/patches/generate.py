@@ -49,8 +49,8 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
         **model_kwargs: Any,
     ) -> Any:
         refuse_config(generation_config, model_kwargs)
-        call = _Call(model, session, decoding, input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
-        return call.run()
+        prepared = (logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        return _Call(model, session, decoding, input_ids, mask, *prepared).run()
 
     if given.get("custom_generate") is not None:
         raise Unsupported("custom_generate and assistant both replace the decoding loop: pass one of them")
@@ -91,7 +91,10 @@ class _Call:
         if keep.shape[1] == self.past_length + width and self.past_length:
             return keep
         if keep.shape[1] != width:
-            raise Unsupported(f"attention_mask is {keep.shape[1]} wide; accepted are the width of input_ids ({width}) and of cache and input_ids")
+            raise Unsupported(
+                f"attention_mask is {keep.shape[1]} wide and input_ids {width}: they must agree, the tokens of past_key_values counted in both "
+                "or in the mask alone"
+            )
         return keep
 
     def run(self) -> Any:

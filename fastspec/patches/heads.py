@@ -8,7 +8,7 @@ layers, the RoPE base and one residual (docs/checkpoints.md), and a wrong guess 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -94,7 +94,7 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     if isinstance(source, Path) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         raise CheckpointError(f"{source} is no directory, and no hub id of the form owner/name; {shipped}")
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=PATTERNS))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=PATTERNS, ignore_patterns=["*/*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(f"{source} is no directory, and the hub does not give it ({_first_line(error)}); {shipped}") from error
 
@@ -152,20 +152,12 @@ def scaled_rope(config: HeadConfig) -> tuple[Tensor, float]:
     if compute is None:
         known = ", ".join(["default", *sorted(ROPE_INIT_FUNCTIONS)])
         raise CheckpointError(f"rope_parameters of the head: rope_type is {rope['rope_type']!r}; accepted are {known}")
-    stand_in = LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(rope),
-    )
+    sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
     try:
+        stand_in = LlamaConfig(**{name: getattr(config, name) for name in sizes}, rope_parameters=dict(rope))
         inv_freq, scale = compute(stand_in, torch.device("cpu"))
     except KeyError as error:
-        raise CheckpointError(
-            f"rope_parameters of the head: type {rope['rope_type']!r} needs {error}, which is missing in {rope}"
-        ) from error
+        raise CheckpointError(f"rope_parameters of the head: {rope['rope_type']!r} is incomplete ({rope}): {error.args[0]}") from error
     return inv_freq, float(scale)
 
 
@@ -260,7 +252,7 @@ def probe_head(
     sizes = Sizes.of(target)
     checkpoint = read_checkpoint(find_head(source, revision=revision))
     check_fit(checkpoint, **sizes._asdict())
-    checkpoint = with_taps(checkpoint, sizes.num_layers)
+    checkpoint = _moved(with_taps(checkpoint, sizes.num_layers), target)
     prompt = _default_prompt(target) if input_ids is None else input_ids.to(target.device)
     if prompt.ndim != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
         raise ValueError(f"input_ids has shape {list(prompt.shape)}; expected one prompt, [1, T]")
@@ -286,6 +278,12 @@ def probe_head(
         )
         rows.append(row)
     return sorted(rows, key=lambda row: -row.agreement)
+
+
+def _moved(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> HeadCheckpoint:
+    """The checkpoint with its weights where the target is, so that all readings share one copy."""
+    state = {k: v.to(target.device, target.dtype if v.is_floating_point() else v.dtype) for k, v in checkpoint.state.items()}
+    return replace(checkpoint, state=state)
 
 
 def _default_prompt(target: PreTrainedModel) -> Tensor:

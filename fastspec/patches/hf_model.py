@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastspec.errors import Unsupported
 from fastspec.generation.cache import TreeCache
 from fastspec.generation.protocols import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.adapters import Adapter
-from fastspec.patches.compat import cache_geometry
+from fastspec.patches.compat import cache_geometry, rope_bound
 
 PREFILL_CHUNK = 512
 
@@ -28,9 +29,16 @@ class HFModel:
         self, model: Any, adapter: Adapter | None, *, rows: int, capacity: int, tail: int, taps: tuple[int, ...] | None, ops: Ops
     ) -> None:
         self.model, self.adapter, self.taps, self.ops = model, adapter, taps, ops
+        bound = rope_bound(model.config)
+        if bound is not None and capacity > bound:
+            raise Unsupported(
+                f"the call may reach {capacity} tokens, and past {bound} this model's rotary frequencies depend on the length of the text "
+                f"({model.config.get_text_config().rope_parameters['rope_type']}): ask for at most {bound}, prompt included"
+            )
         layers, kv_heads, size = cache_geometry(model.config)
         self.cache = TreeCache(layers, rows, kv_heads, capacity + tail, size, dtype=model.dtype, device=model.device)
         self.depth = layers
+        self.capacity = capacity
 
     @property
     def lengths(self) -> Tensor:
@@ -51,7 +59,7 @@ class HFModel:
             layout = self.ops.attention_layout(start + begin, None, width, width, done + begin + width)
             want = counts - 1 - begin
             inside = (want >= 0) & (want < width)
-            hidden, logits, feats = self._forward(part, steps, steps, layout, (row, want.clamp(0, width - 1)))
+            logits, feats = self._forward(part, steps, steps, layout, (row, want.clamp(0, width - 1)))
             last = logits if last is None else torch.where(inside[:, None], logits, last)
             features.append(feats)
         self.cache.lengths += counts
@@ -66,7 +74,7 @@ class HFModel:
         layout = self.ops.attention_layout(
             self.cache.lengths, tree.ancestors, nodes, nodes, min(extent + nodes, self.cache.capacity)
         )
-        _, logits, features = self._forward(tree.tokens, base + tree.depths, slots, layout, None)
+        logits, features = self._forward(tree.tokens, base + tree.depths, slots, layout, None)
         return logits, features
 
     def commit(self, verdict: Verdict, active: Tensor) -> None:
@@ -75,14 +83,14 @@ class HFModel:
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         if self.adapter is None:
             return self._forward_generic(tokens, positions, slots, layout, pick)
         return self._forward_adapted(self.adapter, tokens, positions, slots, layout, pick)
 
     def _forward_adapted(
         self, parts: Adapter, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         decoder = getattr(self.model, parts.decoder)
         hidden = getattr(decoder, parts.embed)(tokens)
         cos, sin = getattr(decoder, parts.rotary)(hidden, positions)
@@ -96,7 +104,7 @@ class HFModel:
         hidden = getattr(decoder, parts.norm)(hidden)
         kept[self.depth] = hidden
         logits = getattr(self.model, parts.lm_head)(hidden if pick is None else hidden[pick])
-        return hidden, logits, self._features(kept, hidden)
+        return logits, self._features(kept, hidden)
 
     def _attention(
         self, parts: Adapter, layer: nn.Module, index: int, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, layout: Any
@@ -111,17 +119,18 @@ class HFModel:
 
     def _forward_generic(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
-    ) -> tuple[None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         from fastspec.patches.cache import SlotCache
 
         hidden_low = torch.finfo(self.model.dtype).min
         mask = torch.zeros(layout.visible.shape, dtype=self.model.dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
         out = self.model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=SlotCache(self.cache, self.ops, slots, layout.extent),
-            use_cache=True, output_hidden_states=self.taps is not None, return_dict=True,
+            input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True,
+            past_key_values=SlotCache(self.cache, self.ops, slots, layout.extent), output_hidden_states=self.taps is not None,
+            return_dict=True,
         )  # fmt: skip
         states = dict(enumerate(out.hidden_states)) if self.taps is not None else {}
-        return None, out.logits if pick is None else out.logits[pick], self._features(states, states.get(self.depth, out.logits))
+        return out.logits if pick is None else out.logits[pick], self._features(states, states.get(self.depth, out.logits))
 
     def _features(self, kept: dict[int, Tensor], last: Tensor) -> Tensor:
         if self.taps is None:

@@ -19,8 +19,8 @@ _ARGUMENTS = {
 _CONFIG: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1), "num_beam_groups": (None, 1), "penalty_alpha": (None, 0), "dola_layers": (None,), "constraints": (None,),
     "force_words_ids": (None,), "prompt_lookup_num_tokens": (None,), "guidance_scale": (None, 1, 1.0),
-    "assistant_early_exit": (None,), "cache_implementation": (None, "dynamic"), "use_cache": (None, True), "output_attentions": (None, False),
-    "output_hidden_states": (None, False), "use_mtp": (None, False),
+    "assistant_early_exit": (None,), "cache_implementation": (None, "dynamic"), "use_cache": (None, True),
+    "output_attentions": (None, False), "output_hidden_states": (None, False), "use_mtp": (None, False),
 }  # fmt: skip
 _EXPECTED = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "tokenizer", "synced_gpus",
@@ -43,7 +43,7 @@ def refuse_config(config: Any, model_kwargs: dict[str, Any]) -> None:
             raise Unsupported(f"{name}={value!r} cannot be combined with assistant=: accepted is {accepted[-1]!r}")
     extra = sorted(name for name, value in model_kwargs.items() if name not in _EXPECTED and value is not None)
     if extra:
-        raise Unsupported(f"{', '.join(extra)} cannot be combined with assistant=: fastspec decodes from input_ids and attention_mask alone")
+        raise Unsupported(f"{', '.join(extra)} cannot be combined with assistant=: it decodes from input_ids and attention_mask alone")
 
 
 def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
@@ -53,7 +53,7 @@ def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
     if keep.shape[0] != ids.shape[0]:
         raise Unsupported(f"attention_mask has {keep.shape[0]} rows for {ids.shape[0]} rows of input_ids")
     if keep.shape[1] <= past:
-        raise Unsupported(f"past_key_values holds {past} tokens and input_ids brings none beyond them: pass the whole sequence, new tokens included")
+        raise Unsupported(f"past_key_values holds {past} tokens and input_ids brings no further ones: pass the whole sequence")
     if not bool(keep[:, -1].all()):
         raise Unsupported("a row ends in padding: set padding_side='left' on the tokenizer")
     limit, longest = position_limit(model.config), int(keep.sum(1).max())

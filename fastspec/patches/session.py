@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ class Absent(enum.Enum):
 
 ABSENT = Absent.ABSENT
 STATE = "_fastspec"
+CALLS_KEPT = 1000
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class Turn:
     def taken(self) -> Iterator[None]:
         """Hold the turn; raises Unsupported when this thread holds it already."""
         if self.owner == threading.get_ident():
-            raise Unsupported("generate(assistant=...) was called inside another such call on the same model (from a streamer or criterion)")
+            raise Unsupported("generate(assistant=...) was called inside another such call on the same model, from a streamer or criterion")
         with self.lock:
             self.owner = threading.get_ident()
             try:
@@ -80,7 +82,7 @@ class PatchSession:
     resources: dict[str, Any]
     log: list[Change] = field(default_factory=list)
     turn: Turn = field(default_factory=Turn)
-    calls: list[Stats] = field(default_factory=list)
+    calls: deque[Stats] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.__dict__[name]` and log what was there."""

@@ -135,7 +135,7 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
     sizes = _sizes(fields, state, eagle3)
     _refuse_other_layers(fields, sizes["num_hidden_layers"])
     rope = _rope(fields, dialect, flags, notes)
-    switches = _switches_from_keys(state, sizes, fields, flags)
+    switches: dict[str, Any] = _switches_from_keys(state, sizes, fields, flags)
     taps: tuple[int, ...] | None = ()
     count = 0
     if eagle3:
@@ -159,7 +159,7 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
     return Description(dialect=dialect, config=config, taps_known=taps is not None, flags=flags, notes=tuple(notes))
 
 
-def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool) -> dict[str, int]:
+def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool) -> dict[str, Any]:
     hidden, heads, vocab = fields.size("hidden_size"), fields.size("num_attention_heads"), fields.size("vocab_size")
     query = state.get("layers.0.self_attn.q_proj.weight")
     rows = hidden if query is None else query.shape[0]
@@ -230,7 +230,7 @@ def _rope(fields: Fields, dialect: str, flags: dict[str, Flag], notes: list[str]
     return rope | {"rope_type": kind, "rope_theta": float(theta)}
 
 
-def _switches_from_keys(state: Mapping[str, Tensor], sizes: dict[str, int], fields: Fields, flags: dict[str, Flag]) -> dict[str, bool]:
+def _switches_from_keys(state: Mapping[str, Tensor], sizes: Mapping[str, Any], fields: Fields, flags: dict[str, Flag]) -> dict[str, bool]:
     def present(pattern: str) -> bool:
         return any(re.search(pattern, key) for key in state)
 

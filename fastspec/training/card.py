@@ -1,0 +1,37 @@
+"""The model card that travels with a trained head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastspec.generation.eagle.head import HeadConfig
+from fastspec.training.config import TrainConfig
+
+
+def model_card(config: TrainConfig, head: HeadConfig, steps: int, coverage: float, texts: int, validation: dict[str, Any] | None) -> str:
+    """README.md of a head: what it belongs to, how it was trained, how to use it."""
+    name = Path(config.target).name if Path(config.target).exists() else config.target
+    lines = [
+        f"# EAGLE-3 head for {name}",
+        "",
+        "A drafting head: with it the target generates several tokens per forward pass, and says exactly what it would have said.",
+        "",
+        "```python",
+        "import fastspec",
+        'fastspec.patch(model, eagle3="path/of/this/folder")',
+        'model.generate(**inputs, assistant="eagle3")',
+        "```",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| hidden, intermediate | {head.hidden_size}, {head.intermediate_size} |",
+        f"| taps (`hidden_states`) | {', '.join(map(str, head.taps))} |",
+        f"| draft vocabulary | {head.draft_vocab_size} of {head.vocab_size}, {coverage:.1%} of the answers' tokens |",
+        f"| texts | {texts}, answers by the target itself |",
+        f"| steps | {steps} of {config.batch_tokens} padded tokens, AdamW, peak learning rate {config.learning_rate:g} |",
+        f"| training-time test | {config.ttt_steps} steps, weights {config.decay:g}^i |",
+    ]
+    if validation is not None:
+        lines.append(f"| held-out chain of {config.ttt_steps}, tokens a round | {validation['top1']} |")
+    return "\n".join([*lines, "", "Format: the original EAGLE-3 one (`midlayer.*`, `d2t` as offsets).", ""])

@@ -1,0 +1,66 @@
+"""Writing a trained EAGLE-3 head in the original checkpoint format, which vLLM, SGLang and the EAGLE repository also read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from fastspec.generation.eagle.head import EagleHead
+
+
+def checkpoint_config(head: EagleHead) -> dict[str, Any]:
+    """The config.json of a head: Llama's field names, and the taps as 0-based layer outputs (one less than `hidden_states`)."""
+    c = head.config
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": c.vocab_size,
+        "draft_vocab_size": c.draft_vocab_size,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_parameters.get("rope_theta", 10000.0),
+        "rope_parameters": dict(c.rope_parameters),
+        "max_position_embeddings": c.max_position_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps], "use_aux_hidden_state": True},
+    }
+
+
+def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
+    """The tensors under their original names: bf16 weights, `d2t` (int64 offsets) and `t2d` (bool)."""
+    c = head.config
+    plain = c.kind == "eagle3" and c.num_hidden_layers == 1 and head.lm_head is not None and min(c.taps) > 0
+    if not plain or c.attention_bias or c.mlp_bias or c.fc_bias or c.qk_norm or c.fc_norm or c.input_norm or c.norm_output:
+        raise ValueError(f"the original EAGLE-3 format holds one plain layer with its own LM head; this head is {c}")
+    if c.norm_before_residual:
+        raise ValueError("the original EAGLE-3 format has no norm_before_residual")
+    tensors = {}
+    for name, value in head.state_dict().items():
+        if name != "d2t":
+            tensors[name.replace("layers.0.", "midlayer.")] = value.detach().to("cpu", torch.bfloat16).contiguous()
+    d2t = head.d2t.cpu()
+    t2d = torch.zeros(c.vocab_size, dtype=torch.bool)
+    t2d[torch.arange(c.draft_vocab_size) + d2t] = True
+    return {**tensors, "d2t": d2t.contiguous(), "t2d": t2d}
+
+
+def save_head(head: EagleHead, directory: str | Path, card: str) -> None:
+    """Write model.safetensors, config.json and README.md (the text `card`) into `directory`, which is made if missing."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(checkpoint_tensors(head), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(checkpoint_config(head), indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")

@@ -1,0 +1,123 @@
+"""The frozen target as a teacher: loading it, sizing a head for it, and reading features and distributions from one forward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastspec.generation.eagle.head import EagleHead, HeadConfig
+from fastspec.training.ttt import Teacher
+
+
+def load_target(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A transformers causal LM from a folder, a hub id or a .gguf file (de-quantised), frozen and in eval mode."""
+    path, extra = _split_gguf(name)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra)
+    packed = [n for n, p in model.named_parameters() if not p.is_floating_point()]
+    if packed:
+        raise ValueError(f"{name} loads with packed weights ({packed[0]}); training needs a target in plain floating point")
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer that belongs to `load_target(name)`."""
+    path, extra = _split_gguf(name)
+    return AutoTokenizer.from_pretrained(path, **extra)
+
+
+def _split_gguf(name: str) -> tuple[str, dict[str, str]]:
+    if name.endswith(".gguf"):
+        return str(Path(name).parent), {"gguf_file": Path(name).name}
+    return name, {}
+
+
+def head_for(target: Any, *, draft_vocab_size: int, hidden_size: int | None, intermediate_size: int | None, taps: tuple[int, ...]) -> HeadConfig:
+    """A head with the target's attention shape; `taps` empty means the published choice, hidden_states[2], [L // 2] and [L - 3]."""
+    c = target.config.get_text_config()
+    heads = c.num_attention_heads
+    layers = c.num_hidden_layers
+    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", getattr(c, "rope_theta", 10000.0))
+    return HeadConfig(
+        hidden_size=hidden_size or c.hidden_size,
+        intermediate_size=intermediate_size or c.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
+        head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
+        vocab_size=target.get_input_embeddings().weight.shape[0],
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=c.hidden_size,
+        taps=taps or tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)})),
+        rms_norm_eps=getattr(c, "rms_norm_eps", 1e-5),
+        rope_parameters={"rope_type": "default", "rope_theta": float(theta)},
+        max_position_embeddings=c.max_position_embeddings,
+    )
+
+
+def final_norm(target: Any) -> nn.Module | None:
+    """The norm before the target's LM head, where it is found under its usual name."""
+    base = target.get_decoder() if hasattr(target, "get_decoder") else getattr(target, target.base_model_prefix)
+    found = getattr(base, "norm", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+@torch.no_grad()
+def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
+    """Start the head near the target, so that its first loss is a few nats.
+
+    LM head and final norm are the target's, restricted to the draft vocabulary; `fc` passes the highest tap through; attention and
+    feed-forward begin near zero. Only where the widths agree: otherwise the usual random start stays.
+    """
+    c = head.config
+    head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2:
+            small = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(parameter, std=(0.1 if small else 1.0) * parameter.shape[1] ** -0.5)
+    if c.hidden_size != c.target_hidden_size or head.lm_head is None or head.norm is None:
+        return
+    weight = target.get_output_embeddings().weight
+    head.lm_head.weight.copy_(weight[vocabulary.to(weight.device)])
+    norm = final_norm(target)
+    if norm is not None and getattr(norm, "weight", None) is not None and norm.weight.shape == head.norm.weight.shape:
+        head.norm.weight.copy_(norm.weight)
+    head.fc.weight.zero_()
+    head.fc.weight[:, -c.hidden_size :] = torch.eye(c.hidden_size)
+
+
+class TargetReader:
+    """Reads a `Teacher` from the target; full-vocabulary logits exist only `chunk` rows at a time."""
+
+    def __init__(self, target: Any, taps: tuple[int, ...], vocabulary: Tensor, *, chunk: int = 4096) -> None:
+        self.base = target.get_decoder() if hasattr(target, "get_decoder") else getattr(target, target.base_model_prefix)
+        self.lm_head = target.get_output_embeddings()
+        self.taps = taps
+        self.chunk = chunk
+        size = self.lm_head.weight.shape[0]
+        device = self.lm_head.weight.device
+        self.vocabulary = vocabulary.to(device)
+        self.draft_id = torch.full((size,), -1, device=device).index_copy_(0, self.vocabulary, torch.arange(len(vocabulary), device=device))
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, answer: Tensor) -> Teacher:
+        """ids [B, T] right-padded, answer [B, T] bool -> what the target says of the answers' tokens.
+
+        Position u carries a loss when token u + 1 is an answer token: there the target's distribution is that of an answer.
+        """
+        out = self.base(input_ids=ids, output_hidden_states=True, use_cache=False)
+        features = torch.cat([out.hidden_states[tap] for tap in self.taps], -1)
+        judged = torch.zeros_like(answer)
+        judged[:, 1:-1] = answer[:, 2:]
+        where = judged.flatten().nonzero().squeeze(1)
+        final = out.last_hidden_state.flatten(0, 1)[where]
+        probs, best = [], []
+        for rows in final.split(self.chunk):
+            logits = self.lm_head(rows)
+            best.append(self.draft_id[logits.argmax(-1)])
+            probs.append(logits[:, self.vocabulary].float().softmax(-1).to(rows.dtype))
+        if not probs:
+            raise ValueError("the batch holds no answer token; leave conversations without an answer out")
+        return Teacher(features=features, where=where, probs=torch.cat(probs), best=torch.cat(best))

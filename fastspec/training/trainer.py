@@ -1,0 +1,225 @@
+"""The training run: schedule, steps, checkpoints, validation."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from fastspec.generation.eagle.head import EagleHead
+from fastspec.training.card import model_card
+from fastspec.training.config import TrainConfig
+from fastspec.training.data import Batch, Texts, batches, draft_vocabulary, plan_batches
+from fastspec.training.save import save_head
+from fastspec.training.target import TargetReader, head_for, start_from_target
+from fastspec.training.ttt import TrainingTimeTest, chain_lengths
+
+STATE = "state.pt"
+LOG = "log.jsonl"
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands; kept in its checkpoints."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    batches_per_epoch: int = 1
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def done(self, config: TrainConfig) -> float:
+        """The share of the run that is behind us, 0 to 1: by time where minutes are set, by epochs otherwise, or the further one."""
+        by_time = self.seconds / (60 * config.minutes) if config.minutes > 0 else 0.0
+        by_epoch = (self.epoch + self.batch / self.batches_per_epoch) / config.epochs if config.epochs > 0 else 0.0
+        return min(1.0, max(by_time, by_epoch))
+
+
+def learning_rate(config: TrainConfig, progress: Progress) -> float:
+    """Linear warm-up, then a cosine down to `final_learning_rate` times the peak."""
+    floor = config.final_learning_rate
+    cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress.done(config)))
+    return config.learning_rate * cosine * min(1.0, (progress.step + 1) / max(1, config.warmup_steps))
+
+
+class Trainer:
+    """One head, one target, one set of texts. `run` trains until the end, or for `limit` seconds, and can be called again."""
+
+    def __init__(self, config: TrainConfig, target: Any, texts: Texts, heldout: Texts, accelerator: Accelerator) -> None:
+        self.config, self.accelerator = config, accelerator
+        self.texts = _usable(texts, config.max_length)
+        self.heldout = _usable(heldout, config.max_length)
+        self.folder = Path(config.output)
+        self.progress = Progress()
+        vocab = target.get_input_embeddings().weight.shape[0]
+        state = self._stored()
+        if state is None:
+            vocabulary, self.coverage = draft_vocabulary(self.texts, min(config.draft_vocab_size, vocab), vocab)
+        else:
+            vocabulary, self.coverage = state["vocabulary"], state["coverage"]
+        torch.manual_seed(config.seed)
+        sizes = {"hidden_size": config.hidden_size or None, "intermediate_size": config.intermediate_size or None, "taps": config.taps}
+        self.head = EagleHead(head_for(target, draft_vocab_size=len(vocabulary), **sizes))
+        start_from_target(self.head, target, vocabulary)
+        self.vocabulary = vocabulary
+        self.head.to(accelerator.device)
+        self.head.bind(target.get_input_embeddings(), None)
+        self.reader = TargetReader(target, self.head.config.taps, vocabulary)
+        unrolled = TrainingTimeTest(self.head, config.ttt_steps, config.decay, compile=config.compile)
+        optimizer = torch.optim.AdamW(self.head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        if state is not None:
+            self.head.load_state_dict(state["head"])
+            optimizer.load_state_dict(state["optimizer"])
+            self.progress = Progress(**state["progress"])
+        self.unrolled, self.optimizer = accelerator.prepare(unrolled, optimizer)
+
+    def _stored(self) -> dict[str, Any] | None:
+        path = self.folder / STATE
+        if not (self.config.resume and path.exists()):
+            return None
+        return torch.load(path, map_location=self.accelerator.device, weights_only=True)
+
+    def _plan(self, epoch: int) -> list[np.ndarray]:
+        rng = np.random.default_rng((self.config.seed, epoch))
+        groups = plan_batches(self.texts.lengths, self.config.batch_tokens, self.config.length_multiple, rng)
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        return groups[: max(1, len(groups) // world) * world][rank::world] or groups
+
+    def step(self, batch: Batch) -> dict[str, Any]:
+        """One optimiser step; returns tensors, so that nothing waits for the device."""
+        teacher = self.reader.read(batch.ids, batch.answer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config, self.progress)
+        with self.accelerator.autocast():
+            loss, losses, hits = self.unrolled(batch.ids, teacher)
+        self.accelerator.backward(loss)
+        norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"loss": loss.detach(), "losses": losses, "accuracy": hits.float().mean(1), "norm": norm}
+
+    def run(self, limit: float | None = None, report: Callable[[dict[str, Any]], None] | None = None) -> Progress:
+        """Train until the run's end or for `limit` seconds, saving a checkpoint at the end."""
+        p, config = self.progress, self.config
+        began = last = time.perf_counter()
+        plan = self._plan(p.epoch)
+        p.batches_per_epoch = len(plan)
+        stream = batches(self.texts, plan[p.batch :], config.length_multiple)
+        seen = 0
+        while p.done(config) < 1 and (limit is None or time.perf_counter() - began < limit):
+            batch = next(stream, None)
+            if batch is None:
+                p.epoch, p.batch = p.epoch + 1, 0
+                stream = batches(self.texts, self._plan(p.epoch), config.length_multiple)
+                continue
+            result = self.step(batch.to(self.accelerator.device))
+            seen += int(batch.ids.numel()) * self.accelerator.num_processes
+            p.step, p.batch = p.step + 1, p.batch + 1
+            if p.step % 50 == 0 or p.step == 1:
+                row = self._row(result, seen, time.perf_counter() - last)
+                seen, last = 0, time.perf_counter()
+                if report is not None and self.accelerator.is_main_process:
+                    report(row)
+            now = time.perf_counter()
+            p.seconds, began, limit = p.seconds + now - began, now, None if limit is None else limit - (now - began)
+            if config.validate_every and p.step % config.validate_every == 0 and len(self.heldout):
+                self._log({"step": p.step, "validation": self.validate()})
+            if config.checkpoint_every and p.step % config.checkpoint_every == 0:
+                self.checkpoint()
+        self.checkpoint()
+        return p
+
+    def _row(self, result: dict[str, Any], tokens: int, seconds: float) -> dict[str, Any]:
+        p = self.progress
+        p.tokens += tokens
+        row = {
+            "step": p.step,
+            "done": round(p.done(self.config), 4),
+            "loss": round(float(result["loss"]), 4),
+            "losses": [round(x, 3) for x in result["losses"].tolist()],
+            "accuracy": [round(x, 3) for x in result["accuracy"].tolist()],
+            "norm": round(float(result["norm"]), 3),
+            "tokens_per_second": round(tokens / max(seconds, 1e-9)),
+        }
+        self._log(row)
+        return row
+
+    def _log(self, row: dict[str, Any]) -> None:
+        self.progress.history.append(row)
+        if self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / LOG).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def validate(self, texts: Texts | None = None) -> dict[str, Any]:
+        """Teacher-forced acceptance on held-out answers, see `acceptance`."""
+        texts = self.heldout if texts is None else _usable(texts, self.config.max_length)
+        with self.accelerator.autocast():
+            return acceptance(self.head, self.reader, texts, steps=self.config.ttt_steps, limit=self.config.heldout_texts)
+
+    def checkpoint(self) -> None:
+        """Write the head (bf16, with its card) and, beside it, what `resume` needs."""
+        if not self.accelerator.is_main_process:
+            return
+        row = next((r["validation"] for r in reversed(self.progress.history) if "validation" in r), None)
+        save_head(self.head, self.folder, model_card(self.config, self.head.config, self.progress.step, self.coverage, len(self.texts), row))
+        state = {
+            "head": self.head.state_dict(),
+            "optimizer": self.optimizer.optimizer.state_dict(),
+            "vocabulary": self.vocabulary,
+            "coverage": self.coverage,
+            "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
+        }
+        torch.save(state, self.folder / (STATE + ".part"))
+        (self.folder / (STATE + ".part")).replace(self.folder / STATE)
+
+
+def _usable(texts: Texts, longest: int) -> Texts:
+    """The conversations that fit and hold an answer of at least three tokens."""
+    if not len(texts):
+        return texts
+    answers = np.add.reduceat(texts.answer.astype(np.int64), texts.offsets[:-1])
+    return texts.select((texts.lengths <= longest) & (answers >= 3))
+
+
+@torch.no_grad()
+def acceptance(
+    head: EagleHead, reader: TargetReader, texts: Texts, *, steps: int = 7, limit: int = 400, ranks: tuple[int, ...] = (1,)
+) -> dict[str, Any]:
+    """How many tokens a round yields (bonus counted), teacher-forced over the target's own answers.
+
+    For each rank r: `chain` as if every draft among the head's r best at its depth were in the tree, and nothing else had to be
+    pruned. Rank 1 is a real chain of `steps` drafts; the others bound what a tree can reach. `accuracy` is per depth, rank 1.
+    """
+    chosen = texts if len(texts) <= limit else texts.select(np.arange(len(texts)) < limit)
+    unrolled = TrainingTimeTest(head, steps, 1.0)
+    device = head.fc.weight.device
+    found: dict[str, Any] = {}
+    for rank in ranks:
+        counts = torch.zeros(steps, device=device, dtype=torch.float64)
+        right = torch.zeros(steps, device=device, dtype=torch.float64)
+        total = 0
+        for batch in batches(chosen, plan_batches(chosen.lengths, 16384, 64, None), 64):
+            batch = batch.to(device)
+            teacher = reader.read(batch.ids, batch.answer)
+            _, _, hits = unrolled(batch.ids, teacher, rank)
+            alive, rows = chain_lengths(hits, teacher.where, batch.ids.shape[1], batch.answer.flatten())
+            counts += alive
+            right += hits.sum(1)
+            total += int(rows)
+        found[f"top{rank}"] = round(1 + float(counts.sum()) / max(1, total), 3)
+        if rank == 1:
+            found["accuracy"] = [round(x, 4) for x in (right / max(1, total)).tolist()]
+    return found
+
+

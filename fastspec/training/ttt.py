@@ -1,0 +1,191 @@
+"""Training-time test: the head is unrolled on its own outputs for several steps, as it will run when it drafts (EAGLE-3, section 3.2).
+
+Row t of step 0 is the pair (token t + 1, true features of t). At step i the same row takes token t + 1 + i and the head's own state,
+and must predict what the target predicts at position t + 1 + i. Its query sees the step-0 keys of rows <= t and, of each later step,
+only the key of its own row. So the scores are one causal block plus one diagonal per step, and nothing of size T x T is stored.
+
+Letters: B rows, T positions, Hq / Hkv query / key heads, D head_dim, H widths, M positions with a loss, V_d draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.generation.eagle.head import EagleHead
+
+
+class UnrolledAttention:
+    """The `attend` callback of one unrolled pass: keeps each step's keys and values and attends as described above.
+
+    Rows must be right-padded or unpadded: the causal block needs no further mask.
+    """
+
+    def __init__(self) -> None:
+        self.history: dict[int, list[Tensor]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, T, Hq, D], k and v [B, T, Hkv, D] of the next step -> [B, T, Hq, D]."""
+        if q.is_cuda and q.dtype == torch.float32:
+            q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+        history = self.history.setdefault(layer, [])
+        history += (k, v.to(k.dtype))
+        return _CausalPlusDiagonals.apply(q, *history)
+
+
+class _CausalPlusDiagonals(torch.autograd.Function):
+    """Causal attention to the first pair (k, v) and diagonal attention to the later ones, under one softmax.
+
+    Forward merges the flash kernel's output with the diagonals by log-sum-exp. Backward gives the flash kernel the *merged* output and
+    log-sum-exp: it rebuilds probabilities as exp(score - lse) and needs rowsum(dO * O), so with the merged values its gradients of
+    q, k, v are exactly the causal block's share.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, *kv: Tensor) -> Tensor:
+        out, lse, extra = _causal_forward(q, kv[0], kv[1])
+        scale = q.shape[-1] ** -0.5
+        probs = None
+        if len(kv) > 2:
+            grouped = _group(q, kv[0].shape[2])
+            scores = torch.stack([(grouped * k.unsqueeze(3)).sum(-1, dtype=torch.float32) * scale for k in kv[2::2]], -1).flatten(2, 3)
+            rows = lse.transpose(1, 2)
+            total = torch.logaddexp(rows, scores.logsumexp(-1))
+            probs = (scores - total[..., None]).exp()
+            mixed = _group((rows - total).exp()[..., None] * out.float(), kv[0].shape[2])
+            for j, v in enumerate(kv[3::2]):
+                mixed = mixed + _group(probs[..., j : j + 1], v.shape[2]) * v.unsqueeze(3)
+            out = mixed.flatten(2, 3).to(q.dtype)
+            lse = lse.copy_(total.transpose(1, 2))
+        ctx.save_for_backward(q, out, lse, probs, *kv)
+        ctx.extra = extra
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        q, out, lse, probs, *kv = ctx.saved_tensors
+        grad = grads[0].to(q.dtype).contiguous()
+        dq, dk, dv = _causal_backward(grad, q, kv[0], kv[1], out, lse, ctx.extra)
+        result = [dk, dv]
+        if probs is not None:
+            heads, scale = kv[0].shape[2], q.shape[-1] ** -0.5
+            g_grad, g_q = _group(grad, heads), _group(q, heads)
+            delta = (grad.float() * out).sum(-1)
+            dq = _group(dq, heads).float()
+            for j, (k, v) in enumerate(zip(kv[2::2], kv[3::2], strict=True)):
+                p = probs[..., j]
+                ds = p * ((g_grad * v.unsqueeze(3)).sum(-1, dtype=torch.float32).flatten(2, 3) - delta) * scale
+                g_ds, g_p = _group(ds[..., None], heads), _group(p[..., None], heads)
+                dq = dq + g_ds * k.unsqueeze(3)
+                result += ((g_ds * g_q).sum(3).to(k.dtype), (g_p * g_grad).sum(3).to(v.dtype))
+            dq = dq.flatten(2, 3).to(q.dtype)
+        return dq, *result
+
+
+def _group(x: Tensor, heads: int) -> Tensor:
+    """[B, T, Hq, ...] -> [B, T, Hkv, Hq / Hkv, ...]."""
+    return x.unflatten(2, (heads, -1))
+
+
+def _causal_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Causal attention: output [B, T, Hq, D], log-sum-exp [B, Hq, T] fp32, and what the backward op needs besides."""
+    aten = torch.ops.aten
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k, v))
+    if q.is_cuda:
+        out, lse, *extra = aten._scaled_dot_product_flash_attention(q.transpose(1, 2), k, v, 0.0, True, False)
+        return out.transpose(1, 2), lse, tuple(extra[:6])
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q.transpose(1, 2), k, v, 0.0, True)
+    return out.transpose(1, 2), lse, ()
+
+
+def _causal_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extra: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    aten = torch.ops.aten
+    heads, groups = k.shape[2], q.shape[2] // k.shape[2]
+    wide_k, wide_v = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k, v))
+    args = (grad.transpose(1, 2), q.transpose(1, 2), wide_k, wide_v, out.transpose(1, 2), lse)
+    if q.is_cuda:
+        cum_q, cum_k, max_q, max_k, seed, offset = extra
+        found = aten._scaled_dot_product_flash_attention_backward(*args, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset)
+    else:
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, 0.0, True)
+    dq, dk, dv = (x.transpose(1, 2) for x in found[:3])
+    return dq, _group(dk, heads).sum(3).to(k.dtype), _group(dv, heads).sum(3).to(v.dtype)
+
+
+@dataclass(slots=True, kw_only=True)
+class Teacher:
+    """What the target says of one batch, for the M positions with a loss.
+
+    features [B, T, taps * H_t]; where [M] flat positions b * T + u, u >= 1; probs [M, V_d] the target's distribution over the draft
+    vocabulary; best [M] the target's most likely token (any of the vocabulary), as a draft id or -1 when it is outside.
+    """
+
+    features: Tensor
+    where: Tensor
+    probs: Tensor
+    best: Tensor
+
+
+def soft_cross_entropy(logits: Tensor, probs: Tensor, weight: Tensor) -> Tensor:
+    """Sum over rows of weight * cross entropy of softmax(logits) against probs; logits and probs [M, V_d], weight [M]."""
+    wide = logits.float()
+    return ((wide.logsumexp(-1) - (wide * probs).sum(-1)) * weight).sum()
+
+
+class TrainingTimeTest(nn.Module):
+    """The head with its unrolled loss, as one module so that data-parallel wrappers see one forward."""
+
+    def __init__(self, head: EagleHead, steps: int, decay: float, *, compile: bool = False) -> None:
+        super().__init__()
+        self.head = head
+        self.steps = steps
+        self.decay = decay
+        self.loss = torch.compile(soft_cross_entropy, dynamic=True) if compile else soft_cross_entropy
+
+    def forward(self, ids: Tensor, teacher: Teacher, rank: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """ids [B, T], right-padded -> the loss; losses of each step [steps]; whether the target's token is among the head's `rank`
+        best, at each step and loss position [steps, M] (False where the row would start before the text)."""
+        size = ids.shape[1]
+        positions = torch.arange(size, device=ids.device).expand_as(ids)
+        weight = (teacher.best >= 0).float()
+        attend = UnrolledAttention()
+        hidden = self.head.fuse(teacher.features)
+        total, losses, hits = hidden.new_zeros((), dtype=torch.float32), [], []
+        for step in range(self.steps):
+            tokens = torch.cat((ids[:, step + 1 :], ids.new_zeros(ids.shape[0], step + 1)), 1)
+            hidden = self.head.step(tokens, hidden, positions + step, attend)
+            rows = teacher.where - 1 - step
+            inside = teacher.where % size > step
+            logits = self.head.logits(hidden.flatten(0, 1)[rows.clamp(min=0)])
+            used = weight * inside
+            loss = self.loss(logits, teacher.probs, used) / used.sum().clamp(min=1)
+            total = total + self.decay**step * loss
+            losses.append(loss.detach())
+            with torch.no_grad():
+                found = logits.argmax(-1, keepdim=True) if rank == 1 else logits.topk(rank, -1).indices
+                hits.append((found == teacher.best[:, None]).any(-1) & inside)
+        return total, torch.stack(losses), torch.stack(hits)
+
+
+def chain_lengths(hits: Tensor, where: Tensor, length: int, answer: Tensor) -> tuple[Tensor, Tensor]:
+    """Acceptance of a chain from every drafting position, teacher-forced: (counts [steps] of positions whose first i + 1 drafts all
+    hit, number of positions). hits [steps, M] as `TrainingTimeTest` returns them; answer [B * T] bool, the positions with a loss.
+
+    A chain starts at row t; its i-th draft is judged at position t + 1 + i. Chains that run over the answer's end count as missed
+    there, which a real decoder would not notice either: it stops.
+    """
+    rows = where - 1
+    alive = torch.ones_like(rows, dtype=torch.bool)
+    counts = []
+    for step in range(hits.shape[0]):
+        dense = torch.zeros(answer.shape[0] + hits.shape[0] + 1, dtype=torch.bool, device=hits.device)
+        dense[where] = hits[step]
+        alive = alive & dense[rows + 1 + step] & ((rows % length) + 1 + step < length)
+        counts.append(alive.sum())
+    return torch.stack(counts), torch.tensor(rows.numel(), device=hits.device)

@@ -1,0 +1,63 @@
+"""Makers of tiny random models and heads: fp32, evaluated on the CPU, with logits peaked enough for texts to vary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from fastspec.generation.eagle.head import EagleHead, HeadConfig
+
+COMMON = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 5,
+}  # fmt: skip
+GROUPED = {"num_key_value_heads": 2, "sliding_window": None}
+MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
+SPECIFIC: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, **MOE},
+    "mixtral": {"num_local_experts": 4, **MOE},
+    "gemma": {"head_dim": 16},
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
+}
+"""model_type -> what its configuration needs besides COMMON and GROUPED."""
+
+
+def tiny_config(model_type: str = "llama", **over: Any) -> PretrainedConfig:
+    """A configuration of six layers, 64 wide, over 97 tokens; `over` replaces any of it."""
+    config = AutoConfig.for_model(model_type)
+    wanted = {**COMMON, **GROUPED, **SPECIFIC.get(model_type, {}), **over}
+    known = {*config.to_dict(), *config.attribute_map, *over}
+    layers = {"layer_types": None} if "layer_types" in known and "layer_types" not in over else {}
+    return type(config)(**{config.attribute_map.get(k, k): v for k, v in (wanted | layers).items() if k in known})
+
+
+def tiny_model(model_type: str = "llama", seed: int = 0, **over: Any) -> Any:
+    """A random model of a family; the same seed and sizes give the same weights. The global generator is left as it was."""
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **over), dtype=torch.float32).eval()
+    torch.random.set_rng_state(state)
+    return model
+
+
+def tiny_head(model: Any, seed: int = 0, *, copy_lm_head: bool = True, **over: Any) -> EagleHead:
+    """A random EAGLE-3 head that fits a model and is not bound to it; its LM head is a copy of the target's where sizes allow."""
+    config = model.config.get_text_config()
+    depth, width = config.num_hidden_layers, config.hidden_size
+    sizes = dict(
+        hidden_size=width, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=config.vocab_size,
+        draft_vocab_size=config.vocab_size, target_hidden_size=width, taps=(2, depth // 2, depth - 3) if depth >= 6 else (0, depth // 2, depth),
+    )  # fmt: skip
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    head = EagleHead(HeadConfig(**{**sizes, **over})).eval().requires_grad_(False)
+    torch.random.set_rng_state(state)
+    target = model.get_output_embeddings().weight
+    if copy_lm_head and head.lm_head is not None and head.lm_head.weight.shape == target.shape:
+        head.lm_head.weight.copy_(target.detach())
+    return head

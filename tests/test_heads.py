@@ -1,0 +1,150 @@
+"""Heads for a model: found, checked against it, bound, inspected, probed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from head_files import BASE, as_speculators, logits, make_head, write
+
+from fastspec.errors import CheckpointError
+from fastspec.generation.eagle.head import EagleHead
+from fastspec.patches import heads as heads_module
+from fastspec.patches.heads import find_head, inspect_head, load_head, probe_head, scaled_rope
+
+
+@pytest.fixture
+def make_target(tiny_model):
+    """The factory of tiny Llamas that `fitting` heads fit."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512}
+    return lambda **changes: tiny_model("llama", **{**sizes, **changes})
+
+
+def fitting(**changes) -> EagleHead:
+    return make_head(**{"hidden_size": 32, "target_hidden_size": 32, "vocab_size": 97, "taps": (1, 2, 3), **changes})
+
+
+def test_load_head_shares_the_target_s_embedding_unless_the_head_s_differs(tmp_path, make_target):
+    target, head = make_target(), fitting()
+    same = target.get_input_embeddings().weight.detach().clone()
+    loaded = load_head(write(tmp_path, *as_speculators(head, same)), target)
+    assert loaded.__dict__["_embed_tokens"] is target.get_input_embeddings()
+    assert torch.equal(logits(loaded, same), logits(head, same))
+    loaded = load_head(write(tmp_path, *as_speculators(head, same + 1)), target)
+    assert torch.equal(loaded.__dict__["_embed_tokens"].weight, same + 1)
+    narrow, own = fitting(hidden_size=16), torch.randn(97, 16)
+    loaded = load_head(write(tmp_path, *as_speculators(narrow, own)), target)
+    assert torch.equal(loaded.__dict__["_embed_tokens"].weight, own)
+
+
+def test_load_head_takes_the_target_s_dtype_and_keeps_fp32_frequencies(tmp_path, make_target):
+    target = make_target().to(torch.bfloat16)
+    loaded = load_head(write(tmp_path, *as_speculators(fitting(), torch.zeros(97, 32))), target, rope_theta=500.0)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert loaded.inv_freq.dtype == torch.float32
+    assert loaded.config.rope_parameters["rope_theta"] == 500.0
+
+
+def test_load_head_takes_a_module_as_it_is(make_target):
+    target, head = make_target(), fitting()
+    assert load_head(head, target) is head
+    assert head.__dict__["_embed_tokens"] is target.get_input_embeddings()
+    with pytest.raises(CheckpointError, match=r"call head\.to"):
+        load_head(fitting().to(torch.float16), target)
+    with pytest.raises(CheckpointError, match="vocabulary of 96"):
+        load_head(fitting(vocab_size=96), target)
+
+
+@pytest.mark.parametrize("source", ["./nowhere", "nowhere", "/no/where", Path("no/where")])
+def test_a_source_that_is_nowhere_is_refused(source):
+    with pytest.raises(CheckpointError, match="no directory, and no hub id"):
+        find_head(source)
+
+
+def test_a_head_that_comes_with_the_package_is_found_by_name(tmp_path, monkeypatch):
+    folder = tmp_path / "heads" / "some-head"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setattr(heads_module, "files", lambda package: tmp_path)
+    assert find_head("some-head") == folder
+    with pytest.raises(CheckpointError, match="come with fastspec: some-head"):
+        find_head("other-head")
+
+
+def test_a_hub_that_does_not_answer_is_refused(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise heads_module.LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(heads_module, "snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match=r"the hub does not give it \(offline\)"):
+        find_head("owner/name")
+
+
+ROPES = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "dynamic": {"factor": 2.0},
+    "linear": {"factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_scaled_rope_is_transformers_own(kind, tmp_path, make_target):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    target = make_target(rope_parameters={"rope_type": kind, "rope_theta": 5e5, **ROPES[kind]})
+    config, state = as_speculators(fitting(head_dim=8), torch.zeros(97, 32))
+    config["transformer_layer_config"] |= {"rope_scaling": {"type": kind, **ROPES[kind]}, "rope_theta": 5e5, "max_position_embeddings": 512}
+    loaded = load_head(write(tmp_path, config, state), target)
+    expected = LlamaRotaryEmbedding(target.config)
+    assert torch.equal(loaded.inv_freq, expected.inv_freq)
+    assert loaded.rope_scale == expected.attention_scaling
+
+
+def test_a_rope_type_that_nobody_knows_is_refused():
+    with pytest.raises(CheckpointError, match="rope_type is 'odd'; accepted are default"):
+        scaled_rope(replace(BASE, rope_parameters={"rope_type": "odd", "rope_theta": 1.0}))
+    with pytest.raises(CheckpointError, match=r"'dynamic' is incomplete.*factor"):
+        scaled_rope(replace(BASE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}))
+
+
+def test_inspect_says_how_each_switch_was_decided(tmp_path, make_target):
+    head = fitting(norm_before_residual=True)
+    config, state = as_speculators(head, torch.zeros(97, 32))
+    del config["norm_before_residual"]
+    write(tmp_path, config | {"auto_map": {"AutoModel": "evil.Model"}}, state)
+    report = inspect_head(tmp_path, make_target())
+    rows = report.rows()
+    assert ("norm_before_residual", "True (absent, default of speculators)") in rows
+    assert ("fits the target", "yes") in rows
+    assert any("never executed" in note for note in report.notes)
+    misfit = inspect_head(tmp_path, make_target(vocab_size=65).config)
+    assert misfit.misfits == ("the head was made for a vocabulary of 97, the target's has 65",)
+
+
+def test_probe_measures_every_reading(tmp_path, make_target):
+    target, head = make_target(), fitting(draft_vocab_size=97, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    embedding = target.get_input_embeddings().weight.detach()
+    write(tmp_path, *as_speculators(head, embedding.clone()))
+    prompt = torch.tensor([[1, 5, 9, 11]])
+    rows = probe_head(tmp_path, target, prompt)
+    assert len(rows) == 2 * 3 * 2
+    assert [row.agreement for row in rows] == sorted((row.agreement for row in rows), reverse=True)
+    declared = next(row for row in rows if row.declared)
+    assert (declared.taps, declared.rope_theta, declared.norm_before_residual) == ((1, 2, 3), 500.0, False)
+    assert load_head(tmp_path, target, **rows[0].overrides()).config.taps == rows[0].taps
+
+    ids = target.generate(prompt, max_new_tokens=64, do_sample=False)
+    head.bind(target.get_input_embeddings(), None)
+    hits = []
+    with torch.no_grad():
+        out = target(ids, output_hidden_states=True)
+        features = torch.cat([out.hidden_states[i] for i in (1, 2, 3)], -1)
+        for t in range(2, ids.shape[1] - 1):  # draft from tokens up to t + 1 what the target picks after them
+            positions = torch.arange(t + 1)[None]
+            hidden = head.step(ids[:, 1 : t + 2], head.fuse(features[:, : t + 1]), positions, heads_module._causal)
+            hits.append(int(head.to_target(head.logits(hidden[:, -1]).argmax(-1))) == int(out.logits[0, t + 1].argmax()))
+    assert declared.tokens == len(hits)
+    assert declared.agreement == pytest.approx(sum(hits) / len(hits))
