@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from fastspec.errors import FastSpecError
 
@@ -57,6 +60,79 @@ def demo(
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints must not reach the object's reader
         result = run_demo(prompts=prompt, model=model, head=head, max_new_tokens=max_new_tokens)
     print(json.dumps(result.as_json()))
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="Directory, hub id or shipped name of a head.")],
+    target: Annotated[str | None, typer.Option(help="Model to check the head against; only its configuration is read.")] = None,
+    probe: Annotated[bool, typer.Option(help="Run the target, and measure which reading of ambiguous flags drafts best.")] = False,
+) -> None:
+    """Say how a head's checkpoint is read, and whether it fits a target. Exit status 1 where it does not."""
+    from fastspec.models import load_config, load_model
+    from fastspec.patches.heads import inspect_head, probe_head
+
+    if probe and target is None:
+        raise typer.BadParameter("--probe runs the target: name it with --target", param_hint="--probe")
+    model = load_model(target)[0] if target and probe else load_config(target) if target else None
+    console = Console(highlight=False)
+    found = inspect_head(path, model)
+    console.print(_grid(("", ""), [(name, str(value)) for name, value in found.rows()]))
+    if found.misfits:
+        raise typer.Exit(1)
+    if probe:
+        readings = [
+            (f"{r.agreement:.1%}", f"{r.rope_theta:g}", str(r.taps), str(r.norm_before_residual), "as declared" if r.declared else "")
+            for r in probe_head(path, model)
+        ]
+        console.print(_grid(("agreement", "rope_theta", "taps", "norm_before_residual", ""), readings))
+
+
+@app.command()
+def train(
+    target: Annotated[str, typer.Option(help="Model to train a head for: directory, hub id, .gguf file or smollm2-135m-instruct.")],
+    output: Annotated[str, typer.Option(help="Directory of the head; an interrupted run there is taken up again.")],
+    prompts: Annotated[str | None, typer.Option(help="jsonl file with `prompt` or `turns` in each row.")] = None,
+    answers: Annotated[list[str] | None, typer.Option(help="npz file of the target's answers; without one it answers first.")] = None,
+    heldout: Annotated[str | None, typer.Option(help="jsonl file of prompts, or npz file, for validation.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the texts.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Minutes of training, where time is to end the run.")] = None,
+    draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that the head can draft.")] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="Width of the head's MLP; the target's by default.")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Longest text, in tokens; longer ones are left out.")] = None,
+    ttt_steps: Annotated[int | None, typer.Option(help="Draft steps unrolled in training.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Longest answer that the target gives to a prompt.")] = None,
+    follow_ups: Annotated[bool | None, typer.Option(help="Add later turns to the conversations.")] = None,
+    mixed_precision: Annotated[str | None, typer.Option(help="no, bf16 or fp16.")] = None,
+    compile: Annotated[bool | None, typer.Option(help="Compile the unrolled head.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of shuffling and of the weights.")] = None,
+    resume: Annotated[bool | None, typer.Option(help="Take up an interrupted run in the output directory.")] = None,
+) -> None:
+    """Train an EAGLE-3 head. What is left out keeps the default of `fastspec.training.TrainConfig`; see docs/training.md."""
+    given = {name: value for name, value in locals().items() if value is not None and value != []}
+    from fastspec import training
+    from fastspec.models import SMOLLM2, smollm2_gguf
+
+    if target == SMOLLM2:
+        given["target"] = str(smollm2_gguf())
+    if answers:
+        given["answers"] = tuple(answers)
+    try:
+        config = training.TrainConfig(**given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"head written to {training.train(config)}")
+
+
+def _grid(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(box=None, show_header=any(titles), pad_edge=False)
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table
 
 
 if __name__ == "__main__":

@@ -200,8 +200,8 @@ def _generate(model: Any, inputs: dict[str, Any], method: str, max_new_tokens: i
     output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **extra)
     synchronize()
     seconds = time.perf_counter() - start
-    accepted = 1.0 if method == BASELINE else fastspec.report(model).last.acceptance_length
-    return Run(output[0, length:].tolist(), seconds, accepted)
+    last = None if method == BASELINE else fastspec.report(model).last
+    return Run(output[0, length:].tolist(), seconds, last.acceptance_length if last else 1.0)
 
 
 def _encode(tokenizer: Any, prompt: str, device: str) -> dict[str, Any]:

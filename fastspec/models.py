@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastspec.errors import Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 SMOLLM2 = "smollm2-135m-instruct"
@@ -33,57 +30,55 @@ def smollm2_gguf() -> Path:
     )
 
 
-def load_smollm2(device: str = "cpu", dtype: torch.dtype | None = None, *, progress: bool = True) -> tuple[Any, Any]:
+def load_smollm2(device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """(model, tokenizer) of SmolLM2-135M-Instruct; see `load_model`."""
-    return load_model(SMOLLM2, device, dtype, progress=progress)
+    return load_model(SMOLLM2, device, dtype)
 
 
-def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None, *, progress: bool = True) -> tuple[Any, Any]:
+def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """(model, tokenizer), the model dense, in eval mode and on `device`.
 
     `name` is "smollm2-135m-instruct" (from the installed package), a path ending in .gguf, a directory, or a hub id. `dtype`
-    defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. `progress` shows transformers'
-    progress bars, on stderr, while weights load. Raises `Unsupported` when there is no such model.
+    defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. Transformers shows its progress
+    bars on stderr meanwhile. Raises `Unsupported` when there is no such model.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    source, kwargs = _source(name)
-    with _progress_bars(progress):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in kwargs.items() if k == "gguf_file"})
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs)
-        except (OSError, ValueError) as error:
-            raise Unsupported(f"could not load the model {name!r}: {error}") from error
+    source, packed = _source(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **packed)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **packed, **_unpack(packed))
+    except (OSError, ValueError) as error:
+        raise Unsupported(f"could not load the model {name!r}: {error}") from error
     return model.to(device).eval(), tokenizer
 
 
+def load_config(name: str) -> Any:
+    """The configuration of a model named as in `load_model`, without its weights."""
+    from transformers import AutoConfig
+
+    source, packed = _source(name)
+    try:
+        return AutoConfig.from_pretrained(source, **packed)
+    except (OSError, ValueError) as error:
+        raise Unsupported(f"could not read the configuration of {name!r}: {error}") from error
+
+
 def _source(name: str) -> tuple[str, dict[str, Any]]:
-    """What to hand to `from_pretrained` for `name`: (model id or directory, keyword arguments)."""
+    """What to hand to `from_pretrained` for `name`: (hub id or directory, the keyword that names a GGUF file in it, if one is meant)."""
     path = smollm2_gguf() if name == SMOLLM2 else Path(name)
     if path.suffix != ".gguf":
         return name, {}
     if not path.is_file():
         raise Unsupported(f"{path}: no such GGUF file")
+    return str(path.parent), {"gguf_file": path.name}
+
+
+def _unpack(packed: dict[str, Any]) -> dict[str, Any]:
+    """The keyword that makes transformers unpack a GGUF's blocks; versions without GgufConfig always do."""
     import transformers
 
-    kwargs: dict[str, Any] = {"gguf_file": path.name}
-    # Newer transformers keep GGUF blocks packed and must be told not to; older ones always unpack and have no such class.
-    packed = getattr(transformers, "GgufConfig", None)
-    if packed is not None:
-        kwargs["quantization_config"] = packed(dequantize=True)
-    return str(path.parent), kwargs
-
-
-@contextmanager
-def _progress_bars(wanted: bool) -> Iterator[None]:
-    """Show or hide transformers' progress bars, and put the setting back."""
-    from transformers.utils import logging
-
-    before = logging.is_progress_bar_enabled()
-    (logging.enable_progress_bar if wanted else logging.disable_progress_bar)()
-    try:
-        yield
-    finally:
-        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+    config = getattr(transformers, "GgufConfig", None)
+    return {"quantization_config": config(dequantize=True)} if packed and config else {}

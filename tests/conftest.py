@@ -26,4 +26,4 @@ def smollm2():
     """(model, tokenizer) of SmolLM2-135M-Instruct in fp32 on the CPU. Shared: a test that patches it must unpatch it."""
     from fastspec.models import load_smollm2
 
-    return load_smollm2("cpu", torch.float32, progress=False)
+    return load_smollm2("cpu", torch.float32)

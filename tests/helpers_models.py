@@ -9,6 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from fastspec.generation.eagle.head import EagleHead, HeadConfig
 
+torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
+
 COMMON = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
     "max_position_embeddings": 512, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 5,
@@ -49,10 +51,12 @@ def tiny_head(model: Any, seed: int = 0, *, copy_lm_head: bool = True, **over: A
     """A random EAGLE-3 head that fits a model and is not bound to it; its LM head is a copy of the target's where sizes allow."""
     config = model.config.get_text_config()
     depth, width = config.num_hidden_layers, config.hidden_size
-    sizes = dict(
-        hidden_size=width, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=config.vocab_size,
-        draft_vocab_size=config.vocab_size, target_hidden_size=width, taps=(2, depth // 2, depth - 3) if depth >= 6 else (0, depth // 2, depth),
-    )  # fmt: skip
+    taps = (2, depth // 2, depth - 3) if depth >= 6 else (0, depth // 2, depth)
+    vocabulary = config.vocab_size
+    sizes: dict[str, Any] = {
+        "hidden_size": width, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": vocabulary, "draft_vocab_size": vocabulary, "target_hidden_size": width, "taps": taps,
+    }  # fmt: skip
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     head = EagleHead(HeadConfig(**{**sizes, **over})).eval().requires_grad_(False)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_files import DIALECTS, LAYERS, as_eagle3, as_speculators, logits, make_head, write
+from helpers_heads import DIALECTS, LAYERS, as_eagle3, as_speculators, logits, make_head, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -130,6 +130,7 @@ DAMAGE = {
     r"missing layers\.0\.hidden_norm\.weight": lambda state: state.pop("midlayer.hidden_norm.weight"),
     r"norm\.weight has shape \[15\] where config.json wants \[16\]": lambda state: state.update({"norm.weight": torch.ones(15)}),
     r"int8; quantised": lambda state: state.update({"fc.weight": state["fc.weight"].to(torch.int8)}),
+    r"lm_head\.weight has shape \[\]": lambda state: state.update({"lm_head.weight": torch.ones(())}),
     "fc.weight is missing": lambda state: state.pop("fc.weight"),
     "two keys mean": lambda state: state.update({"model.norm.weight": state["norm.weight"].clone()}),
     "multi-head latent attention": lambda state: state.update({"midlayer.self_attn.kv_b_proj.weight": torch.ones(2)}),
@@ -156,7 +157,7 @@ CONFIGS = {
     "hidden_size is None": {"hidden_size": None},
     "num_attention_heads is 'many'": {"num_attention_heads": "many"},
     "multiple of num_key_value_heads": {"num_key_value_heads": 3},
-    "rope_theta is -1": {"rope_theta": -1},
+    "rope_theta is -1; expected a positive number": {"rope_theta": -1},
     "missing fc_norm.0.weight": {"fc_norm": True},
 }
 
@@ -169,18 +170,19 @@ def test_configs_that_cannot_be_run_are_refused_by_name(message, written):
         read_checkpoint(folder)
 
 
-FIELDS = (
-    "architectures auto_map draft_vocab_size eagle_aux_hidden_state_layer_ids eagle_config fc_norm head_dim hidden_act hidden_size layer_types "
-    "max_position_embeddings model model_type norm_before_residual norm_output num_hidden_layers partial_rotary_factor rms_norm_eps "
-    "rope_parameters rope_scaling rope_theta sliding_window speculators_model_type target_hidden_size transformer_layer_config vocab_size"
-).split()
+FIELDS = [
+    "architectures", "auto_map", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config", "fc_norm", "head_dim",
+    "hidden_act", "hidden_size", "layer_types", "max_position_embeddings", "model", "model_type", "norm_before_residual", "norm_output",
+    "num_hidden_layers", "partial_rotary_factor", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
+    "speculators_model_type", "target_hidden_size", "transformer_layer_config", "vocab_size",
+]  # fmt: skip
 SCALARS = st.none() | st.booleans() | st.integers(-2, 40) | st.floats() | st.sampled_from(["", "eagle", "yarn", "mistral"])
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*FIELDS, "factor", "type"]), inner)
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=3))
 def test_no_config_makes_reading_fail_otherwise(changes):
     config, state = as_eagle3(make_head(), None)

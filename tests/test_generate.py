@@ -168,10 +168,7 @@ def test_num_return_sequences(pair, assistant, spread):
     ids=lambda options: next(iter(options)),
 )
 def test_built_in_processors(pair, assistant, options):
-    inputs = prompts(6, 2, 9)
-    out = same(pair, assistant, inputs, **options)
-    if "forced_eos_token_id" not in options:
-        assert out.tolist() != pair[0].generate(**inputs, do_sample=False, max_new_tokens=LENGTH).tolist() or "min_new_tokens" in options
+    same(pair, assistant, prompts(6, 2, 9), **options)
 
 
 def test_bad_words_and_bias(pair, assistant):
@@ -270,7 +267,8 @@ def test_user_criteria_may_answer_once_for_the_batch(pair, assistant, form):
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """One word per token id."""
-    words = {f"w{i}": i for i in range(97)}
+    words = {f"w{i}": i for i in range(97)}  # w4 gives way: transformers needs one word that stands for letters
+    words = {("abcdef" if word == "w4" else word): token for word, token in words.items()}
     raw = Tokenizer(models.WordLevel(words, unk_token="w3"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w3", pad_token="w0", eos_token="w5")
@@ -426,17 +424,16 @@ def test_rows_that_bring_unequal_shares_of_past_and_prompt(pair, assistant):
     assert texts[1] == texts[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}, {"top_k": 20, "top_p": 0.9, "temperature": 1.3}])
-def test_a_seed_decides_the_sample(pair, assistant, options):
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}, {"top_k": 20, "top_p": 0.9}])
+def test_a_seed_decides_the_sample(pairs, assistant, options):
     texts = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
-        texts.append(pair[1].generate(**prompts(5, 3), do_sample=True, temperature=2.0, max_new_tokens=30, assistant=assistant, **{**options}).tolist()
-                     if "temperature" not in options else
-                     pair[1].generate(**prompts(5, 3), do_sample=True, max_new_tokens=30, assistant=assistant, **options).tolist())  # fmt: skip
-    assert texts[0] == texts[1]
-    if pair[0].lm_head.weight.std() < 0.5:
-        assert texts[0] != texts[2]
+        out = pairs["random"][1].generate(
+            **prompts(5, 3), do_sample=True, temperature=3.0, max_new_tokens=12, assistant=assistant, eos_token_id=96, **options
+        )
+        texts.append(out.tolist())
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_generation_config_and_inputs_by_name(pair, assistant):

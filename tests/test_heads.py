@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_files import BASE, as_speculators, logits, make_head, write
+from helpers_heads import BASE, as_speculators, logits, make_head, write
 
 from fastspec.errors import CheckpointError
 from fastspec.generation.eagle.head import EagleHead
@@ -125,6 +125,7 @@ def test_inspect_says_how_each_switch_was_decided(tmp_path, make_target):
 
 
 def test_probe_measures_every_reading(tmp_path, make_target):
+    torch.manual_seed(5)
     target, head = make_target(), fitting(draft_vocab_size=97, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     embedding = target.get_input_embeddings().weight.detach()
     write(tmp_path, *as_speculators(head, embedding.clone()))

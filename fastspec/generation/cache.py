@@ -1,4 +1,4 @@
-"""A preallocated KV cache with a length per row on the device and room for a tree behind the committed tokens."""
+"""A KV cache in static buffers, with a length per row on the device and room for a tree behind the committed tokens."""
 
 from __future__ import annotations
 
@@ -12,36 +12,64 @@ from fastspec.generation.protocols import Ops
 from fastspec.generation.tree import Verdict
 
 
-def _machine_memory() -> float:
-    """Bytes of memory in this machine, or infinity where the system does not tell."""
+def _memory(device: torch.device) -> float:
+    """Bytes of memory of a device, or infinity where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     known = hasattr(os, "sysconf") and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(os.sysconf_names)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else float("inf")
+
+
+def _too_large(tokens: int, rows: int, need: int, device: torch.device) -> FastSpecError:
+    return FastSpecError(
+        f"out of memory: a KV cache of {tokens} tokens for {rows} rows needs {need / 2**30:.2f} GiB on {device}. "
+        "Ask for fewer new tokens (max_new_tokens), a shorter prompt or a smaller batch."
+    )
+
+
+FIRST_SLOTS = 1024
 
 
 class TreeCache:
     """Keys and values [L, B, Hkv, C, D] and `lengths` [B] int64, all on one device.
 
-    Slots below a row's length hold its committed tokens; the slots after it are the provisional tail, written by every
-    forward pass and moved or forgotten by `commit`. Raises FastSpecError, with the size, when memory does not suffice.
+    Slots below a row's length hold its committed tokens, `capacity` of them at most; the `tail` slots after it are
+    provisional, written by every forward pass and moved or forgotten by `commit`. The buffers start small and double when
+    `reserve` asks for more. Raises FastSpecError, with the size, when memory cannot hold the capacity.
     """
 
     def __init__(
-        self, layers: int, rows: int, kv_heads: int, capacity: int, size: int, *, dtype: torch.dtype, device: torch.device
+        self, layers: int, rows: int, kv_heads: int, capacity: int, tail: int, size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (layers, rows, kv_heads, capacity, size)
-        need = 2 * dtype.itemsize * layers * rows * kv_heads * capacity * size
-        try:
-            if device.type == "cpu" and need > _machine_memory():
-                raise MemoryError("more than this machine has")  # the system may grant it, and kill the process later
-            self.k = torch.zeros(shape, dtype=dtype, device=device)
-            self.v = torch.zeros(shape, dtype=dtype, device=device)
-        except (MemoryError, RuntimeError) as error:
-            raise FastSpecError(
-                f"out of memory: a KV cache of {capacity} tokens for {rows} rows needs {need / 2**30:.2f} GiB on {device}. "
-                "Ask for fewer new tokens (max_new_tokens), a shorter prompt or a smaller batch."
-            ) from error
+        self.limit, self.tail = capacity, tail
+        need = 2 * dtype.itemsize * layers * rows * kv_heads * (capacity + tail) * size
+        if need > _memory(device):  # the system may grant it, and kill the process later
+            raise _too_large(capacity, rows, need, device)
+        self.k = torch.zeros((layers, rows, kv_heads, 0, size), dtype=dtype, device=device)
+        self.v = self.k.clone()
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.capacity = capacity
+        self.reserve(min(capacity, FIRST_SLOTS))
+
+    @property
+    def slots(self) -> int:
+        """Slots per row that the buffers hold now."""
+        return self.k.shape[3]
+
+    def reserve(self, committed: int) -> int:
+        """Make room for this many committed tokens per row and the tail; returns how many committed tokens are in bounds."""
+        committed = min(committed, self.limit)
+        if committed + self.tail > self.slots:
+            wanted = min(max(committed, 2 * (self.slots - self.tail)), self.limit) + self.tail
+            layers, rows, heads, held, size = self.k.shape
+            try:
+                for name in ("k", "v"):
+                    grown = torch.zeros((layers, rows, heads, wanted, size), dtype=self.k.dtype, device=self.k.device)
+                    grown[:, :, :, :held] = getattr(self, name)
+                    setattr(self, name, grown)
+            except (MemoryError, RuntimeError) as error:
+                need = 2 * self.k.element_size() * layers * rows * heads * wanted * size
+                raise _too_large(wanted, rows, need, self.k.device) from error
+        return committed
 
     def write(self, ops: Ops, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k, v [B, N, Hkv, D] of one layer at slots [B, N]."""
@@ -56,4 +84,9 @@ class TreeCache:
         steps = torch.arange(verdict.path.shape[1], device=self.lengths.device)
         if verdict.path.shape[1] > 1:
             ops.kv_block_copy(self.k, self.v, self.lengths[:, None] + verdict.path, self.lengths[:, None] + steps)
-        self.lengths += (verdict.accepted + 1) * active
+        self.grow((verdict.accepted + 1) * active)
+
+    def grow(self, counts: Tensor) -> None:
+        """Count the next counts [B] slots of every row as committed. A row whose last round went beyond the capacity has ended:
+        it stays at the bound, so that the trees still written behind it stay inside the buffers."""
+        self.lengths.add_(counts).clamp_(max=self.limit)

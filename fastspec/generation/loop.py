@@ -23,7 +23,8 @@ class Request:
     """What to generate: prompts [B, T] (left padding removed, rows filled up on the right) with counts [B] real tokens.
 
     `history[b]` [T_b] is what a history-dependent processor sees of row b before its first new token, `limit` the number
-    of new tokens, `ends` the end tokens. `process_rows` maps scores [R, V] -> [R, V] where no processor looks at the
+    of new tokens, `ends` the end tokens. Rows that `stop` ends before the others go on, as in transformers, where there are
+    no end tokens; else they are over. `process_rows` maps scores [R, V] -> [R, V] where no processor looks at the
     history; else `process_at` is called node by node. `stop(row, new_tokens)` is asked after every token, and
     `emit(row, tokens, accepted, done)` is told of every round.
     """
@@ -60,6 +61,8 @@ class _Run:
         self.request, self.stats = request, stats
         self.out = Outcome([[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)], stats)
         self.active = [True] * rows
+        self.limit = request.limit
+        self.stops: dict[int, int] = {}  # row -> tokens it had said when it was stopped, where there are no end tokens
 
     def take(self, row: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
         """Append tokens to a row until it ends; scores and logits are [len(tokens), V]."""
@@ -69,16 +72,32 @@ class _Run:
             said.append(token)
             kept += 1
             stopped = request.stop is not None and request.stop(row, said)
-            if token in request.ends or len(said) >= request.limit or stopped:
+            if stopped and not request.ends:
+                self._wait(row)
+                stopped = False
+            if token in request.ends or len(said) >= self.limit or stopped:
                 self.active[row] = False
                 break
         if scores is not None:
             self.out.scores[row] += list(scores[:kept])
         if logits is not None:
             self.out.logits[row] += list(logits[:kept])
-        self.stats.emitted += kept
         if request.emit is not None:
             request.emit(row, tokens[:kept], min(accepted, kept), not self.active[row])
+
+    def _wait(self, row: int) -> None:
+        """A row was stopped without an end token: it goes on until every row was stopped once."""
+        self.stops.setdefault(row, len(self.out.tokens[row]))
+        if len(self.stops) == len(self.active):
+            self.limit = min(self.limit, max(self.stops.values()))
+            self.active = [len(said) < self.limit for said in self.out.tokens]
+
+    def finish(self) -> None:
+        """Cut what a row said beyond the common end, and count."""
+        for kept in (self.out.tokens, self.out.scores, self.out.logits):
+            for row in kept:
+                del row[self.limit :]
+        self.stats.emitted = sum(map(len, self.out.tokens))
 
 
 def decode(target: LanguageModel, drafter: Drafter | None, request: Request, ops: Ops, name: str) -> Outcome:
@@ -95,11 +114,12 @@ def decode(target: LanguageModel, drafter: Drafter | None, request: Request, ops
     for row, token in enumerate(root.tolist()):
         one = slice(row, row + 1)
         run.take(row, [token], 0, scores[one] if request.keep_scores else None, logits[one] if request.keep_logits else None)
-    longest = int(request.counts.max())
+    longest = int(target.lengths.max())
     while any(run.active):
         extent = -(-longest // EXTENT_BUCKET) * EXTENT_BUCKET
         root, most = _round(target, drafter, root, run, ops, extent)
         longest += most
+    run.finish()
     stats.seconds = time.perf_counter() - began
     return run.out
 

@@ -73,14 +73,14 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
     name = type(model).__name__
     missing = [p for p in ("position_ids", "past_key_values") if p not in inspect.signature(type(model).forward).parameters]
     if missing:
-        raise Unsupported(f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands in the text")
+        raise Unsupported(f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands")
     if getattr(config, "alibi", False):
         raise Unsupported(f"{name} derives positions from the cache (alibi=True), where the nodes of a draft tree lie out of order")
     if getattr(config, "kv_lora_rank", None):
-        raise Unsupported(f"{name} keeps keys and values of different sizes (multi-head latent attention); fastspec's KV cache holds one size")
+        raise Unsupported(f"{name} keeps keys and values of different sizes (multi-head latent attention); fastspec's cache holds one")
     kernel = getattr(config, "_attn_implementation", None)
     if kernel not in (None, "eager", "sdpa"):
-        raise Unsupported(f"{name} runs in generic mode, which needs 4-D masks, and {kernel} takes none: load it with attn_implementation='sdpa'")
+        raise Unsupported(f"{name} needs 4-D masks in generic mode, and {kernel} takes none: load it with attn_implementation='sdpa'")
 
 
 def adapter_for(model: nn.Module) -> Adapter | None:

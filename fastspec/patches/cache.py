@@ -26,7 +26,7 @@ class SlotCache(Cache):
         for states in (key_states, value_states):
             if (states.shape[1], states.shape[3]) != held:
                 raise Unsupported(
-                    f"layer {layer_idx} has {states.shape[1]} key heads of size {states.shape[3]}, where its config says {held[0]} of {held[1]}: "
+                    f"layer {layer_idx} has {states.shape[1]} key heads of size {states.shape[3]}, its config says {held[0]} of {held[1]}: "
                     "fastspec needs the same in every layer"
                 )
         k, v = (x.transpose(1, 2) for x in (key_states, value_states))
@@ -49,10 +49,12 @@ class SlotCache(Cache):
 
 def import_past(store: TreeCache, past: list[tuple[Tensor, Tensor]], keep: Tensor) -> None:
     """Copy a user's keys and values (per layer [B, Hkv, T, D]) into slots from 0; keep [B, T] bool drops padded slots."""
-    rows, width = keep.shape
+    rows = keep.shape[0]
     counts = keep.sum(1)
-    order = torch.argsort((~keep).int(), dim=1, stable=True)  # kept slots first, in order
+    width = int(counts.max())
+    order = torch.argsort((~keep).int(), dim=1, stable=True)[:, :width]  # kept slots first, in order
     row = torch.arange(rows, device=keep.device)[:, None]
+    store.reserve(width)
     for layer, (k, v) in enumerate(past):
         store.k[layer][:, :, :width] = k.transpose(1, 2)[row, order].transpose(1, 2)
         store.v[layer][:, :, :width] = v.transpose(1, 2)[row, order].transpose(1, 2)
@@ -66,7 +68,7 @@ def export_span(store: TreeCache, first: Tensor, width: int, offset: Tensor) -> 
     column = torch.arange(width, device=first.device)
     slots = first[:, None] + column - offset[:, None]
     real = (column >= offset[:, None]) & (slots < store.lengths[:, None])
-    slots = slots.clamp(0, store.capacity - 1)
+    slots = slots.clamp(0, store.slots - 1)
     row = torch.arange(rows, device=first.device)[:, None]
     keys: list[Tensor] = []
     values: list[Tensor] = []

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 
 def cache_geometry(config: Any) -> tuple[int, int, int]:
@@ -35,6 +36,21 @@ def fill_cache(cache: Any, kept: int, keys: list[Tensor], values: list[Tensor]) 
     for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
         cache.update(k, v, layer)
     return cache
+
+
+def own_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate` with stop strings made into a stopping criterion.
+
+    transformers (up to 5.23 at least) loses `tokenizer` on its way to the criteria when a custom loop is given; delete this when
+    it does not.
+    """
+    tokenizer, config = arguments.get("tokenizer"), arguments.get("generation_config")
+    sources = (arguments.get("stop_strings"), getattr(config, "stop_strings", None), model.generation_config.stop_strings)
+    strings = next((s for s in sources if s is not None), None)
+    if strings is None or tokenizer is None:
+        return arguments
+    given = [*(arguments.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+    return {**arguments, "stopping_criteria": StoppingCriteriaList(given), "stop_strings": None}
 
 
 def position_limit(config: Any) -> int | None:

@@ -12,10 +12,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.loop import Outcome, Request, decode
+from fastspec.generation.tree import TokenTree
 from fastspec.patches.adapters import adapter_for
 from fastspec.patches.assistants import resolve
 from fastspec.patches.cache import export_span, import_past
-from fastspec.patches.compat import fill_cache, is_cuda_oom, read_cache
+from fastspec.patches.compat import fill_cache, is_cuda_oom, own_stop_strings, read_cache
 from fastspec.patches.hf_model import HFModel
 from fastspec.patches.refusals import refuse_arguments, refuse_config, refuse_prompts
 from fastspec.patches.selection import Ending, Streaming, make_processors
@@ -37,7 +38,8 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
     decoding = resolve(assistant, session.resources, self)
     refuse_arguments(kwargs)
     given = inspect.signature(type(self).generate).bind_partial(self, *args, **kwargs).arguments
-    mask = kwargs.get("attention_mask")
+    given = {name: value for name, value in (given | given.pop("kwargs", {})).items() if value is not self}
+    mask, shown = given.get("attention_mask"), given.get("streamer")  # a custom loop is not handed the streamer
 
     def custom(
         model: Any,
@@ -49,13 +51,13 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
         **model_kwargs: Any,
     ) -> Any:
         refuse_config(generation_config, model_kwargs)
-        prepared = (logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        prepared = (logits_processor, stopping_criteria, generation_config, shown, model_kwargs)
         return _Call(model, session, decoding, input_ids, mask, *prepared).run()
 
     if given.get("custom_generate") is not None:
         raise Unsupported("custom_generate and assistant both replace the decoding loop: pass one of them")
     with session.turn.taken():
-        return original(*args, **kwargs, custom_generate=custom)
+        return original(**{**own_stop_strings(self, given), "custom_generate": custom})
 
 
 class _Call:
@@ -102,7 +104,7 @@ class _Call:
         prompts, counts = _compact(self.ids[:, -new:], self.keep[:, -new:])
         limit = self.ending.limit
         rows, taps = prompts.shape[0], self.decoding.taps
-        capacity = int(self.keep.sum(1).max()) + limit
+        capacity = int(self.keep[:, : self.past_length].sum(1).max()) + prompts.shape[1] + limit
         process_rows, process_at = make_processors(self.processors, self.ids)
         streaming = Streaming(self.streamer, rows, self._pad()) if self.streamer is not None else None
         request = Request(
@@ -150,6 +152,10 @@ class _Call:
             width = self.keep.shape[1] - self.past_length
             said = torch.tensor([len(row) for row in outcome.tokens], device=first.device)
             target.cache.lengths.copy_(first + counts + said - 1)
+            if bool((said < longest).any()):  # the next turn attends to the last token of rows that ended early
+                last = new.gather(1, said[:, None] - 1)[:, 0]
+                target.score(TokenTree.root_only(last), int(target.cache.lengths.max()))
+                target.cache.grow((said < longest).long())
             keys, values = export_span(target.cache, first, width + longest - 1, width - counts)
             fill_cache(self.cache, self.past_length, keys, values)
         if not self.config.return_dict_in_generate:

@@ -36,9 +36,8 @@ class HFModel:
                 f"({model.config.get_text_config().rope_parameters['rope_type']}): ask for at most {bound}, prompt included"
             )
         layers, kv_heads, size = cache_geometry(model.config)
-        self.cache = TreeCache(layers, rows, kv_heads, capacity + tail, size, dtype=model.dtype, device=model.device)
+        self.cache = TreeCache(layers, rows, kv_heads, capacity, tail, size, dtype=model.dtype, device=model.device)
         self.depth = layers
-        self.capacity = capacity
 
     @property
     def lengths(self) -> Tensor:
@@ -56,6 +55,7 @@ class HFModel:
             part = ids[:, begin : begin + PREFILL_CHUNK]
             width = part.shape[1]
             steps = start[:, None] + begin + torch.arange(width, device=ids.device)
+            self.cache.reserve(done + begin + width)
             layout = self.ops.attention_layout(start + begin, None, width, width, done + begin + width)
             want = counts - 1 - begin
             inside = (want >= 0) & (want < width)
@@ -72,9 +72,11 @@ class HFModel:
         base = self.cache.lengths[:, None]
         slots = base + torch.arange(nodes, device=base.device)
         layout = self.ops.attention_layout(
-            self.cache.lengths, tree.ancestors, nodes, nodes, min(extent + nodes, self.cache.capacity)
+            self.cache.lengths, tree.ancestors, nodes, nodes, self.cache.reserve(extent) + nodes
         )
-        logits, features = self._forward(tree.tokens, base + tree.depths, slots, layout, None)
+        # Nodes past the length limit are never emitted, and a position table may end there.
+        positions = (base + tree.depths).clamp(max=self.cache.limit - 1)
+        logits, features = self._forward(tree.tokens, positions, slots, layout, None)
         return logits, features
 
     def commit(self, verdict: Verdict, active: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from fastspec.errors import Unsupported
 from fastspec.generation.verify import RowProcessor
 
 # Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at once.
@@ -28,14 +29,26 @@ def make_processors(
     """One of two forms: over rows [R, V] at once where no processor looks at the history, else row by row with its prefix.
 
     A history-dependent processor is called with the whole batch's shape, every row a copy of the row in question, so that
-    processors which count rows (prefix_allowed_tokens_fn) see the right index.
+    processors which count rows see the right index; prefix_allowed_tokens_fn is asked about that row alone. Raises
+    Unsupported for processors that keep a state of their own per row.
     """
+    for processor in processors:
+        if isinstance(processor, lp.SynthIDTextWatermarkLogitsProcessor):
+            raise Unsupported("SynthID watermarking keeps a state per call, which a draft tree would disturb: leave out watermarking_config")
     if all(type(p) in BLIND for p in processors):
         return (lambda scores: processors(ids[:1], scores)), None
     rows = ids.shape[0]
 
     def process_at(row: int, history: Tensor, scores: Tensor) -> Tensor:
-        return processors(history.expand(rows, -1), scores.expand(rows, -1).clone())[row]
+        ids, values = history.expand(rows, -1), scores.expand(rows, -1).clone()
+        for processor in processors:
+            if type(processor) is lp.PrefixConstrainedLogitsProcessor:
+                allowed = processor._prefix_allowed_tokens_fn
+                one = lp.PrefixConstrainedLogitsProcessor(lambda _, seen, allowed=allowed: allowed(row, seen), 1)
+                values = one(ids[:1], values[row : row + 1]).expand(rows, -1).clone()
+            else:
+                values = processor(ids, values)
+        return values[row]
 
     return None, process_at
 
@@ -55,7 +68,7 @@ class Ending:
         rows = self.ids.shape[0]
         ids = torch.cat((self.ids[row], self.ids.new_tensor(said))).expand(rows, -1)
         verdicts = [c(ids, None) for c in self.others]  # all are asked: a criterion may count its calls
-        return any(bool(v[row]) if isinstance(v, Tensor) else bool(v) for v in verdicts)
+        return any(bool(torch.as_tensor(v).expand(rows)[row]) for v in verdicts)
 
 
 class Streaming:

@@ -118,13 +118,20 @@ def draft_vocabulary(texts: Texts, size: int, vocab_size: int) -> tuple[Tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """ids [B, T] int64, right-padded with 0, and answer [B, T] bool."""
+    """ids [B, T] int64, right-padded with 0, and where [M], the flat positions b * T + u (u >= 1) that carry a loss.
+
+    Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer.
+    """
 
     ids: Tensor
-    answer: Tensor
+    where: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(self.ids.to(device, non_blocking=True), self.answer.to(device, non_blocking=True))
+        """The batch on `device`; through pinned memory, so that the host does not wait for the device."""
+        if device.type != "cuda":
+            return Batch(self.ids.to(device), self.where.to(device))
+        ids, where = (x.pin_memory().to(device, non_blocking=True) for x in (self.ids, self.where))
+        return Batch(ids, where)
 
 
 def plan_batches(lengths: np.ndarray, tokens: int, multiple: int, rng: np.random.Generator | None) -> list[np.ndarray]:
@@ -157,4 +164,6 @@ def batches(texts: Texts, groups: Sequence[np.ndarray], multiple: int) -> Iterat
         for row, index in enumerate(group):
             a, n = offsets[index], texts.lengths[index]
             ids[row, :n], answer[row, :n] = texts.tokens[a : a + n], texts.answer[a : a + n]
-        yield Batch(torch.from_numpy(ids), torch.from_numpy(answer))
+        judged = np.zeros_like(answer)
+        judged[:, 1:-1] = answer[:, 2:]
+        yield Batch(torch.from_numpy(ids), torch.from_numpy(np.flatnonzero(judged)))

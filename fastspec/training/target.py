@@ -102,22 +102,16 @@ class TargetReader:
         self.draft_id = torch.full((size,), -1, device=device).index_copy_(0, self.vocabulary, torch.arange(len(vocabulary), device=device))
 
     @torch.no_grad()
-    def read(self, ids: Tensor, answer: Tensor) -> Teacher:
-        """ids [B, T] right-padded, answer [B, T] bool -> what the target says of the answers' tokens.
-
-        Position u carries a loss when token u + 1 is an answer token: there the target's distribution is that of an answer.
-        """
+    def read(self, ids: Tensor, where: Tensor) -> Teacher:
+        """ids [B, T] right-padded, where [M] flat positions (see `Batch`) -> what the target says there."""
+        if not len(where):
+            raise ValueError("the batch holds no answer token; leave conversations without an answer out")
         out = self.base(input_ids=ids, output_hidden_states=True, use_cache=False)
         features = torch.cat([out.hidden_states[tap] for tap in self.taps], -1)
-        judged = torch.zeros_like(answer)
-        judged[:, 1:-1] = answer[:, 2:]
-        where = judged.flatten().nonzero().squeeze(1)
         final = out.last_hidden_state.flatten(0, 1)[where]
         probs, best = [], []
         for rows in final.split(self.chunk):
             logits = self.lm_head(rows)
             best.append(self.draft_id[logits.argmax(-1)])
             probs.append(logits[:, self.vocabulary].float().softmax(-1).to(rows.dtype))
-        if not probs:
-            raise ValueError("the batch holds no answer token; leave conversations without an answer out")
         return Teacher(features=features, where=where, probs=torch.cat(probs), best=torch.cat(best))

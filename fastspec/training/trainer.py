@@ -97,7 +97,7 @@ class Trainer:
 
     def step(self, batch: Batch) -> dict[str, Any]:
         """One optimiser step; returns tensors, so that nothing waits for the device."""
-        teacher = self.reader.read(batch.ids, batch.answer)
+        teacher = self.reader.read(batch.ids, batch.where)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.progress)
         with self.accelerator.autocast():
@@ -211,9 +211,9 @@ def acceptance(
         total = 0
         for batch in batches(chosen, plan_batches(chosen.lengths, 16384, 64, None), 64):
             batch = batch.to(device)
-            teacher = reader.read(batch.ids, batch.answer)
+            teacher = reader.read(batch.ids, batch.where)
             _, _, hits = unrolled(batch.ids, teacher, rank)
-            alive, rows = chain_lengths(hits, teacher.where, batch.ids.shape[1], batch.answer.flatten())
+            alive, rows = chain_lengths(hits, teacher.where, batch.ids.shape)
             counts += alive
             right += hits.sum(1)
             total += int(rows)

@@ -173,9 +173,9 @@ class TrainingTimeTest(nn.Module):
         return total, torch.stack(losses), torch.stack(hits)
 
 
-def chain_lengths(hits: Tensor, where: Tensor, length: int, answer: Tensor) -> tuple[Tensor, Tensor]:
+def chain_lengths(hits: Tensor, where: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Acceptance of a chain from every drafting position, teacher-forced: (counts [steps] of positions whose first i + 1 drafts all
-    hit, number of positions). hits [steps, M] as `TrainingTimeTest` returns them; answer [B * T] bool, the positions with a loss.
+    hit, number of positions). hits [steps, M] as `TrainingTimeTest` returns them; shape (B, T).
 
     A chain starts at row t; its i-th draft is judged at position t + 1 + i. Chains that run over the answer's end count as missed
     there, which a real decoder would not notice either: it stops.
@@ -184,8 +184,8 @@ def chain_lengths(hits: Tensor, where: Tensor, length: int, answer: Tensor) -> t
     alive = torch.ones_like(rows, dtype=torch.bool)
     counts = []
     for step in range(hits.shape[0]):
-        dense = torch.zeros(answer.shape[0] + hits.shape[0] + 1, dtype=torch.bool, device=hits.device)
+        dense = torch.zeros(shape[0] * shape[1] + hits.shape[0] + 1, dtype=torch.bool, device=hits.device)
         dense[where] = hits[step]
-        alive = alive & dense[rows + 1 + step] & ((rows % length) + 1 + step < length)
+        alive = alive & dense[rows + 1 + step] & ((rows % shape[1]) + 1 + step < shape[1])
         counts.append(alive.sum())
     return torch.stack(counts), torch.tensor(rows.numel(), device=hits.device)

@@ -67,10 +67,8 @@ def read_checkpoint(directory: Path) -> HeadCheckpoint:
     state = _normalise(published, where)
     _check_values(state, where)
     notes: list[str] = []
-    extra = _trim_spec_exit(raw, state)
-    if extra:
-        notes.append(f"fc.weight has {extra} extra output row(s), SpecExit's signals; the first hidden_size rows are used")
     found = describe(raw, published, state, where)
+    _trim_spec_exit(found, state, notes)
     embedding = _take_embedding(found, state, notes, where)
     _take_vocabulary_map(found.config, state, notes, where)
     _fill_output_bias(found.config, state, notes)
@@ -235,22 +233,22 @@ def _check_values(state: dict[str, Tensor], where: str) -> None:
             continue
         if tensor.dtype not in FLOATS:
             raise CheckpointError(f"{where}: {name} is {tensor.dtype}; quantised heads are not supported, use the 16- or 32-bit one")
+        if tensor.ndim not in (1, 2):
+            raise CheckpointError(f"{where}: {name} has shape {list(tensor.shape)}; weights are vectors and matrices")
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"{where}: {name} contains NaN or infinite values; the file is damaged or training diverged")
 
 
-def _trim_spec_exit(raw: dict[str, Any], state: dict[str, Tensor]) -> int:
+def _trim_spec_exit(found: Description, state: dict[str, Tensor], notes: list[str]) -> None:
     """AngelSlim's SpecExit adds one to three rows to fc, for signals that drafting does not use."""
-    fc, hidden = state.get("fc.weight"), raw.get("hidden_size")
-    if "Eagle3LlamaForCausalLM" not in (raw.get("architectures") or []) or fc is None or not isinstance(hidden, int):
-        return 0
-    extra = fc.shape[0] - hidden
+    hidden = found.config.hidden_size
+    extra = state["fc.weight"].shape[0] - hidden if found.dialect == "angelslim" else 0
     if extra not in (1, 2, 3):
-        return 0
+        return
+    notes.append(f"fc.weight has {extra} extra output row(s), SpecExit's signals; the first {hidden} rows are used")
     for name in ("fc.weight", "fc.bias"):
         if name in state:
             state[name] = state[name][:hidden].clone()
-    return extra
 
 
 def _take_embedding(found: Description, state: dict[str, Tensor], notes: list[str], where: str) -> Tensor | None:

@@ -8,7 +8,8 @@ flag, and which of these formats contradict each other, is in docs/checkpoints.m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,22 @@ from fastspec.generation.eagle.head import HeadConfig
 PREFIXES = ("model.", "eagle_module.")
 MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"}
 TRAINED_THETA = 10000.0
+FIELD_KINDS = {
+    "a list of names": ("architectures", "layer_types"),
+    "a list of layer numbers": ("eagle_aux_hidden_state_layer_ids",),
+    "an object of fields": ("eagle_config", "transformer_layer_config", "rope_parameters", "rope_scaling"),
+    "true or false": ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", "use_aux_hidden_state", "use_last_layernorm"),
+    "a positive number": ("rope_theta", "rms_norm_eps", "partial_rotary_factor", "original_max_position_embeddings", "factor"),
+    "a name": ("model_type", "hidden_act", "rope_type", "type"),
+}
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    "a list of names": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    "a list of layer numbers": lambda value: isinstance(value, list) and all(type(item) is int and item >= 0 for item in value),
+    "an object of fields": lambda value: isinstance(value, Mapping),
+    "true or false": lambda value: isinstance(value, bool),
+    "a positive number": lambda value: type(value) in (int, float) and 0 < value < float("inf"),
+    "a name": lambda value: isinstance(value, str),
+}
 
 
 class Flag(NamedTuple):
@@ -54,13 +71,16 @@ class Fields:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], where: str) -> Fields:
+        check_kinds(raw, where)
         layer = raw
         for name in ("transformer_layer_config", "model"):
             inner = raw.get(name)
             if isinstance(inner, Mapping):
                 layer = {**raw, **inner}
-        nested = layer.get("eagle_config")
-        return cls(raw, layer, nested if isinstance(nested, Mapping) else {}, where)
+        check_kinds(layer, where)
+        nested = layer.get("eagle_config") or {}
+        check_kinds(nested, where)
+        return cls(raw, layer, nested, where)
 
     def find(self, name: str) -> Flag | None:
         """The value of a field at the top, else in `eagle_config`, else in the layer's config; None where absent or null."""
@@ -77,6 +97,14 @@ class Fields:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CheckpointError(f"{self.where}/config.json: {name} is {value!r}; expected a positive integer")
         return value
+
+
+def check_kinds(level: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError for a known field of another kind than its own; null stands for absent."""
+    for kind, names in FIELD_KINDS.items():
+        for name in names:
+            if level.get(name) is not None and not CHECKS[kind](level[name]):
+                raise CheckpointError(f"{where}/config.json: {name} is {level[name]!r}; expected {kind}")
 
 
 def normalise_key(key: str) -> str | None:
@@ -164,6 +192,9 @@ def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool) -> dict[st
     query = state.get("layers.0.self_attn.q_proj.weight")
     rows = hidden if query is None else query.shape[0]
     head_dim = fields.size("head_dim", rows // heads)
+    layers = fields.size("num_hidden_layers", 1)
+    if layers > len(state):
+        raise CheckpointError(f"{fields.where}: config.json says {layers} layers, the weights hold {len(state)} tensors; they do not match")
     lm_head = state.get("lm_head.weight")
     draft = fields.size("draft_vocab_size", vocab if lm_head is None else lm_head.shape[0]) if eagle3 else vocab
     return {
@@ -175,7 +206,7 @@ def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool) -> dict[st
         "vocab_size": vocab,
         "draft_vocab_size": draft,
         "target_hidden_size": fields.size("target_hidden_size", hidden) if eagle3 else hidden,
-        "num_hidden_layers": fields.size("num_hidden_layers", 1),
+        "num_hidden_layers": layers,
     }
 
 
@@ -185,13 +216,13 @@ def _refuse_other_layers(fields: Fields, layers: int) -> None:
     activation = cfg.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise CheckpointError(f"{where}/config.json: hidden_act is {activation!r}; accepted is 'silu'")
-    types = list(cfg.get("layer_types") or [])[:layers]
+    types = (cfg.get("layer_types") or [])[:layers]
     other = sorted(set(types) - {"full_attention", "sliding_attention"})
     if other:
         raise CheckpointError(f"{where}/config.json: layer_types names {other}; accepted are 'full_attention' layers")
-    window = cfg.get("sliding_window")
+    window = fields.size("sliding_window", sys.maxsize)
     untyped = not types and (cfg.get("model_type") == "mistral" or cfg.get("use_sliding_window") is True)
-    if ("sliding_attention" in types or untyped) and window and window < fields.size("max_position_embeddings", 2048):
+    if ("sliding_attention" in types or untyped) and window < fields.size("max_position_embeddings", 2048):
         raise CheckpointError(
             f"{where}/config.json: the head was trained with a sliding window (sliding_attention, {window} tokens), which fastspec "
             "does not run; use a head whose layers are 'full_attention'"
@@ -201,10 +232,9 @@ def _refuse_other_layers(fields: Fields, layers: int) -> None:
 def _rope(fields: Fields, dialect: str, flags: dict[str, Flag], notes: list[str]) -> dict[str, Any]:
     cfg = fields.layer
     given = cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"{fields.where}/config.json: rope_parameters / rope_scaling is {given!r}; expected an object of fields")
     if isinstance(given.get("full_attention"), Mapping):
         given = given["full_attention"]
+    check_kinds(given, fields.where)
     kind = given.get("rope_type") or given.get("type") or "default"
     theta, source = given.get("rope_theta") or cfg.get("rope_theta"), "config"
     if dialect == "angelslim" and kind in ("default", "linear", "dynamic"):
@@ -215,17 +245,21 @@ def _rope(fields: Fields, dialect: str, flags: dict[str, Flag], notes: list[str]
         theta, source = TRAINED_THETA, "absent, EAGLE's default"
     elif dialect == "specforge" and theta != TRAINED_THETA:
         notes.append(f"SpecForge before November 2025 trained with rope_theta {TRAINED_THETA:g} whatever the config says; probe it")
-    if not isinstance(theta, (int, float)) or theta <= 0:
-        raise CheckpointError(f"{fields.where}/config.json: rope_theta is {theta!r}; expected a positive number")
     if kind == "mrope":
         notes.append("rope_type 'mrope' is read as 'default': the two agree on text")
         kind = "default"
     if kind in ("dynamic", "longrope"):
         notes.append(f"rope_type {kind!r} is used with the frequencies of contexts up to max_position_embeddings, at any length")
-    rope = {k: v for k, v in given.items() if k not in ("type", "mrope_section", "mrope_interleaved")}
+    rope: dict[str, Any] = {k: v for k, v in given.items() if v is not None and k not in ("type", "mrope_section", "mrope_interleaved")}
     for name in ("partial_rotary_factor", "original_max_position_embeddings"):
         if rope.get(name) is None and cfg.get(name) is not None:
             rope[name] = cfg[name]
+    if rope.get("partial_rotary_factor", 1.0) > 1:
+        raise CheckpointError(
+            f"{fields.where}/config.json: partial_rotary_factor is {rope['partial_rotary_factor']}; it is a share, at most 1"
+        )
+    if kind == "linear" and rope.get("factor") is None:
+        raise CheckpointError(f"{fields.where}/config.json: rope_type 'linear' needs a factor")
     flags["rope_theta"] = Flag(float(theta), source)
     return rope | {"rope_type": kind, "rope_theta": float(theta)}
 
@@ -301,7 +335,7 @@ def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[int, ...]
         if count != 3:
             raise CheckpointError(f"{fields.where}: fc.weight reads {count} layers but config.json does not name them ({name})")
         return None
-    if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids) or len(ids) != count:
+    if len(ids) != count:
         raise CheckpointError(f"{fields.where}: {name} is {ids}; fc.weight reads {count} layers, so {count} layer numbers are expected")
     if not top and ids[0] == 2:
         source = "eagle_config, counted as hidden_states"

@@ -33,7 +33,7 @@ class EagleDrafter:
         self.nodes, self.max_path = shape.total_tokens, shape.max_path
         tail = max(shape.depth * shape.top_k, shape.max_path)
         self.cache = TreeCache(
-            config.num_hidden_layers, rows, config.num_key_value_heads, capacity + tail, config.head_dim,
+            config.num_hidden_layers, rows, config.num_key_value_heads, capacity, tail, config.head_dim,
             dtype=weight.dtype, device=weight.device,
         )  # fmt: skip
         self.last = torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device)
@@ -51,6 +51,7 @@ class EagleDrafter:
         for start in range(0, ids.shape[1], PREFILL_CHUNK):
             part = slice(start, start + PREFILL_CHUNK)
             width = following[:, part].shape[1]
+            self.cache.reserve(start + width)
             self._extend(following[:, part], features[:, part], (counts - start).clamp(0, width), start + width)
 
     def propose(self, extent: int) -> TokenTree:
@@ -65,7 +66,7 @@ class EagleDrafter:
         all_parents = [torch.full_like(tokens, -1)]
         frontier = torch.arange(k, device=self.root.device).expand(rows, -1)  # candidate ids of the nodes to expand
         words = torch.zeros(rows, k, self.bits.shape[1], dtype=torch.long, device=self.root.device)
-        extent = min(extent + max(1, shape.depth * k), self.cache.capacity)
+        extent = self.cache.reserve(extent) + shape.depth * k
         slots = self.cache.lengths[:, None] + torch.arange(k, device=self.root.device)
         for level in range(shape.depth):
             words = words | self.bits[level * k : (level + 1) * k]
@@ -92,7 +93,7 @@ class EagleDrafter:
         row = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
         self.root = torch.where(active, verdict.bonus, self.root)
         counts = (verdict.accepted + 1) * active
-        self._extend(verdict.tokens(tree), features[row, verdict.path], counts, min(extent + self.max_path, self.cache.capacity))
+        self._extend(verdict.tokens(tree), features[row, verdict.path], counts, self.cache.reserve(extent) + self.max_path)
 
     def _extend(self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int) -> None:
         width = tokens.shape[1]
@@ -102,7 +103,7 @@ class EagleDrafter:
         row = torch.arange(tokens.shape[0], device=tokens.device)
         newest = hidden[row, (counts - 1).clamp(min=0)]
         self.last = torch.where((counts > 0)[:, None], newest, self.last)
-        self.cache.lengths += counts
+        self.cache.grow(counts)
 
     def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, layout: object) -> Tensor:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

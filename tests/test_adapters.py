@@ -1,0 +1,216 @@
+"""Every model family: the same tokens as unpatched, and every node of any tree scored as its own text would be."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from helpers_models import tiny_config, tiny_head, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModel, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+
+import fastspec
+from fastspec.generation.backends import TORCH
+from fastspec.generation.tree import TokenTree
+from fastspec.patches.adapters import ADAPTERS, adapter_for
+from fastspec.patches.hf_model import HFModel
+
+GENERIC = ("gpt2", "gpt_neox", "gemma", "phi3", "olmo2", "stablelm", "opt", "gpt_bigcode", "falcon", "phi")
+FACTORS = [1.0 + 0.5 * i for i in range(8)]
+ROPES = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": FACTORS, "original_max_position_embeddings": 128},
+}
+
+
+@cache
+def model_of(kind: str):
+    """A shared model; tests that patch it undo that."""
+    if kind == "hooked":
+        model = copy.deepcopy(tiny_model("llama"))
+        model.model.layers[1].register_forward_hook(lambda *_: None)
+        return model
+    if kind in ROPES:
+        return tiny_model("llama", rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]})
+    return tiny_model(kind)
+
+
+def prompts(rows: int = 3, width: int = 9) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of different lengths."""
+    ids = torch.randint(6, 97, (rows, width), generator=torch.Generator().manual_seed(3))
+    mask = (torch.arange(width) >= torch.arange(rows)[:, None] * 3).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("kind", [*ADAPTERS, *GENERIC, "hooked", *ROPES])
+def test_greedy_tokens_equal_the_unpatched_ones(kind: str) -> None:
+    model, inputs = model_of(kind), {**prompts(), "max_new_tokens": 16, "do_sample": False}
+    expected = model.generate(**inputs)
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        for assistant in ("autoregressive", "eagle3", fastspec.Eagle3(depth=2, top_k=3, total_tokens=7)):
+            assert torch.equal(model.generate(**inputs, assistant=assistant), expected), assistant
+        report = fastspec.report(model)
+    adapted = kind in ADAPTERS or kind in ROPES
+    assert report.mode.startswith("adapter " if adapted else "generic")
+    assert ("hooked" in report.mode) == (kind == "hooked")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_drafts_are_accepted(kind: str) -> None:
+    model = model_of(kind)
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        tree = fastspec.Eagle3(depth=0, top_k=90, total_tokens=91)
+        model.generate(**prompts(), max_new_tokens=20, do_sample=False, assistant=tree)
+        assert fastspec.report(model).last.acceptance_length > 1.5  # 90 of 97 tokens hang below the root
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> TokenTree:
+    nodes, rows = draw(st.integers(1, 9)), 2
+    parents = [[0] + [draw(st.integers(0, node - 1)) for node in range(1, nodes)] for _ in range(rows)]
+    tokens = [[draw(st.integers(0, 96)) for _ in range(nodes)] for _ in range(rows)]
+    return TokenTree.from_parents(torch.tensor(tokens), torch.tensor(parents), nodes)
+
+
+@pytest.mark.parametrize("kind", [*ADAPTERS, *GENERIC, "hooked", *ROPES])
+@settings(max_examples=5, deadline=None, database=None, derandomize=True)
+@given(tree=trees(), counts=st.lists(st.integers(1, 7), min_size=2, max_size=2))
+@torch.no_grad()
+def test_every_node_is_scored_as_its_own_text(kind: str, tree: TokenTree, counts: list[int]) -> None:
+    model = model_of(kind)
+    ids = torch.randint(6, 97, (2, max(counts)), generator=torch.Generator().manual_seed(sum(counts)))
+    target = HFModel(model, adapter_for(model), rows=2, capacity=40, tail=9, taps=(1, 3), ops=TORCH)
+    last, _ = target.prefill(ids, torch.tensor(counts))
+    logits, features = target.score(tree, max(counts))
+    for row, count in enumerate(counts):
+        _close(last[row], model(ids[row : row + 1, :count]).logits[0, -1])
+        for node in range(tree.tokens.shape[1]):
+            path, at = [], node
+            while at:
+                path.append(at)
+                at = int(tree.parents[row, at])
+            text = torch.cat((ids[row, :count], tree.tokens[row, [0, *reversed(path)]]))
+            out = model(text[None], output_hidden_states=True)
+            _close(logits[row, node], out.logits[0, -1])
+            _close(features[row, node], torch.cat([out.hidden_states[tap][0, -1] for tap in (1, 3)]))
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    # fp32 rounds at 6e-8. Sums of up to 96 terms in another order, through six layers whose weights of 0.3 amplify some tenfold in
+    # all, differ by about 96**0.5 * 6 * 10 * 6e-8 = 4e-5 of the largest value; a wrong position or mask shows at 1e-1 of it.
+    torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "llama"])
+def test_drafts_past_the_position_table_do_no_harm(kind: str) -> None:
+    model = tiny_model(kind, max_position_embeddings=32)
+    inputs = {"input_ids": prompts()["input_ids"][:1], "max_new_tokens": 23, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(**inputs)
+    assert expected.shape == (1, 32)
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        assert torch.equal(model.generate(**inputs, assistant="eagle3"), expected)
+
+
+@pytest.mark.parametrize("kind, bound", [("dynamic", 512), ("longrope", 128)])
+def test_rope_that_depends_on_the_length_is_refused_past_its_bound(kind: str, bound: int) -> None:
+    model, ids = model_of(kind), prompts()["input_ids"][:1]
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        with pytest.raises(fastspec.Unsupported, match=f"{kind}.*at most {bound}"):
+            model.generate(ids, assistant="eagle3", max_new_tokens=bound)
+        inputs = {"max_new_tokens": bound - ids.shape[1], "do_sample": False, "eos_token_id": None}
+        assert torch.equal(model.generate(ids, **inputs, assistant="eagle3"), model.generate(ids, **inputs))
+
+
+class Foreign(nn.Module):
+    """Someone else's layer, whose forward differs from the family's."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        for name, child in layer.named_children():
+            self.add_module(name, child)
+
+    def forward(self, *args, **kwargs):
+        return -self.layer(*args, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["class", "instance", "pre-hook", "attention hook"])
+def test_what_others_changed_in_a_layer_is_kept(how: str) -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[2]
+    if how == "class":
+        model.model.layers[2] = Foreign(layer)
+    elif how == "instance":
+        layer.forward = lambda *args, _own=layer.forward, **kwargs: -_own(*args, **kwargs)
+    elif how == "pre-hook":
+        layer.register_forward_pre_hook(lambda module, args: (-args[0], *args[1:]))
+    else:
+        layer.self_attn.register_forward_hook(lambda module, args, out: (-out[0], *out[1:]))
+    inputs = {**prompts(), "max_new_tokens": 16, "do_sample": False}
+    expected = model.generate(**inputs)
+    assert not torch.equal(expected, tiny_model("llama").generate(**inputs))
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        assert torch.equal(model.generate(**inputs, assistant="eagle3"), expected)
+        assert fastspec.report(model).mode == "generic (a layer is hooked or replaced)"
+
+
+def _t5() -> T5ForConditionalGeneration:
+    sizes = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+
+
+REFUSED = {
+    "recurrent": (lambda: MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1)), "MambaForCausalLM.*recurrent"),
+    "sliding window": (lambda: tiny_model("mistral", sliding_window=16), "window of 16"),
+    "encoder-decoder": (_t5, "T5ForConditionalGeneration is an encoder-decoder"),
+    "no generate": (lambda: AutoModel.from_config(tiny_config("llama")), "LlamaModel has no generate"),
+    "bloom": (lambda: tiny_model("bloom"), "BloomForCausalLM.*position_ids"),
+    "mpt": (lambda: tiny_model("mpt"), "MptForCausalLM.*position_ids"),
+    "alibi": (lambda: tiny_model("falcon", alibi=True), "FalconForCausalLM.*alibi"),
+    "xlnet": (lambda: tiny_model("xlnet"), "XLNetLMHeadModel.*past_key_values"),
+    "latent attention": (lambda: tiny_model("deepseek_v3", num_key_value_heads=4), "DeepseekV3ForCausalLM.*latent"),
+    "flash in generic mode": (lambda: _with_attention("gpt2", "flash_attention_2"), "flash_attention_2.*sdpa"),
+    "not a module": (lambda: {"a": 1}, "not dict"),
+    "not of transformers": (lambda: nn.Linear(2, 2), "not Linear"),
+    "class instead of a model": (lambda: MambaForCausalLM, "not "),
+}
+
+
+def _with_attention(kind: str, name: str):
+    model = tiny_model(kind)
+    model.config._attn_implementation_internal = name
+    return model
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_work_is_refused_by_name(kind: str) -> None:
+    make, message = REFUSED[kind]
+    model = make()
+    before = dict(getattr(model, "__dict__", {}))
+    with pytest.raises(fastspec.Unsupported, match=message):
+        fastspec.patch(model)
+    assert dict(getattr(model, "__dict__", {})) == before
+
+
+@pytest.mark.parametrize("own_lm_head", [True, False])
+def test_embeddings_are_shared_not_copied(own_lm_head: bool) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    head = tiny_head(model, own_lm_head=own_lm_head)
+    held = {p.data_ptr() for p in head.parameters()}
+    with fastspec.patched(model, eagle3=head):
+        table = model.get_input_embeddings().weight
+        assert model.lm_head.weight.data_ptr() == table.data_ptr()
+        assert head.__dict__["_embed_tokens"].weight.data_ptr() == table.data_ptr()
+        assert {p.data_ptr() for p in head.parameters()} == held
+        assert sum(p.shape == table.shape for p in head.parameters()) == own_lm_head
+        if not own_lm_head:
+            assert head.__dict__["_target_lm_head"].weight.data_ptr() == table.data_ptr()
+        inputs = {**prompts(), "max_new_tokens": 16, "do_sample": False}
+        assert torch.equal(model.generate(**inputs, assistant="eagle3"), model.generate(**inputs))
