@@ -8,10 +8,10 @@ from typing import ClassVar
 from fastspec.errors import Unsupported
 
 
-def _positive(where: str, **values: int) -> None:
+def _whole(where: str, least: int, **values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise Unsupported(f"{where}: {name} must be a whole number of at least 1, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise Unsupported(f"{where}: {name} must be a whole number of at least {least}, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,8 @@ class TreeShape:
     top_k: int = 10
 
     def __post_init__(self) -> None:
-        _positive("TreeShape", total_tokens=self.total_tokens, top_k=self.top_k)
-        if not isinstance(self.depth, int) or self.depth < 0:
-            raise Unsupported(f"TreeShape: depth must be a whole number of at least 0, not {self.depth!r}")
+        _whole("TreeShape", 1, total_tokens=self.total_tokens, top_k=self.top_k)
+        _whole("TreeShape", 0, depth=self.depth)
         if not 2 <= self.total_tokens <= min(256, self.candidates + 1):
             raise Unsupported(
                 f"TreeShape: total_tokens={self.total_tokens} must lie between 2 and {min(256, self.candidates + 1)}: depth={self.depth} "
@@ -81,6 +80,7 @@ class Eagle3:
             return DEFAULT_TREES.get(device_type, DEFAULT_TREES["cuda"])
         depth = 7 if self.depth is None else self.depth
         top_k = 10 if self.top_k is None else self.top_k
-        _positive("Eagle3", top_k=top_k)
-        grown = top_k + max(depth, 0) * top_k**2 + 1
+        _whole("Eagle3", 1, top_k=top_k)
+        _whole("Eagle3", 0, depth=depth)
+        grown = top_k + depth * top_k**2 + 1
         return TreeShape(total_tokens=min(60, grown) if self.total_tokens is None else self.total_tokens, depth=depth, top_k=top_k)

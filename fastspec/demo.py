@@ -134,7 +134,7 @@ def run_demo(
     target, tokenizer = load_model(model, device)
     texts = prompts or [text for _, text in PROMPTS]
     labels = [""] * len(texts) if prompts else [category for category, _ in PROMPTS]
-    inputs = [_encode(tokenizer, text, device) for text in texts]
+    inputs = [encode(tokenizer, text, device) for text in texts]
     result = Result(model, device, str(target.dtype).removeprefix("torch."), texts)
 
     def timed(method: str) -> list[Run]:
@@ -168,7 +168,7 @@ def print_table(result: Result, console: Console) -> None:
     from rich.table import Table
 
     table = Table(title=f"{result.model}, {result.device}, {result.dtype}: median of {len(result.prompts)} prompts")
-    table.add_column("method")
+    table.add_column("method", no_wrap=True)
     for name in ("tokens/s", "ratio", "acceptance length", "identical output"):
         table.add_column(name, justify="right")
     rows = result.rows()
@@ -204,7 +204,7 @@ def _generate(model: Any, inputs: dict[str, Any], method: str, max_new_tokens: i
     return Run(output[0, length:].tolist(), seconds, last.acceptance_length if last else 1.0)
 
 
-def _encode(tokenizer: Any, prompt: str, device: str) -> dict[str, Any]:
+def encode(tokenizer: Any, prompt: str, device: str) -> dict[str, Any]:
     """The prompt as one user turn of the model's chat template, or as it stands for a model without one."""
     if tokenizer.chat_template is None:
         encoded = tokenizer(prompt, return_tensors="pt")

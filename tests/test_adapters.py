@@ -128,6 +128,14 @@ def test_rope_that_depends_on_the_length_is_refused_past_its_bound(kind: str, bo
         assert torch.equal(model.generate(ids, **inputs, assistant="eagle3"), model.generate(ids, **inputs))
 
 
+def test_hooks_of_transformers_itself_do_not_cost_the_adapter() -> None:
+    model = tiny_model("llama")
+    model(prompts()["input_ids"], output_hidden_states=True)
+    with fastspec.patched(model):
+        assert fastspec.report(model).mode == "adapter llama"
+    assert len(model(prompts()["input_ids"], output_hidden_states=True).hidden_states) == 7
+
+
 class Foreign(nn.Module):
     """Someone else's layer, whose forward differs from the family's."""
 

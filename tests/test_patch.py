@@ -90,7 +90,6 @@ def test_a_deep_copy_is_patched_on_its_own() -> None:
     fastspec.unpatch(twin)
     assert session_of(twin) is None and "generate" not in vars(twin)
     assert torch.equal(model.generate(**GREEDY, assistant="eagle3"), expected)
-    assert fastspec.report(model).assistants == ("autoregressive", "eagle3") or "eagle3" in fastspec.report(model).assistants
     fastspec.unpatch(model)
     assert torch.equal(twin.generate(**GREEDY), changed)
 
@@ -158,7 +157,7 @@ def test_a_failure_midway_is_rolled_back(fail_at: int, monkeypatch: pytest.Monke
 def test_a_patch_that_is_refused_changes_nothing(options: dict[str, Any]) -> None:
     model = tiny_model()
     before = snapshot(model)
-    with pytest.raises((fastspec.FastSpecError, TypeError), match="cuda-magic|no/such/head|eagle4"):
+    with pytest.raises((fastspec.FastSpecError, TypeError), match=r"cuda-magic|no/such/head|eagle4"):
         fastspec.patch(model, **options)
     assert_same(before, snapshot(model))
 
@@ -282,7 +281,8 @@ def test_report_says_what_is_patched_and_what_ran() -> None:
         assert report.last.emitted == 24 and report.last.rounds == 11 and report.last.acceptance_length == 1.0
         assert report.last.tokens_per_second > 0 and {"prefill", "score"} <= report.last.phases.keys()
         text = str(report)
-        assert all(word in text for word in ("LlamaForCausalLM", "adapter llama", "torch", "float32", "eagle3: 1 call", "acceptance length 1.00"))
+        expected = ("LlamaForCausalLM", "adapter llama", "torch", "float32", "eagle3: 1 call", "acceptance length 1.00")
+        assert [word for word in expected if word not in text] == []
 
 
 def test_statistics_do_not_grow_without_bound() -> None:

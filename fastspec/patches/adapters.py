@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastspec.errors import Unsupported
+from fastspec.patches.compat import is_capturing_hook
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ def mode_of(model: nn.Module) -> str:
 def _foreign(module: nn.Module) -> bool:
     """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
     home = type(module).forward.__module__.startswith(("transformers.", "torch."))
-    return not home or "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return not home or "forward" in module.__dict__ or not all(is_capturing_hook(hook) for hook in hooks)
 
 
 def _sliding_window(config: Any) -> int | None:

@@ -15,6 +15,7 @@ from fastspec.generation.backends import choose_backend
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import check_supported, mode_of
+from fastspec.patches.compat import drop_capturing_hooks, has_capturing_hooks
 from fastspec.patches.generate import generate
 from fastspec.patches.heads import load_head
 from fastspec.patches.session import STATE, PatchSession, session_of
@@ -34,7 +35,7 @@ def patch(model: Any, *, eagle3: str | Path | EagleHead | None = None, backend: 
         raise PatchConflict(f"this {type(model).__name__} is patched already: call fastspec.unpatch(model) first")
     check_supported(model)
     resources = {} if eagle3 is None else {"eagle3": load_head(eagle3, model)}
-    session = PatchSession(choose_backend(backend, model.device.type), resources)
+    session = PatchSession(choose_backend(backend, model.device.type), resources, has_capturing_hooks(model))
     try:
         session.set(model, STATE, session)
         session.set(model, "generate", types.MethodType(generate, model))
@@ -54,6 +55,8 @@ def unpatch(model: Any, *, force: bool = False) -> Any:
     if session is None:
         raise PatchConflict(f"this {type(model).__name__} is not patched: fastspec.patch(model) comes first")
     left = session.undo(force)
+    if not session.captured:
+        drop_capturing_hooks(model)
     if left:
         warnings.warn(f"unpatch left {', '.join(left)} as someone else had set it", stacklevel=2)
     return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 
@@ -70,6 +70,27 @@ def rope_bound(config: Any) -> int | None:
     if kind == "longrope":
         return rope.get("original_max_position_embeddings") or config.max_position_embeddings
     return config.max_position_embeddings if kind == "dynamic" else None
+
+
+def is_capturing_hook(hook: Any) -> bool:
+    """Whether a forward hook is transformers' own, left on layers by the first output_hidden_states=True and idle otherwise.
+
+    Delete this and the next two when `transformers.utils.output_capturing` no longer leaves hooks behind.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def has_capturing_hooks(model: nn.Module) -> bool:
+    """Whether transformers has put its capturing hooks on a model."""
+    return any(is_capturing_hook(hook) for module in model.modules() for hook in module._forward_hooks.values())
+
+
+def drop_capturing_hooks(model: nn.Module) -> None:
+    """Take them off again; transformers puts them back when it next needs them."""
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if is_capturing_hook(hook)]:
+            del module._forward_hooks[key]
+        module.__dict__.pop("_output_capturing_hooks_installed", None)
 
 
 def is_cuda_oom(error: BaseException) -> bool:

@@ -33,17 +33,22 @@ def refuse_arguments(kwargs: dict[str, Any]) -> None:
     for name, why in _ARGUMENTS.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise Unsupported(f"{name} cannot be combined with assistant=: {why}")
+    _refuse_settings({name: kwargs[name] for name in _CONFIG if name in kwargs})  # before transformers acts on them
 
 
 def refuse_config(config: Any, model_kwargs: dict[str, Any]) -> None:
     """Refuse generation settings, wherever they came from, and model inputs besides tokens."""
-    for name, accepted in _CONFIG.items():
-        value = getattr(config, name, None)
-        if value not in accepted:
-            raise Unsupported(f"{name}={value!r} cannot be combined with assistant=: accepted is {accepted[-1]!r}")
+    _refuse_settings({name: getattr(config, name, None) for name in _CONFIG})
     extra = sorted(name for name, value in model_kwargs.items() if name not in _EXPECTED and value is not None)
     if extra:
         raise Unsupported(f"{', '.join(extra)} cannot be combined with assistant=: it decodes from input_ids and attention_mask alone")
+
+
+def _refuse_settings(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        accepted = _CONFIG[name]
+        if value not in accepted:
+            raise Unsupported(f"{name}={value!r} cannot be combined with assistant=: accepted is {accepted[-1]!r}")
 
 
 def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:

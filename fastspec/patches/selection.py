@@ -34,7 +34,7 @@ def make_processors(
     """
     for processor in processors:
         if isinstance(processor, lp.SynthIDTextWatermarkLogitsProcessor):
-            raise Unsupported("SynthID watermarking keeps a state per call, which a draft tree would disturb: leave out watermarking_config")
+            raise Unsupported("SynthID watermarking keeps a state per call, which a tree would disturb: leave out watermarking_config")
     if all(type(p) in BLIND for p in processors):
         return (lambda scores: processors(ids[:1], scores)), None
     rows = ids.shape[0]

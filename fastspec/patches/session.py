@@ -80,6 +80,8 @@ class PatchSession:
 
     ops: Ops
     resources: dict[str, Any]
+    captured: bool = False
+    """Whether transformers had its capturing hooks on the model before the patch; else they go with it."""
     log: list[Change] = field(default_factory=list)
     turn: Turn = field(default_factory=Turn)
     calls: deque[Stats] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))

@@ -13,7 +13,8 @@ from fastspec.generation.eagle.head import EagleHead
 
 
 def checkpoint_config(head: EagleHead) -> dict[str, Any]:
-    """The config.json of a head: Llama's field names, and the taps as 0-based layer outputs (one less than `hidden_states`)."""
+    """The config.json of a head: Llama's field names, and the taps both as indices into
+    `hidden_states` (top level, what speculators and vLLM read) and as 0-based layer outputs (nested, what SpecForge and SGLang read)."""
     c = head.config
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -35,6 +36,7 @@ def checkpoint_config(head: EagleHead) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": list(c.taps),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps], "use_aux_hidden_state": True},
     }
 

@@ -1,0 +1,179 @@
+"""Bad input is refused by name, and whatever goes wrong inside a call leaves the model usable and patched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers_models import tiny_head, tiny_model
+from transformers import GenerationConfig, StoppingCriteriaList
+
+import fastspec
+from fastspec.patches.session import session_of
+
+PROMPT = torch.tensor([[7, 8, 9, 10]])
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture
+def model(shared: Any) -> Iterator[Any]:
+    """A patched model that must still generate correctly, and come off cleanly, after whatever a test did to it."""
+    before, config = dict(vars(shared)), shared.generation_config.to_dict()
+    expected = shared.generate(PROMPT, **GREEDY)
+    fastspec.patch(shared, eagle3=tiny_head(shared))
+    yield shared
+    assert session_of(shared).turn.owner is None
+    for assistant in ("eagle3", "autoregressive", None):
+        assert torch.equal(shared.generate(PROMPT, **GREEDY, assistant=assistant), expected)
+    fastspec.unpatch(shared)
+    assert dict(vars(shared)) == before and shared.generation_config.to_dict() == config
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown assistant": ({"assistant": "eagle9"}, "'eagle9' is unknown.*'eagle3'"),
+    "unknown object": ({"assistant": 3}, "assistant=3 is neither"),
+    "class instead of a config": ({"assistant": fastspec.Eagle3}, "is neither"),
+    "beam search": ({"num_beams": 2}, "num_beams=2"),
+    "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha=0\.6"),
+    "guidance": ({"guidance_scale": 1.5}, r"guidance_scale=1\.5"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+    "static cache": ({"cache_implementation": "static"}, "cache_implementation='static'"),
+    "no cache": ({"use_cache": False}, "use_cache=False"),
+    "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
+    "hidden states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
+    "embeddings": ({"inputs_embeds": torch.zeros(1, 4, 64), "input_ids": None}, "inputs_embeds"),
+    "position ids": ({"position_ids": torch.arange(4)[None]}, "position_ids"),
+    "own decoding loop": ({"custom_generate": lambda model, **_: None}, "custom_generate"),
+    "no rows": ({"input_ids": torch.zeros(0, 4, dtype=torch.long)}, r"shape \(0, 4\)"),
+    "right padding": (
+        {"input_ids": torch.tensor([[7, 8, 0], [7, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
+        "padding_side='left'",
+    ),
+    "mask of another width": ({"attention_mask": torch.ones(1, 7, dtype=torch.long)}, "attention_mask is 7 wide"),
+    "long prompt": ({"input_ids": torch.full((1, 513), 7)}, "513 tokens.*512"),
+    "too much memory": ({"max_new_tokens": 10**9}, r"out of memory.*GiB.*max_new_tokens"),
+    "too wide a tree": ({"assistant": fastspec.Eagle3(depth=1, top_k=98, total_tokens=9)}, "top_k=98.*97"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.filterwarnings("ignore")  # transformers warns of some of these itself
+def test_a_call_that_cannot_work_is_refused_by_name(model: Any, kind: str) -> None:
+    options, message = REFUSED[kind]
+    call = {"input_ids": PROMPT, **GREEDY, "assistant": "eagle3", **options}
+    with pytest.raises(fastspec.FastSpecError, match=f"(?s){message}"):
+        model.generate(**{name: value for name, value in call.items() if value is not None or name == "eos_token_id"})
+    assert not fastspec.report(model).calls
+
+
+def test_positional_prompts_and_masks_are_understood(model: Any) -> None:
+    assert torch.equal(model.generate(PROMPT, None, assistant="eagle3", **GREEDY), model.generate(PROMPT, **GREEDY))
+
+
+def test_an_assistant_without_its_resource_names_the_call_that_supplies_it() -> None:
+    model = tiny_model(num_hidden_layers=1)
+    with fastspec.patched(model), pytest.raises(fastspec.Unsupported, match=r"fastspec\.patch\(model, eagle3="):
+        model.generate(PROMPT, **GREEDY, assistant="eagle3")
+
+
+@pytest.mark.parametrize(
+    "over",
+    [{"hidden_size": 32}, {"vocab_size": 65}, {"num_hidden_layers": 2}, {"dtype": torch.bfloat16}],
+    ids=["width", "vocabulary", "taps", "dtype"],
+)
+def test_a_head_of_another_model_is_refused(over: dict[str, Any]) -> None:
+    model = tiny_model(**{name: value for name, value in over.items() if name != "dtype"}).to(over.get("dtype", torch.float32))
+    head, before = tiny_head(tiny_model()), dict(vars(model))
+    with pytest.raises(fastspec.CheckpointError, match=r"\d"):
+        fastspec.patch(model, eagle3=head)
+    assert dict(vars(model)) == before
+
+
+@pytest.mark.parametrize("cls", [fastspec.Eagle3, fastspec.TreeShape])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"total_tokens": 1}, {"total_tokens": 257}, {"total_tokens": 12, "depth": 0, "top_k": 10}, {"top_k": 0}, {"depth": -1}]
+    + [{name: value} for name in ("total_tokens", "depth", "top_k") for value in (2.5, "3", -4, True)],
+    ids=str,
+)
+def test_tree_sizes_are_checked_when_made(cls: type, sizes: dict[str, Any]) -> None:
+    with pytest.raises(fastspec.Unsupported, match=next(iter(sizes))):
+        cls(**sizes)
+
+
+class Streamer:
+    """Calls `act` when the third piece arrives (the first is the prompt)."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act, self.pieces, self.ended = act, [], False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.pieces.append(value)
+        if len(self.pieces) == 3:
+            self.act()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def _raise(error: type[BaseException]) -> None:
+    raise error("from the user's code")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, RuntimeError])
+@pytest.mark.parametrize("where", ["streamer", "criterion", "processor"])
+def test_an_exception_inside_a_call_leaves_the_model_usable(model: Any, error: type[BaseException], where: str) -> None:
+    options: dict[str, Any] = {
+        "streamer": {"streamer": Streamer(lambda: _raise(error))},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids.shape[1] > 6 and _raise(error)])},
+        "processor": {"logits_processor": [lambda ids, scores: _raise(error) if ids.shape[1] > 6 else scores]},
+    }[where]
+    with pytest.raises(error, match="from the user's code"):
+        model.generate(PROMPT, **GREEDY, assistant="eagle3", **options)
+
+
+def test_a_nested_call_is_refused(model: Any) -> None:
+    streamer = Streamer(lambda: model.generate(PROMPT, **GREEDY, assistant="autoregressive"))
+    with pytest.raises(fastspec.Unsupported, match="inside another such call"):
+        model.generate(PROMPT, **GREEDY, assistant="eagle3", streamer=streamer)
+
+
+def test_a_nested_plain_call_is_as_good_as_any(model: Any) -> None:
+    seen: list[torch.Tensor] = []
+    streamer = Streamer(lambda: seen.append(model.generate(PROMPT, **GREEDY)))
+    out = model.generate(PROMPT, **GREEDY, assistant="eagle3", streamer=streamer)
+    assert torch.equal(seen[0], out) and streamer.ended
+
+
+def test_threads_get_their_own_answers(model: Any) -> None:
+    prompts = [torch.randint(6, 97, (1, 3 + i), generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    expected = [model.generate(prompt, **GREEDY) for prompt in prompts]
+    found: dict[int, torch.Tensor] = {}
+    start = threading.Barrier(len(prompts))
+
+    def work(index: int) -> None:
+        start.wait()
+        found[index] = model.generate(prompts[index], **GREEDY, assistant=("eagle3", "autoregressive", None)[index % 3])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert all(torch.equal(found[index], out) for index, out in enumerate(expected))
+    assert len(fastspec.report(model).calls) == 4
+
+
+@pytest.mark.parametrize("name, value", [("num_beams", 2), ("guidance_scale", 1.5), ("use_cache", False)])
+def test_settings_in_a_generation_config_are_refused_too(model: Any, name: str, value: Any) -> None:
+    settings = GenerationConfig(**{**model.generation_config.to_dict(), **GREEDY, name: value})
+    with pytest.raises(fastspec.Unsupported, match=f"{name}={value}"):
+        model.generate(PROMPT, generation_config=settings, assistant="eagle3")

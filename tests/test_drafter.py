@@ -1,0 +1,215 @@
+"""The EAGLE drafter against the published algorithm (EAGLE-2, arXiv 2406.16858, section 4), computed without any cache."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from helpers_models import tiny_head, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fastspec
+from fastspec.errors import Unsupported
+from fastspec.generation.backends import TORCH
+from fastspec.generation.eagle import drafter as drafter_module
+from fastspec.generation.eagle.drafter import EagleDrafter
+from fastspec.generation.tree import TokenTree, Verdict
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "small vocabulary": {"draft_vocab_size": 41},
+    "two layers": {"num_hidden_layers": 2, "qk_norm": True},
+    "norm_output": {"norm_output": True, "norm_before_residual": True},
+    "fc_norm": {"fc_norm": True, "attention_bias": True, "mlp_bias": True},
+    "input_norm": {"input_norm": True, "num_key_value_heads": 1},
+    "target's LM head": {"own_lm_head": False},
+    "eagle": {"kind": "eagle", "taps": (), "fc_bias": True, "own_lm_head": False},
+    "eagle of two layers": {"kind": "eagle", "taps": (), "num_hidden_layers": 2, "own_lm_head": False},
+}
+EXACT = settings(max_examples=8, deadline=None, derandomize=True)  # drawn shapes, the same in every run: scores may come close
+
+
+@cache
+def head_of(variant: str) -> Any:
+    model = tiny_model()
+    head = tiny_head(model, **VARIANTS[variant])
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+        elif not name.startswith("lm_head"):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    if "draft_vocab_size" in VARIANTS[variant]:
+        head.d2t.copy_(torch.arange(41) + torch.arange(41) // 3)
+    head.bind(model.get_input_embeddings(), model.get_output_embeddings())
+    return head
+
+
+def drawn(head: Any, rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """ids [rows, length] and features [rows, length, F]."""
+    generator = torch.Generator().manual_seed(seed)
+    width = 64 * max(1, len(head.config.taps))
+    return torch.randint(0, 97, (rows, length), generator=generator), torch.randn(rows, length, width, generator=generator)
+
+
+def forward(head: Any, tokens: list[int], hidden: Tensor, positions: list[int], mask: Tensor) -> Tensor:
+    """The head over all pairs at once with a dense mask [T, T] -> [T, H]."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = q.shape[2] // k.shape[2]
+        k, v = (x[0].repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        scores = (q[0].transpose(0, 1) @ k.transpose(1, 2)) * head.config.head_dim**-0.5
+        return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(0, 1)[None]
+
+    return head.step(torch.tensor([tokens]), hidden[None], torch.tensor([positions]), attend)[0]
+
+
+@torch.no_grad()
+def published(head: Any, ids: list[int], features: Tensor, shape: fastspec.TreeShape) -> tuple[list[int], list[int], list[int]]:
+    """tokens, parents, depths of the tree after ids [T + 1] with features [T, F]; every level runs the whole text anew."""
+    k, length = shape.top_k, len(ids) - 1
+    fused = head.fuse(features[None])[0]
+    prefix = torch.ones(length, length).tril().bool()
+    last = forward(head, ids[1:], fused, list(range(length)), prefix)[-1]
+
+    def expand(state: Tensor) -> list[tuple[float, int]]:
+        logp, draft = head.logits(state).log_softmax(-1).topk(k)
+        return list(zip(logp.tolist(), head.to_target(draft).tolist(), strict=True))
+
+    # candidates in the order of growth: (score, token, parent's index or None, depth)
+    grown: list[tuple[float, int, int | None, int]] = [(score, token, None, 1) for score, token in expand(last)]
+    level, states = list(range(k)), dict.fromkeys(range(k), last)  # the state that a node is fed with
+    fed: list[int] = []
+    for depth in range(shape.depth):
+        fed += level
+        mask = torch.zeros(length + len(fed), length + len(fed), dtype=torch.bool)
+        mask[:length, :length] = prefix
+        for place, node in enumerate(fed):
+            mask[length + place, :length] = True
+            up: int | None = node
+            while up is not None:
+                mask[length + place, length + fed.index(up)] = True
+                up = grown[up][2]
+        tokens = ids[1:] + [grown[node][1] for node in fed]
+        hidden = torch.cat((fused, torch.stack([states[node] for node in fed])))
+        positions = list(range(length)) + [length + grown[node][3] - 1 for node in fed]
+        out = dict(zip(fed, forward(head, tokens, hidden, positions, mask)[length:], strict=True))
+        first = len(grown)
+        for node in level:
+            for score, token in expand(out[node]):
+                states[len(grown)] = out[node]
+                grown.append((grown[node][0] + score, token, node, depth + 2))
+        level = sorted(range(first, len(grown)), key=lambda i: -grown[i][0])[:k]
+    kept = sorted(sorted(range(len(grown)), key=lambda i: -grown[i][0])[: shape.total_tokens - 1])
+    place = {None: 0} | {node: i + 1 for i, node in enumerate(kept)}
+    parents = [place[grown[node][2]] for node in kept]
+    return [ids[-1], *(grown[n][1] for n in kept)], [0, *parents], [0, *(grown[n][3] for n in kept)]
+
+
+def shapes() -> st.SearchStrategy[fastspec.TreeShape]:
+    def sized(top_k: int, depth: int) -> st.SearchStrategy[fastspec.TreeShape]:
+        most = min(256, top_k + depth * top_k**2 + 1)
+        return st.integers(2, most).map(lambda n: fastspec.TreeShape(total_tokens=n, depth=depth, top_k=top_k))
+
+    return st.tuples(st.integers(1, 6), st.integers(0, 4)).flatmap(lambda pair: sized(*pair))
+
+
+def row_of(tree: TokenTree, row: int) -> tuple[list[int], list[int], list[int]]:
+    return tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.depths[row].tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(shape=shapes(), rows=st.integers(1, 3), length=st.sampled_from([1, 2, 7, 33]), seed=st.integers(0, 99))
+@EXACT
+def test_frontier_generate_is_the_published_algorithm(variant, shape, rows, length, seed):
+    head = head_of(variant)
+    ids, features = drawn(head, rows, length + 1, seed)
+    tree = fastspec.frontier_generate(head, ids, features[:, :length], shape=shape)
+    for row in range(rows):
+        assert row_of(tree, row) == published(head, ids[row].tolist(), features[row, :length], shape)
+    rebuilt = TokenTree.from_parents(tree.tokens, tree.parents)
+    assert torch.equal(rebuilt.ancestors, tree.ancestors)
+    assert rebuilt.max_path <= tree.max_path == shape.max_path
+
+
+def test_the_default_tree_has_the_published_size():
+    head = head_of("plain")
+    ids, features = drawn(head, 1, 65, 0)
+    tree = fastspec.frontier_generate(head, ids, features[:, :64])
+    assert tree.tokens.shape == (1, 60)
+    assert row_of(tree, 0) == published(head, ids[0].tolist(), features[0, :64], fastspec.TreeShape(60, 7, 10))
+
+
+def begun(head: Any, shape: fastspec.TreeShape, ids: Tensor, features: Tensor, counts: list[int], capacity: int = 64) -> EagleDrafter:
+    """A drafter over rows of `counts` prompt tokens, each followed by its root; what lies behind is noise."""
+    drafter = EagleDrafter(head, shape, rows=len(counts), capacity=capacity, ops=TORCH)
+    lengths = torch.tensor(counts)
+    drafter.begin(ids[:, : max(counts)], lengths, features[:, : max(counts)], ids.gather(1, lengths[:, None])[:, 0])
+    return drafter
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 512])
+@pytest.mark.parametrize("variant", ["plain", "two layers", "eagle"])
+@torch.no_grad()
+def test_rows_of_different_lengths(variant, chunk, monkeypatch):
+    monkeypatch.setattr(drafter_module, "PREFILL_CHUNK", chunk)
+    head, shape, counts = head_of(variant), fastspec.TreeShape(total_tokens=12, depth=3, top_k=3), [1, 13, 6]
+    ids, features = drawn(head, 3, 20, 4)
+    tree = begun(head, shape, ids, features, counts).propose(13)
+    for row, count in enumerate(counts):
+        assert row_of(tree, row) == published(head, ids[row, : count + 1].tolist(), features[row, :count], shape)
+
+
+@pytest.mark.parametrize("variant", ["plain", "two layers", "norm_output", "eagle"])
+@given(shape=shapes(), accepted=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=6, max_size=6), seed=st.integers(0, 99))
+@EXACT
+def test_observing_is_like_beginning_with_the_longer_text(variant, shape, accepted, seed):
+    """After rounds of drawn verdicts every row drafts from the true text so far; rows that were not active stay where they were."""
+    head, counts = head_of(variant), [3, 8]
+    ids, features = drawn(head, 2, 60, seed)
+    with torch.no_grad():
+        drafter = begun(head, shape, ids, features, counts)
+        texts = [ids[row, : count + 1].tolist() for row, count in enumerate(counts)]
+        truths = [features[row, :count] for row, count in enumerate(counts)]
+        generator = torch.Generator().manual_seed(seed)
+        for turn in range(3):
+            tree = drafter.propose(max(map(len, texts)))
+            told = torch.randn(2, shape.total_tokens, features.shape[2], generator=generator)
+            paths, active = [], []
+            for row in range(2):
+                steps, runs = accepted[2 * turn + row]
+                path = [0]
+                while len(path) <= steps and (below := [c for c in range(1, shape.total_tokens) if tree.parents[row, c] == path[-1]]):
+                    path.append(below[-1])
+                paths.append(path)
+                active.append(runs)
+            bonus = torch.randint(0, 97, (2,), generator=generator)
+            for row in (r for r in range(2) if active[r]):
+                texts[row] += [*tree.tokens[row, paths[row][1:]].tolist(), int(bonus[row])]
+                truths[row] = torch.cat((truths[row], told[row, paths[row]]))
+            full = torch.tensor([p + [p[-1]] * (shape.max_path - len(p)) for p in paths])
+            verdict = Verdict(full, torch.tensor([len(p) - 1 for p in paths]), bonus)
+            drafter.observe(tree, verdict, told, torch.tensor(active), 40)
+            tree = drafter.propose(max(map(len, texts)))
+            for row in range(2):
+                assert row_of(tree, row) == published(head, texts[row], truths[row], shape)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "width", "options"),
+    [
+        (0, 5, 192, {}),
+        (1, 1, 192, {}),
+        (1, 5, 64, {}),
+        (1, 5, 192, {"backend": "cuda"}),
+        (1, 5, 192, {"shape": fastspec.TreeShape(9, 1, 98)}),
+    ],
+)
+def test_bad_input_is_refused(rows, length, width, options):
+    with pytest.raises(Unsupported, match="frontier_generate"):
+        ids, features = torch.zeros(rows, length, dtype=torch.long), torch.zeros(rows, length - 1, width)
+        fastspec.frontier_generate(head_of("plain"), ids, features, **options)

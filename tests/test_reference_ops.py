@@ -1,0 +1,230 @@
+"""Every reference op against a naive computation, for drawn shapes and odd sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.kernels import reference as ops
+
+SIZES = st.sampled_from([1, 2, 7, 63, 65, 130])
+SEEDS = st.integers(0, 2**31)
+DRAWN = settings(max_examples=25, deadline=None)
+
+
+def random_parents(rows: int, nodes: int, generator: torch.Generator) -> Tensor:
+    index = torch.arange(nodes)
+    return (torch.rand(rows, nodes, generator=generator) * index).long().clamp(max=(index - 1).clamp(min=0))
+
+
+def dense_mask(parents: list[int]) -> Tensor:
+    """The mask of one row, as the docstring of TokenTree rebuilds it."""
+    mask = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        mask[node] = mask[parent] if node else False
+        mask[node, node] = True
+    return mask
+
+
+def bits(words: Tensor, count: int) -> Tensor:
+    """words [N, W] -> [N, count] bool."""
+    return torch.stack([(words[:, j // 64] >> (j % 64)) & 1 == 1 for j in range(count)], 1)
+
+
+@given(SIZES, st.integers(1, 3), SEEDS)
+@DRAWN
+def test_ancestor_words(nodes, rows, seed):
+    parents = random_parents(rows, nodes, torch.Generator().manual_seed(seed))
+    words = ops.ancestor_words(parents, nodes)
+    assert words.shape == (rows, nodes, -(-nodes // 64))
+    for row in range(rows):
+        assert torch.equal(bits(words[row], nodes), dense_mask(parents[row].tolist()))
+    tree = TokenTree.from_parents(parents, parents)
+    assert torch.equal(tree.ancestors, words)
+    assert torch.equal(tree.depths[0], dense_mask(parents[0].tolist()).sum(1) - 1)
+
+
+@pytest.mark.parametrize("nodes", [2, 64, 65, 256])
+def test_ancestor_words_of_a_chain(nodes):
+    parents = (torch.arange(nodes) - 1).clamp(min=0)[None]
+    assert torch.equal(bits(ops.ancestor_words(parents, nodes)[0], nodes), torch.ones(nodes, nodes).tril().bool())
+
+
+@given(SIZES, st.lists(st.integers(0, 70), min_size=1, max_size=3), st.sampled_from([(1, 1), (2, 1), (3, 3)]), st.booleans(), SEEDS)
+@DRAWN
+def test_tree_attention(nodes, prefixes, groups, chain, seed):
+    """Against a dense computation in float64. The tolerance is fp32 rounding over at most 200 values of size 1."""
+    generator = torch.Generator().manual_seed(seed)
+    group, kv_heads = groups
+    rows, size, extent = len(prefixes), 8, max(prefixes) + nodes + 3
+    q = torch.randn(rows, nodes, group * kv_heads, size, generator=generator)
+    k, v = (torch.randn(rows, kv_heads, extent + 5, size, generator=generator) for _ in range(2))
+    parents = random_parents(rows, nodes, generator)
+    words = None if chain else ops.ancestor_words(parents, nodes)
+    layout = ops.attention_layout(torch.tensor(prefixes), words, nodes, nodes, extent)
+    got = ops.tree_attention(q, k, v, layout, size**-0.5)
+    for row, prefix in enumerate(prefixes):
+        tail = torch.ones(nodes, nodes).tril().bool() if chain else dense_mask(parents[row].tolist())
+        mask = torch.cat((torch.ones(nodes, prefix, dtype=torch.bool), tail), 1)
+        for head in range(group * kv_heads):
+            keys, values = (x[row, head // group, : prefix + nodes].double() for x in (k, v))
+            scores = (q[row, :, head].double() @ keys.T * size**-0.5).masked_fill(~mask, -torch.inf)
+            torch.testing.assert_close(got[row, :, head].double(), scores.softmax(-1) @ values, rtol=1e-5, atol=1e-5)
+
+
+def test_what_lies_behind_the_tail_is_not_read():
+    k = torch.full((1, 1, 12, 4), torch.nan)
+    k[:, :, :5] = 1.0
+    layout = ops.attention_layout(torch.tensor([2]), None, 3, 3, 5)
+    assert torch.equal(ops.tree_attention(torch.ones(1, 3, 1, 4), k, k, layout, 0.5), torch.ones(1, 3, 1, 4))
+
+
+@given(st.sampled_from([1, 7, 63]), st.integers(1, 3), SEEDS)
+@DRAWN
+def test_cache_write(nodes, rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    caches = [torch.randn(rows, 2, 70, 4, generator=generator) for _ in range(2)]
+    new = [torch.randn(rows, nodes, 2, 4, generator=generator) for _ in range(2)]
+    slots = torch.stack([torch.randperm(70, generator=generator)[:nodes] for _ in range(rows)])
+    wanted = [cache.clone() for cache in caches]
+    for cache, values in zip(wanted, new, strict=True):
+        for row in range(rows):
+            for node in range(nodes):
+                cache[row, :, slots[row, node]] = values[row, node]
+    ops.cache_write(*caches, *new, slots)
+    assert all(torch.equal(a, b) for a, b in zip(caches, wanted, strict=True))
+
+
+@given(st.integers(1, 9), st.integers(1, 3), SEEDS)
+@DRAWN
+def test_kv_block_copy_with_overlap(steps, rows, seed):
+    """Every slot gets what its source held before the move."""
+    generator = torch.Generator().manual_seed(seed)
+    caches = [torch.randn(2, rows, 2, 20, 4, generator=generator) for _ in range(2)]
+    before = [cache.clone() for cache in caches]
+    base = torch.randint(0, 6, (rows, 1), generator=generator)
+    source = base + torch.stack([torch.randperm(12, generator=generator)[:steps] for _ in range(rows)]).sort(1).values
+    target = base + torch.arange(steps)
+    ops.kv_block_copy(*caches, source, target)
+    for cache, old in zip(caches, before, strict=True):
+        for row in range(rows):
+            for a, b in zip(source[row].tolist(), target[row].tolist(), strict=True):
+                assert torch.equal(cache[:, row, :, b], old[:, row, :, a])
+            rest = sorted(set(range(20)) - set(target[row].tolist()))
+            assert torch.equal(cache[:, row, :, rest], old[:, row, :, rest])
+
+
+@given(st.integers(1, 40), st.integers(1, 40), SEEDS)
+@DRAWN
+def test_stable_topk_prefers_the_lower_index(size, count, seed):
+    scores = torch.randint(0, 4, (3, size), generator=torch.Generator().manual_seed(seed)).float()
+    values, ids = ops.stable_topk(scores, min(count, size))
+    for row in range(3):
+        wanted = sorted(range(size), key=lambda i: (-scores[row, i], i))[: min(count, size)]
+        assert ids[row].tolist() == wanted
+        assert torch.equal(values[row], scores[row, wanted])
+
+
+@given(st.sampled_from([3, 7, 63, 65]), st.integers(1, 3), st.floats(0.1, 60.0), SEEDS)
+@DRAWN
+def test_topk_expand_gives_log_probabilities(vocab, count, scale, seed):
+    logits = torch.randn(2, 3, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+    values, ids = ops.topk_expand(logits, count)
+    wanted = logits.double().log_softmax(-1)
+    torch.testing.assert_close(values.double(), wanted.gather(-1, ids), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(values.double(), wanted.topk(count).values, rtol=1e-5, atol=1e-4)
+    assert values.dtype == torch.float32 and values.max() <= 0.0
+
+
+def candidates(rows: int, top_k: int, depth: int, steps: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores with many ties, tokens, parents and depths of grown candidates: a child never outscores its parent."""
+    scores = -torch.randint(0, steps, (rows, top_k), generator=generator).float()
+    frontier, parents = torch.arange(top_k).expand(rows, -1), torch.full((rows, top_k), -1)
+    depths, everything = torch.ones(top_k, dtype=torch.long), scores
+    for level in range(depth):
+        lower = -torch.randint(0, steps, (rows, top_k, top_k), generator=generator).float()
+        children = (scores[:, :, None] + lower).flatten(1)
+        parents = torch.cat((parents, frontier.repeat_interleave(top_k, 1)), 1)
+        everything, depths = torch.cat((everything, children), 1), torch.cat((depths, torch.full((top_k**2,), level + 2)))
+        scores, best = ops.stable_topk(children, top_k)
+        frontier = top_k + level * top_k**2 + best
+    tokens = torch.randint(0, 97, everything.shape, generator=generator)
+    return everything, tokens, parents, depths
+
+
+@given(st.integers(1, 6), st.integers(0, 7), st.integers(1, 3), st.data(), SEEDS)
+@DRAWN
+def test_tree_build(top_k, depth, steps, data, seed):
+    """Against a rebuild by hand: kept by score then index, each below its own parent, breadth first, with its depth."""
+    grown = candidates(2, top_k, depth, steps, torch.Generator().manual_seed(seed))
+    scores, tokens, parents, depths = grown
+    nodes = data.draw(st.integers(2, min(256, scores.shape[1] + 1)))
+    built = ops.tree_build(*grown, torch.tensor([3, 4]), nodes)
+    for row in range(2):
+        kept = sorted(sorted(range(scores.shape[1]), key=lambda i: (-scores[row, i], i))[: nodes - 1])
+        above = [int(parents[row, i]) for i in kept]
+        assert set(above) - {-1} <= set(kept)
+        wanted = [0, *(0 if up < 0 else kept.index(up) + 1 for up in above)]
+        assert built[1][row].tolist() == wanted
+        assert built[0][row].tolist() == [3 + row, *tokens[row, kept].tolist()]
+        assert built[2][row].tolist() == [0, *depths[kept].tolist()] == (dense_mask(wanted).sum(1) - 1).tolist()
+        assert built[2][row].tolist() == sorted(built[2][row].tolist())
+        assert torch.equal(bits(built[3][row], nodes), dense_mask(wanted))
+
+
+def test_tree_build_of_256_nodes():
+    grown = candidates(2, 8, 5, 2, torch.Generator().manual_seed(0))
+    tokens, parents, _, words = ops.tree_build(*grown, torch.tensor([1, 2]), 256)
+    assert tokens.shape == (2, 256) and words.shape == (2, 256, 4)
+    assert all(torch.equal(bits(words[row], 256), dense_mask(parents[row].tolist())) for row in range(2))
+
+
+@given(SIZES, st.integers(1, 3), SEEDS)
+@DRAWN
+def test_posterior_walk(nodes, rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    parents = random_parents(rows, nodes, generator)
+    parents[:, 1:] = parents[:, 1:].sort(1).values if seed % 2 else parents[:, 1:]
+    tokens = torch.arange(nodes).expand(rows, -1) % 50
+    picks = torch.randint(0, 50, (rows, nodes), generator=generator)
+    for row in range(rows):  # half of the picks name a child
+        for child in range(1, nodes):
+            if torch.rand((), generator=generator) < 0.5:
+                picks[row, parents[row, child]] = tokens[row, child]
+    tree = TokenTree.from_parents(tokens, parents)
+    path, accepted, bonus = ops.posterior_walk(tokens, tree.parents, picks, tree.max_path)
+    emitted = Verdict(path, accepted, bonus).tokens(tree)
+    for row in range(rows):
+        node, walked = 0, [0]
+        while True:
+            pick = int(picks[row, node])
+            child = next((c for c in range(1, nodes) if parents[row, c] == node and tokens[row, c] == pick), None)
+            if child is None:
+                break
+            node = child
+            walked.append(node)
+        count = len(walked)
+        assert path[row].tolist() == walked + [node] * (tree.max_path - count)
+        assert (int(accepted[row]), int(bonus[row])) == (count - 1, pick)
+        assert emitted[row, :count].tolist() == [*tokens[row, walked[1:]].tolist(), pick]
+
+
+@given(st.integers(1, 9), st.sampled_from([2, 8, 16]), SEEDS)
+@DRAWN
+def test_rope_is_that_of_transformers(nodes, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(2, nodes, 4, size, generator=generator), torch.randn(2, nodes, 2, size, generator=generator)
+    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * size, num_attention_heads=4, head_dim=size))
+    cos, sin = rotary(q, torch.randint(0, 400, (2, nodes), generator=generator))
+    wanted = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    for x, theirs in zip((q, k), wanted, strict=True):
+        assert torch.equal(ops.rope(x, cos, sin), theirs.transpose(1, 2))
+    longer = torch.cat((q, q + 1), -1)  # only the first channels turn
+    assert torch.equal(ops.rope(longer, cos, sin)[..., size:], q + 1)
+    assert torch.equal(ops.rope(longer, cos, sin)[..., :size], wanted[0].transpose(1, 2))

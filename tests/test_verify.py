@@ -1,0 +1,203 @@
+"""The verify rule, enumerated exactly: what a round emits has the target's own law, for drawn trees and distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastspec.generation.backends import TORCH
+from fastspec.generation.tree import TokenTree
+from fastspec.generation.verify import choose, walk, walk_with_history
+from fastspec.kernels.reference import categorical
+
+VOCAB = 3
+Prefix = tuple[int, ...]
+Law = dict[Prefix, Fraction]
+Rule = Callable[[TokenTree, list[int]], list[tuple[Prefix, Fraction]]]
+
+
+class Case:
+    """A tree of distinct siblings and a table model: a rational distribution for every node's prefix."""
+
+    def __init__(self, parents: list[int], tokens: list[int], weights: list[list[int]]) -> None:
+        self.tree = TokenTree.from_parents(torch.tensor([tokens]), torch.tensor([parents]), max_path=len(parents))
+        self.parents, self.tokens = parents, tokens
+        self.prefixes: list[Prefix] = [()]
+        for node in range(1, len(parents)):
+            self.prefixes.append((*self.prefixes[parents[node]], tokens[node]))
+        self.table = {p: [Fraction(w, sum(row)) for w in row] for p, row in zip(self.prefixes, weights, strict=True)}
+
+    def target_law(self, emitted: Prefix) -> Fraction:
+        """The probability that the target says these tokens one after another."""
+        law = Fraction(1)
+        for place, token in enumerate(emitted):
+            law *= self.table[emitted[:place]][token]
+        return law
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    parents, tokens, used = [0], [0], [set()]
+    for node in range(1, draw(st.integers(1, 5)) + 1):
+        free = [p for p in range(node) if len(used[p]) < VOCAB]
+        parent = draw(st.sampled_from(free))
+        token = draw(st.sampled_from(sorted(set(range(VOCAB)) - used[parent])))
+        used[parent].add(token)
+        parents.append(parent)
+        tokens.append(token)
+        used.append(set())
+    weights = [draw(st.lists(st.integers(0, 4), min_size=VOCAB, max_size=VOCAB).filter(any)) for _ in parents]
+    return Case(parents, tokens, weights)
+
+
+def right_rule(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
+    verdict = walk(tree, torch.tensor([picks]), TORCH)
+    return [(tuple(verdict.tokens(tree)[0, : int(verdict.accepted) + 1].tolist()), Fraction(1))]
+
+
+def emitted_law(case: Case, rule: Rule) -> Law:
+    """The law of the emitted tokens over every assignment of picks to nodes."""
+    law: Law = {}
+    for picks in product(range(VOCAB), repeat=len(case.parents)):
+        chance = Fraction(1)
+        for prefix, pick in zip(case.prefixes, picks, strict=True):
+            chance *= case.table[prefix][pick]
+        if chance:
+            for emitted, share in rule(case.tree, list(picks)):
+                law[emitted] = law.get(emitted, Fraction(0)) + chance * share
+    return law
+
+
+def lossless(case: Case, rule: Rule) -> bool:
+    """Every emission ends where the tree ends, so its probability must be the target's own, and all must add up to one."""
+    law = emitted_law(case, rule)
+    return sum(law.values()) == 1 and all(
+        emitted[:-1] in case.table and emitted not in case.table and chance == case.target_law(emitted)
+        for emitted, chance in law.items()
+    )
+
+
+@given(cases())
+@settings(max_examples=40, deadline=None)
+def test_one_draw_per_node_has_the_targets_law(case):
+    assert lossless(case, right_rule)
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_greedy_is_the_argmax_walk(case):
+    scores = torch.tensor([[[float(p) for p in case.table[prefix]] for prefix in case.prefixes]])
+    picks = choose(scores, None, TORCH)
+    emitted, prefix = [], ()
+    while True:
+        emitted.append(max(range(VOCAB), key=lambda token: (case.table[prefix][token], -token)))
+        prefix = (*prefix, emitted[-1])
+        if prefix not in case.table:
+            break
+    assert right_rule(case.tree, picks[0].tolist()) == [(tuple(emitted), Fraction(1))]
+
+
+@given(cases(), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_walking_with_history_is_the_same_walk(case, seed):
+    """Equal to choosing at all nodes at once, with every visited node's own prefix handed to the processor."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.tensor([[[float(p) for p in case.table[prefix]] for prefix in case.prefixes]]).log()
+    uniform = torch.rand(1, len(case.parents), generator=generator)
+    seen: list[list[int]] = []
+
+    def process(row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(ids.tolist())
+        return scores
+
+    for draws in (uniform, None):
+        seen.clear()
+        plain = walk(case.tree, choose(logits, draws, TORCH), TORCH)
+        history = [torch.tensor([9, case.tokens[0]])]
+        slow, scores = walk_with_history(case.tree, logits, draws, history, process, [True], TORCH)
+        assert (slow.path.tolist(), slow.accepted.tolist(), slow.bonus.tolist()) == (
+            plain.path.tolist(), plain.accepted.tolist(), plain.bonus.tolist()
+        )  # fmt: skip
+        path = plain.path[0, : int(plain.accepted) + 1]
+        assert seen == [[9, case.tokens[0], *case.prefixes[node]] for node in path.tolist()]
+        assert torch.equal(scores[0, : len(path)], logits[0, path])
+
+
+def test_rows_that_have_ended_are_not_walked():
+    tree = TokenTree.from_parents(torch.tensor([[4, 1], [5, 1]]), torch.tensor([[0, 0], [0, 0]]))
+    logits = torch.zeros(2, 2, 8)
+    logits[..., 1] = 1.0
+    history = [torch.tensor([4]), torch.tensor([5])]
+    verdict, _ = walk_with_history(tree, logits, None, history, lambda row, ids, scores: scores, [True, False], TORCH)
+    assert verdict.accepted.tolist() == [1, 0]
+    assert verdict.bonus.tolist() == [1, 5]
+
+
+FULL = Case([0, 0, 0, 1], [0, 0, 1, 2], [[1, 2, 3], [2, 1, 1], [1, 1, 2], [3, 1, 1]])
+
+
+def redrawn_bonus(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
+    """A known wrong rule: on a mismatch the bonus token is drawn anew, so a drafted token may come back as the bonus."""
+    (emitted, _), = right_rule(tree, picks)  # fmt: skip
+    table = FULL.table[emitted[:-1]]
+    return [((*emitted[:-1], token), table[token]) for token in range(VOCAB) if table[token]]
+
+
+def wrong_child(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
+    """Walks to the first child, whatever its token."""
+    moved = [next((c for c in range(1, 4) if FULL.parents[c] == node), None) for node in range(4)]
+    return right_rule(tree, [picks[n] if child is None else FULL.tokens[child] for n, child in enumerate(moved)])
+
+
+def bonus_of_the_root(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
+    """Takes the bonus token from the root's draw."""
+    (emitted, _), = right_rule(tree, picks)  # fmt: skip
+    return [((*emitted[:-1], picks[0]), Fraction(1))]
+
+
+def stops_early(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
+    """Emits the accepted path without a bonus token."""
+    (emitted, _), = right_rule(tree, picks)  # fmt: skip
+    return [(emitted[:-1], Fraction(1))]
+
+
+@pytest.mark.parametrize("rule", [redrawn_bonus, wrong_child, bonus_of_the_root, stops_early])
+def test_planted_bugs_are_found(rule):
+    assert lossless(FULL, right_rule)
+    assert not lossless(FULL, rule)
+
+
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=9).filter(any))
+@settings(max_examples=60, deadline=None)
+def test_the_uniforms_of_a_token_have_its_probability(weights):
+    """On a grid of cell midpoints every token gets p of the cells, one cell more or less at each of its two ends."""
+    cells = 1 << 10
+    uniform = (torch.arange(cells) + 0.5) / cells
+    logits = torch.tensor(weights, dtype=torch.float64).log().float()
+    found = categorical(logits.expand(cells, -1), uniform).bincount(minlength=len(weights))
+    for weight, count in zip(weights, found.tolist(), strict=True):
+        assert abs(count - cells * weight / sum(weights)) <= 2
+        assert weight or not count
+
+
+@pytest.mark.parametrize("uniform", [0.0, 2.0**-149, 0.5, 1 - 2.0**-24])
+@pytest.mark.parametrize("size", [1, 7, 63, 65, 4099])
+def test_tokens_of_probability_zero_are_never_drawn(uniform, size):
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(32, size, generator=generator) * 4
+    dead = torch.rand(32, size, generator=generator) < 0.7
+    dead[:, size // 2] = False
+    dead[::2, : size // 2] = True
+    dead[1::2, size // 2 + 1 :] = True
+    logits[dead] = -torch.inf
+    picks = categorical(logits, torch.full((32,), uniform, dtype=torch.float32))
+    assert not dead[torch.arange(32), picks].any()
+    far = torch.zeros(1, size)
+    far[:, : size - 1] = 200.0  # the last token is finite and its probability underflows to 0
+    assert size == 1 or int(categorical(far, torch.tensor([uniform]))) < size - 1
