@@ -36,7 +36,7 @@ class Repeat:
 
 
 model, tokenizer = load_smollm2()
-turns = [{"role": "user", "content": "Repeat this list five times: red, green, blue, yellow."}]
+turns = [{"role": "user", "content": "Write the numbers from 1 to 20, one per line, each followed by a full stop."}]
 inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 plain = model.generate(**inputs, max_new_tokens=64, do_sample=False)
 with fastspec.patched(model):

@@ -119,7 +119,7 @@ def test_greedy(pair, assistant, lengths):
     same(pair, assistant, prompts(*lengths), eos_token_id=NEVER)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 13])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 13])
 def test_length_limits_are_exact(pair, assistant, count):
     inputs = prompts(4, 8)
     out = same(pair, assistant, inputs, max_new_tokens=count, eos_token_id=NEVER)
@@ -495,10 +495,10 @@ class Oracle:
 
 
 @pytest.mark.parametrize("known", [{0}, {1}, {0, 1}, set()])
-@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 8, 16])
+@pytest.mark.parametrize("count", [1, 2, 5, 7, 15])
 def test_a_row_that_runs_past_its_limit_while_others_lag(pair, known, count):
     inputs = prompts(6, 6)
     oracle = Oracle(free(pair[0], inputs, 40), known)
     same(pair, oracle, inputs, max_new_tokens=count, eos_token_id=NEVER)
-    if count == 16 and known == {0, 1}:
+    if count == 15 and known == {0, 1}:
         assert stats(pair[1]).acceptance_length == 7.0

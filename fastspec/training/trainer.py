@@ -66,7 +66,7 @@ class Trainer:
         if state is None:
             vocabulary, self.coverage = draft_vocabulary(self.texts, min(config.draft_vocab_size, vocab), vocab)
         else:
-            vocabulary, self.coverage = state["vocabulary"], state["coverage"]
+            vocabulary, self.coverage = state["vocabulary"].cpu(), state["coverage"]
         torch.manual_seed(config.seed)
         sizes = {"hidden_size": config.hidden_size or None, "intermediate_size": config.intermediate_size or None, "taps": config.taps}
         self.head = EagleHead(head_for(target, draft_vocab_size=len(vocabulary), **sizes))
