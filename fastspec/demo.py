@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import deque
@@ -126,7 +127,7 @@ def run_demo(
     if head is None and model != SMOLLM2:
         raise Unsupported(f"no head ships with fastspec for {model!r}: name one with --head (a directory or a hub id)")
     say = console.print if console else _silent
-    with _status(console, "Importing torch and transformers"):
+    with console.status("Importing torch and transformers") if console else contextlib.nullcontext():
         import torch
         import transformers  # noqa: F401
 
@@ -138,13 +139,9 @@ def run_demo(
     result = Result(model, device, str(target.dtype).removeprefix("torch."), texts)
 
     def timed(method: str) -> list[Run]:
-        with _status(console, f"{method}: warming up") as status:
-            _generate(target, inputs[0], method, max_new_tokens)
-            runs = []
-            for number, batch in enumerate(inputs, 1):
-                status(f"{method}: prompt {number} of {len(inputs)}")
-                runs.append(_generate(target, batch, method, max_new_tokens))
-        return runs
+        say(f"[dim]timing {method}: one warm-up, then {len(inputs)} prompts[/]")  # a spinner's thread would take time from the runs
+        _generate(target, inputs[0], method, max_new_tokens)
+        return [_generate(target, batch, method, max_new_tokens) for batch in inputs]
 
     say(f"{model} on {device}, {result.dtype}, {torch.get_num_threads()} threads, greedy, {max_new_tokens} new tokens at most")
     result.runs[BASELINE] = timed(BASELINE)  # before the patch: this is the model as transformers made it
@@ -222,20 +219,3 @@ def _escape(text: str) -> str:
 
 def _silent(*_args: Any, **_kwargs: Any) -> None:
     """Stand in for printing and for a device's synchronisation where there is neither."""
-
-
-class _status:
-    """A spinner with a changing text on a terminal, and nothing where there is no console."""
-
-    def __init__(self, console: Console | None, text: str) -> None:
-        self.status = console.status(text) if console else None
-
-    def __enter__(self) -> Any:
-        if self.status is None:
-            return _silent
-        self.status.start()
-        return self.status.update
-
-    def __exit__(self, *_: object) -> None:
-        if self.status is not None:
-            self.status.stop()
