@@ -97,8 +97,8 @@ class _Call:
             return keep
         if keep.shape[1] != width:
             raise Unsupported(
-                f"attention_mask is {keep.shape[1]} wide and input_ids {width}: they must agree, the tokens of past_key_values counted in both "
-                "or in the mask alone"
+                f"attention_mask is {keep.shape[1]} wide and input_ids {width}: they must agree, the tokens of "
+                "past_key_values counted in both or in the mask alone"
             )
         return keep
 

@@ -1,7 +1,7 @@
 """Training an EAGLE-3 head for any causal language model that transformers loads.
 
-    from fastspec.training import TrainConfig, train
-    train(TrainConfig(target="org/model", prompts="prompts.jsonl", output="head/"))
+from fastspec.training import TrainConfig, train
+train(TrainConfig(target="org/model", prompts="prompts.jsonl", output="head/"))
 """
 
 from fastspec.training.config import TrainConfig

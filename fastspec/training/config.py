@@ -12,8 +12,8 @@ class TrainConfig:
     `target` is a folder, a hub id or a .gguf file; `prompts` a jsonl file (`prompt` or `turns` in each row). `answers` are npz files of
     the target's own answers (`ids`, `lengths`, `tokens`), or of whole texts as `Texts.save` writes them; empty means that the target
     answers the prompts first. `heldout` is a jsonl file of prompts, or an npz of texts, for validation; empty holds 1 % of the texts
-    back. The run ends after `epochs`, or after `minutes` of training if that is set; the learning rate falls along a cosine over
-    whichever bounds the run. `hidden_size`, `intermediate_size` 0 and `taps` empty mean the target's.
+    back. The run ends after `epochs` or after `minutes` of training, whichever comes first (0 means no such bound), and the learning
+    rate falls along a cosine over it. `hidden_size`, `intermediate_size` 0 and `taps` empty mean the target's.
     """
 
     target: str

@@ -18,7 +18,9 @@ from fastspec.training.target import load_target, load_tokenizer
 from fastspec.training.trainer import Trainer
 
 
-def train(config: TrainConfig, *, target: Any = None, tokenizer: Any = None, report: Callable[[dict[str, Any]], None] | None = None) -> Path:
+def train(
+    config: TrainConfig, *, target: Any = None, tokenizer: Any = None, report: Callable[[dict[str, Any]], None] | None = None
+) -> Path:
     """Train a head as `config` says and return the folder that holds it.
 
     `target` and `tokenizer` may be given when they are already loaded. `report` is called with a row of numbers (step, loss, accuracy
@@ -28,8 +30,9 @@ def train(config: TrainConfig, *, target: Any = None, tokenizer: Any = None, rep
     dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
     if target is None:
         target = load_target(config.target, dtype, accelerator.device)
-    texts = load_texts(config, target, tokenizer)
-    heldout, texts = _heldout(config, texts, target, tokenizer)
+    with accelerator.main_process_first():
+        texts = load_texts(config, target, tokenizer)
+        heldout, texts = _heldout(config, texts, target, tokenizer)
     trainer = Trainer(config, target, texts, heldout, accelerator)
     trainer.run(report=report or (_print if config.progress else None))
     if len(trainer.heldout):

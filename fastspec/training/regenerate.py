@@ -7,6 +7,7 @@ that a stopped run goes on where it was.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def follow_up(tokenizer: Any, row: Row) -> list[int]:
 
 def _lists(texts: Texts) -> list[list[int]]:
     ends = texts.offsets
-    return [texts.tokens[a:b].tolist() for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [texts.tokens[a:b].tolist() for a, b in itertools.pairwise(ends)]
 
 
 def answer(
@@ -202,9 +203,7 @@ class _Decoder:
             )
             last.append(out.logits[:, -1])
             layers.append(part.buffers)
-        self.slots.buffers = [
-            (torch.cat([p[i][0] for p in layers]), torch.cat([p[i][1] for p in layers])) for i in range(len(layers[0]))
-        ]
+        self.slots.buffers = [(torch.cat([p[i][0] for p in layers]), torch.cat([p[i][1] for p in layers])) for i in range(len(layers[0]))]
         return torch.cat(last)
 
     def _step(self) -> None:

@@ -35,7 +35,9 @@ def _split_gguf(name: str) -> tuple[str, dict[str, str]]:
     return name, {}
 
 
-def head_for(target: Any, *, draft_vocab_size: int, hidden_size: int | None, intermediate_size: int | None, taps: tuple[int, ...]) -> HeadConfig:
+def head_for(
+    target: Any, *, draft_vocab_size: int, hidden_size: int | None, intermediate_size: int | None, taps: tuple[int, ...]
+) -> HeadConfig:
     """A head with the target's attention shape; `taps` empty means the published choice, hidden_states[2], [L // 2] and [L - 3]."""
     c = target.config.get_text_config()
     heads = c.num_attention_heads
@@ -81,9 +83,9 @@ def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
         return
     weight = target.get_output_embeddings().weight
     head.lm_head.weight.copy_(weight[vocabulary.to(weight.device)])
-    norm = final_norm(target)
-    if norm is not None and getattr(norm, "weight", None) is not None and norm.weight.shape == head.norm.weight.shape:
-        head.norm.weight.copy_(norm.weight)
+    weight = getattr(final_norm(target), "weight", None)
+    if isinstance(weight, Tensor) and weight.shape == head.norm.weight.shape:
+        head.norm.weight.copy_(weight)
     head.fc.weight.zero_()
     head.fc.weight[:, -c.hidden_size :] = torch.eye(c.hidden_size)
 

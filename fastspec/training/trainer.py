@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.training.card import model_card
@@ -39,7 +40,7 @@ class Progress:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def done(self, config: TrainConfig) -> float:
-        """The share of the run that is behind us, 0 to 1: by time where minutes are set, by epochs otherwise, or the further one."""
+        """The share of the run that is behind us, 0 to 1: by time or by epochs, whichever is further."""
         by_time = self.seconds / (60 * config.minutes) if config.minutes > 0 else 0.0
         by_epoch = (self.epoch + self.batch / self.batches_per_epoch) / config.epochs if config.epochs > 0 else 0.0
         return min(1.0, max(by_time, by_epoch))
@@ -68,8 +69,14 @@ class Trainer:
         else:
             vocabulary, self.coverage = state["vocabulary"].cpu(), state["coverage"]
         torch.manual_seed(config.seed)
-        sizes = {"hidden_size": config.hidden_size or None, "intermediate_size": config.intermediate_size or None, "taps": config.taps}
-        self.head = EagleHead(head_for(target, draft_vocab_size=len(vocabulary), **sizes))
+        shape = head_for(
+            target,
+            draft_vocab_size=len(vocabulary),
+            hidden_size=config.hidden_size or None,
+            intermediate_size=config.intermediate_size or None,
+            taps=config.taps,
+        )
+        self.head = EagleHead(shape)
         start_from_target(self.head, target, vocabulary)
         self.vocabulary = vocabulary
         self.head.to(accelerator.device)
@@ -111,12 +118,13 @@ class Trainer:
     def run(self, limit: float | None = None, report: Callable[[dict[str, Any]], None] | None = None) -> Progress:
         """Train until the run's end or for `limit` seconds, saving a checkpoint at the end."""
         p, config = self.progress, self.config
-        began = last = time.perf_counter()
+        last = time.perf_counter()
+        began = self._agreed(last)
         plan = self._plan(p.epoch)
         p.batches_per_epoch = len(plan)
         stream = batches(self.texts, plan[p.batch :], config.length_multiple)
         seen = 0
-        while p.done(config) < 1 and (limit is None or time.perf_counter() - began < limit):
+        while p.done(config) < 1 and (limit is None or limit > 0):
             batch = next(stream, None)
             if batch is None:
                 p.epoch, p.batch = p.epoch + 1, 0
@@ -130,7 +138,7 @@ class Trainer:
                 seen, last = 0, time.perf_counter()
                 if report is not None and self.accelerator.is_main_process:
                     report(row)
-            now = time.perf_counter()
+            now = self._agreed(time.perf_counter())
             p.seconds, began, limit = p.seconds + now - began, now, None if limit is None else limit - (now - began)
             if config.validate_every and p.step % config.validate_every == 0 and len(self.heldout):
                 self._log({"step": p.step, "validation": self.validate()})
@@ -138,6 +146,12 @@ class Trainer:
                 self.checkpoint()
         self.checkpoint()
         return p
+
+    def _agreed(self, now: float) -> float:
+        """The main process's clock, so that all processes stop at the same step."""
+        if self.accelerator.num_processes == 1:
+            return now
+        return float(broadcast(torch.tensor([now], dtype=torch.float64, device=self.accelerator.device))[0])
 
     def _row(self, result: dict[str, Any], tokens: int, seconds: float) -> dict[str, Any]:
         p = self.progress
@@ -172,7 +186,9 @@ class Trainer:
         if not self.accelerator.is_main_process:
             return
         row = next((r["validation"] for r in reversed(self.progress.history) if "validation" in r), None)
-        save_head(self.head, self.folder, model_card(self.config, self.head.config, self.progress.step, self.coverage, len(self.texts), row))
+        save_head(
+            self.head, self.folder, model_card(self.config, self.head.config, self.progress.step, self.coverage, len(self.texts), row)
+        )
         state = {
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
@@ -221,5 +237,3 @@ def acceptance(
         if rank == 1:
             found["accuracy"] = [round(x, 4) for x in (right / max(1, total)).tolist()]
     return found
-
-
