@@ -67,7 +67,7 @@ def test_help_lists_only_what_exists() -> None:
 def test_inspect_names_the_dialect_of_the_shipped_head() -> None:
     done = run("inspect", HEAD)
     assert done.exit_code == 0, done.output
-    assert "eagle3" in done.output.lower()
+    assert "EAGLE-3" in done.output and "specforge" in done.output
 
 
 def test_accepted_tokens_are_marked_and_the_text_is_whole(smollm2) -> None:
