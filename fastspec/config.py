@@ -48,7 +48,7 @@ class TreeShape:
 
 
 # (device type) -> tree used when the caller names none; chosen by measurement, see docs/performance.md.
-DEFAULT_TREES = {"cpu": TreeShape(total_tokens=10, depth=3, top_k=4), "cuda": TreeShape(total_tokens=60, depth=7, top_k=10)}
+DEFAULT_TREES = {"cpu": TreeShape(total_tokens=16, depth=3, top_k=4), "cuda": TreeShape(total_tokens=60, depth=7, top_k=10)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ TORCH = Ops(
     tree_attention=reference.tree_attention,
     cache_write=reference.cache_write,
     kv_block_copy=reference.kv_block_copy,
+    linear=reference.linear,
     rope=reference.rope,
     topk_expand=reference.topk_expand,
     tree_build=reference.tree_build,

@@ -30,6 +30,7 @@ class Ops:
     tree_attention: Callable[..., Tensor]
     cache_write: Callable[..., None]
     kv_block_copy: Callable[..., None]
+    linear: Callable[..., Tensor]
     rope: Callable[..., Tensor]
     topk_expand: Callable[..., tuple[Tensor, Tensor]]
     tree_build: Callable[..., tuple[Tensor, ...]]

@@ -70,6 +70,23 @@ def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tens
         cache[:, row, :, target] = cache[:, row, :, source]
 
 
+FEW_ROWS = 64
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M].
+
+    A few fp32 rows on the CPU are filled up to a multiple of 16 and multiplied as weight @ x^T: at that width MKL reads a
+    weight about as fast as for one row, while x @ weight^T takes half as long again (docs/performance.md).
+    """
+    rows = x.numel() // x.shape[-1]
+    if not (1 < rows <= FEW_ROWS and x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkl.is_available()):
+        return F.linear(x, weight, bias)
+    flat = F.pad(x.reshape(rows, -1), (0, 0, 0, -rows % 16))
+    out = (weight @ flat.t().contiguous()).t()[:rows].contiguous().view(*x.shape[:-1], -1)
+    return out if bias is None else out + bias
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [B, N, H, D] by cos, sin [B, N, R] over its first R channels (neox halves, computed in x's dtype)."""
     size = cos.shape[-1]

@@ -29,6 +29,8 @@ class Adapter:
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
     qk_norm: bool = False
+    gated_mlp: bool = True
+    """Whether a dense `mlp` is down_proj(act_fn(gate_proj(x)) * up_proj(x)); a mixture of experts runs its own forward."""
 
 
 ADAPTERS = {
@@ -39,7 +41,7 @@ ADAPTERS = {
         Adapter("qwen2"),
         Adapter("qwen3", qk_norm=True),
         Adapter("qwen3_moe", qk_norm=True),
-        Adapter("mixtral"),
+        Adapter("mixtral", gated_mlp=False),
     )
 }
 
@@ -91,7 +93,7 @@ def adapter_for(model: nn.Module) -> Adapter | None:
         return None
     decoder = getattr(model, adapter.decoder)
     own = [model, decoder, *getattr(decoder, adapter.layers), *(getattr(la, adapter.attention) for la in getattr(decoder, adapter.layers))]
-    return None if any(_foreign(module) for module in own) else adapter
+    return None if any(is_foreign(module) for module in own) else adapter
 
 
 def mode_of(model: nn.Module) -> str:
@@ -103,7 +105,7 @@ def mode_of(model: nn.Module) -> str:
     return "generic (a layer is hooked or replaced)" if known else f"generic (no adapter for {getattr(model.config, 'model_type', '?')})"
 
 
-def _foreign(module: nn.Module) -> bool:
+def is_foreign(module: nn.Module) -> bool:
     """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
     home = type(module).forward.__module__.startswith(("transformers.", "torch."))
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]

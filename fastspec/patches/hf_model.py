@@ -11,7 +11,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.cache import TreeCache
 from fastspec.generation.protocols import Ops
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.patches.adapters import Adapter
+from fastspec.patches.adapters import Adapter, is_foreign
 from fastspec.patches.compat import cache_geometry, rope_bound
 
 PREFILL_CHUNK = 512
@@ -101,23 +101,34 @@ class HFModel:
             if self.taps and index in self.taps:
                 kept[index] = hidden
             hidden = hidden + self._attention(parts, layer, index, getattr(layer, parts.input_norm)(hidden), cos, sin, slots, layout)
-            mixed = getattr(layer, parts.mlp)(getattr(layer, parts.mlp_norm)(hidden))
-            hidden = hidden + (mixed[0] if isinstance(mixed, tuple) else mixed)
+            hidden = hidden + self._mlp(parts, getattr(layer, parts.mlp), getattr(layer, parts.mlp_norm)(hidden))
         hidden = getattr(decoder, parts.norm)(hidden)
         kept[self.depth] = hidden
-        logits = getattr(self.model, parts.lm_head)(hidden if pick is None else hidden[pick])
+        logits = self._linear(getattr(self.model, parts.lm_head), hidden if pick is None else hidden[pick])
         return logits, self._features(kept, hidden)
 
     def _attention(
         self, parts: Adapter, layer: nn.Module, index: int, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, layout: Any
     ) -> Tensor:
         attn: Any = getattr(layer, parts.attention)
-        q, k, v = (proj(x).unflatten(-1, (-1, attn.head_dim)) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q, k, v = (self._linear(proj, x).unflatten(-1, (-1, attn.head_dim)) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
         if parts.qk_norm:
             q, k = attn.q_norm(q), attn.k_norm(k)
         q, k = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin)
         self.cache.write(self.ops, index, k, v, slots)
-        return attn.o_proj(self.cache.attend(self.ops, index, q, layout, attn.scaling).flatten(-2))
+        return self._linear(attn.o_proj, self.cache.attend(self.ops, index, q, layout, attn.scaling).flatten(-2))
+
+    def _mlp(self, parts: Adapter, mlp: Any, x: Tensor) -> Tensor:
+        if parts.gated_mlp and hasattr(mlp, "gate_proj") and not is_foreign(mlp):
+            return self._linear(mlp.down_proj, mlp.act_fn(self._linear(mlp.gate_proj, x)) * self._linear(mlp.up_proj, x))
+        mixed = mlp(x)
+        return mixed[0] if isinstance(mixed, tuple) else mixed
+
+    def _linear(self, module: nn.Module, x: Tensor) -> Tensor:
+        """A plain linear layer through the backend; one that is quantised, hooked or replaced keeps its own forward."""
+        if type(module) is nn.Linear and not is_foreign(module):
+            return self.ops.linear(x, module.weight, module.bias)
+        return module(x)
 
     def _forward_generic(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
