@@ -18,6 +18,7 @@ from fastspec.generation.backends import TORCH
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.adapters import ADAPTERS, adapter_for
 from fastspec.patches.hf_model import HFModel
+from fastspec.patches.session import session_of
 
 GENERIC = ("gpt2", "gpt_neox", "gemma", "phi3", "olmo2", "stablelm", "opt", "gpt_bigcode", "falcon", "phi")
 FACTORS = [1.0 + 0.5 * i for i in range(8)]
@@ -214,11 +215,13 @@ def test_embeddings_are_shared_not_copied(own_lm_head: bool) -> None:
     held = {p.data_ptr() for p in head.parameters()}
     with fastspec.patched(model, eagle3=head):
         table = model.get_input_embeddings().weight
+        bound = session_of(model).resources["eagle3"]
+        assert {p.data_ptr() for p in bound.parameters()} == held
         assert model.lm_head.weight.data_ptr() == table.data_ptr()
-        assert head.__dict__["_embed_tokens"].weight.data_ptr() == table.data_ptr()
+        assert bound.__dict__["_embed_tokens"].weight.data_ptr() == table.data_ptr()
         assert {p.data_ptr() for p in head.parameters()} == held
         assert sum(p.shape == table.shape for p in head.parameters()) == own_lm_head
         if not own_lm_head:
-            assert head.__dict__["_target_lm_head"].weight.data_ptr() == table.data_ptr()
+            assert bound.__dict__["_target_lm_head"].weight.data_ptr() == table.data_ptr()
         inputs = {**prompts(), "max_new_tokens": 16, "do_sample": False}
         assert torch.equal(model.generate(**inputs, assistant="eagle3"), model.generate(**inputs))

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers_heads import BASE, as_speculators, logits, make_head, write
+from helpers_models import tiny_head, tiny_model
 
 from fastspec.errors import CheckpointError
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.patches import heads as heads_module
-from fastspec.patches.heads import find_head, inspect_head, load_head, probe_head, scaled_rope
+from fastspec.patches.heads import find_head, inspect_head, load_head, moved, probe_head, scaled_rope
 
 
 @pytest.fixture
@@ -49,8 +50,9 @@ def test_load_head_takes_the_target_s_dtype_and_keeps_fp32_frequencies(tmp_path,
 
 def test_load_head_takes_a_module_as_it_is(make_target):
     target, head = make_target(), fitting()
-    assert load_head(head, target) is head
-    assert head.__dict__["_embed_tokens"] is target.get_input_embeddings()
+    bound = load_head(head, target)
+    assert all(a is b for a, b in zip(bound.parameters(), head.parameters(), strict=True))
+    assert bound.__dict__["_embed_tokens"] is target.get_input_embeddings()
     with pytest.raises(CheckpointError, match=r"call head\.to"):
         load_head(fitting().to(torch.float16), target)
     with pytest.raises(CheckpointError, match="vocabulary of 96"):
@@ -149,3 +151,16 @@ def test_probe_measures_every_reading(tmp_path, make_target):
             hits.append(int(head.to_target(head.logits(hidden[:, -1]).argmax(-1))) == int(out.logits[0, t + 1].argmax()))
     assert declared.tokens == len(hits)
     assert declared.agreement == pytest.approx(sum(hits) / len(hits))
+
+
+def test_one_head_on_two_models_reads_each_models_own_embedding_and_stays_as_it_was() -> None:
+    first, second = tiny_model(seed=1), tiny_model(seed=2)
+    head = tiny_head(first)
+    dtype = head.fc.weight.dtype
+    heads = [load_head(head, model) for model in (first, second)]
+    for bound, model in zip(heads, (first, second), strict=True):
+        assert bound.__dict__["_embed_tokens"] is model.get_input_embeddings()
+        assert bound.fc.weight is head.fc.weight
+    cast = moved(heads[1], second.to(torch.float64))
+    assert cast.fc.weight.dtype == torch.float64 and head.fc.weight.dtype == dtype
+    assert cast.__dict__["_embed_tokens"] is second.get_input_embeddings() and head.__dict__["_embed_tokens"] is None

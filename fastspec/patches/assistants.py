@@ -10,6 +10,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.protocols import Ops
+from fastspec.patches.heads import moved
 
 NAMES = {"autoregressive": Autoregressive, "eagle3": Eagle3}
 
@@ -57,7 +58,7 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
         if head is None:
             raise Unsupported("assistant 'eagle3' has no head: fastspec.patch(model, eagle3=path_or_hub_id_or_head) supplies it")
         if head.fc.weight.device != model.device or head.fc.weight.dtype != model.dtype:
-            head.to(model.device, model.dtype)  # the model was moved or cast since it was patched
+            head = resources["eagle3"] = moved(head, model)  # the model was moved or cast since it was patched
         shape = assistant.shape(model.device.type)
         if shape.top_k > head.config.draft_vocab_size:
             raise Unsupported(f"top_k={shape.top_k} exceeds the head's draft vocabulary of {head.config.draft_vocab_size}")

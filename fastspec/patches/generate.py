@@ -55,7 +55,9 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
     ) -> Any:
         refuse_config(generation_config, model_kwargs)
         prepared = (logits_processor, stopping_criteria, generation_config, shown, model_kwargs)
-        return _Call(model, session, decoding, input_ids, mask, *prepared).run()
+        call = _Call(model, session, decoding, input_ids, mask, *prepared)
+        call.handed_in = given.get("past_key_values") is not None
+        return call.run()
 
     if given.get("custom_generate") is not None:
         raise Unsupported("custom_generate and assistant both replace the decoding loop: pass one of them")
@@ -72,6 +74,7 @@ class _Call:
     ) -> None:  # fmt: skip
         self.model, self.session, self.decoding, self.config, self.streamer = model, session, decoding, config, streamer
         self.ids = ids.to(model.device)
+        self.handed_in = False  # whether the cache is the user's own, to be filled in place
         self.cache = model_kwargs.get("past_key_values")
         self.layers = model.config.get_text_config().num_hidden_layers
         self.past = read_cache(self.cache, self.layers)
@@ -149,7 +152,7 @@ class _Call:
         pad = self._pad()
         new = torch.tensor([row + [pad] * (longest - len(row)) for row in outcome.tokens], device=self.ids.device)
         sequences = torch.cat((self.ids, new), 1)
-        wants_past = self.cache is not None and self.config.use_cache is not False
+        wants_past = self.cache is not None and (self.handed_in or bool(self.config.return_dict_in_generate))
         if wants_past:
             first = self.keep[:, : self.past_length].sum(1)
             width = self.keep.shape[1] - self.past_length

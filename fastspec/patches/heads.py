@@ -7,6 +7,7 @@ layers, the RoPE base and one residual (docs/checkpoints.md), and a wrong guess 
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -77,6 +78,9 @@ def load_head(
     return _build(with_taps(checkpoint, sizes.num_layers), target).requires_grad_(False).eval()
 
 
+OWN_EMBEDDING = "_brought_embedding"  # set on a head whose embedding is its own rather than the target's
+
+
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     """The directory of a head: one that exists, one that comes with fastspec, or a hub repository's JSON and weight files.
 
@@ -112,7 +116,9 @@ def _build(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> EagleHead:
     head = build_head(checkpoint).to(target.device, target.dtype)
     if head.inv_freq is None:
         head.set_rope(*scaled_rope(head.config))
-    head.bind(_embedding(checkpoint, target), target.get_output_embeddings())
+    embedding = _embedding(checkpoint, target)
+    head.__dict__[OWN_EMBEDDING] = embedding is not target.get_input_embeddings()
+    head.bind(embedding, target.get_output_embeddings())
     return head
 
 
@@ -138,11 +144,19 @@ def _bind_module(head: EagleHead, target: PreTrainedModel) -> EagleHead:
             f"this EagleHead is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.device}: "
             "call head.to(target.device, target.dtype) first"
         )
-    if head.inv_freq is None:
-        head.set_rope(*scaled_rope(head.config))
-    keeps = own is not None and own.device == target.device
-    head.bind(bound if keeps else target.get_input_embeddings(), target.get_output_embeddings())
-    return head
+    twin = copy.copy(head)  # shares every weight; its binding is this patch's own, and the user's head keeps its former one
+    if twin.inv_freq is None:
+        twin.set_rope(*scaled_rope(head.config))
+    wider = own is not None and own.shape[1] != target.get_input_embeddings().weight.shape[1]
+    keeps = head.__dict__.get(OWN_EMBEDDING, False) or wider
+    twin.bind(bound if keeps else target.get_input_embeddings(), target.get_output_embeddings())
+    return twin
+
+
+def moved(head: EagleHead, target: PreTrainedModel) -> EagleHead:
+    """A copy of a head on the target's device and in its dtype; the embedding and LM head that it borrows stay shared."""
+    borrowed = [part for part in (head.__dict__["_embed_tokens"], head.__dict__["_target_lm_head"]) if part is not None]
+    return copy.deepcopy(head, {id(part): part for part in borrowed}).to(target.device, target.dtype)
 
 
 def scaled_rope(config: HeadConfig) -> tuple[Tensor, float]:
