@@ -20,6 +20,7 @@ PROMPTS = (
     ("chat", "What are three good habits for learning a new language?"),
     ("code", "Write a Python function that returns the n-th Fibonacci number, and explain how it works."),
     ("arithmetic", "A shop sells pens at 3 dollars each. Tom buys 4 pens and pays with a 20 dollar bill. How much change does he get?"),
+    ("chat", "Explain to a child why the sky is blue."),
 )
 """(category, prompt) of the demo when the caller gives no prompt of their own."""
 
