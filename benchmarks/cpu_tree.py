@@ -1,9 +1,11 @@
 """Which tree suits a device: tokens per second of `eagle3` over tree shapes, one row of JSON per shape and prompt.
 
-    python benchmarks/cpu_tree.py --shapes 6,2,3 10,3,4 16,4,4 --out rows.jsonl
+    python benchmarks/cpu_tree.py --prompts mt_bench.jsonl humaneval.jsonl --each 3 --shapes 6,3,2 16,3,4 --out rows.jsonl
 
-A shape is total_tokens,depth,top_k. Each prompt's output is first compared with transformers' own generate, in the same run; a row
-whose output differs says so. The last lines printed give the median over prompts, which is what `DEFAULT_TREES` is chosen by.
+A shape is total_tokens,depth,top_k. A prompt file has `prompt` or `turns` in each row; `--each` takes the first rows of every file. Each
+prompt's output is first compared with transformers' own generate, in the same run; a row whose output differs says so. Every shape is
+timed on a prompt before the next prompt comes, so that a machine's slow spell hits all shapes. The lines printed give the median over
+prompts and the tokens per second over all of them, which is what `DEFAULT_TREES` is chosen by.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import torch
 import transformers
 
 import fastspec
-from fastspec.demo import PROMPTS, encode
+from fastspec.demo import encode
 from fastspec.models import SMOLLM2, load_model
+from fastspec.training.data import read_prompts
 
-SHAPES = ("4,2,2", "6,3,2", "8,3,3", "10,3,4", "12,4,4", "16,4,4", "24,5,6", "32,5,8", "60,7,10")
+KEYS = ("total_tokens", "depth", "top_k")
+SHAPES = ("4,2,2", "6,3,2", "10,3,4", "16,3,4", "16,4,4", "24,5,6", "32,5,8", "60,7,10")
 
 
 def measure(model, inputs, assistant, tokens: int) -> tuple[list[int], float]:
@@ -39,46 +43,72 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
+    parser.add_argument("--prompts", nargs="+", required=True, type=Path, help="jsonl files")
+    parser.add_argument("--each", type=int, default=3, help="prompts to take from each file")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
     options = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device)
-    inputs = [encode(tokenizer, text, device) for _, text in PROMPTS]
-    measure(model, inputs[0], None, 8)
-    base = [measure(model, batch, None, options.tokens) for batch in inputs]
     where = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "dtype": str(model.dtype), "threads": torch.get_num_threads(), "torch": torch.__version__,
         "transformers": transformers.__version__,
-    }
+    }  # fmt: skip
+    prompts = [(path.stem, encode(tokenizer, text(row), device)) for path in options.prompts for row in read_prompts(path)[: options.each]]
+    shapes = [fastspec.Eagle3(**dict(zip(KEYS, map(int, shape.split(",")), strict=True))) for shape in options.shapes]
     fastspec.patch(model, eagle3=options.head)
-    for text in options.shapes:
-        nodes, depth, top_k = map(int, text.split(","))
-        shape = fastspec.Eagle3(total_tokens=nodes, depth=depth, top_k=top_k)
-        measure(model, inputs[0], shape, 8)
-        rows = []
-        for (category, _), batch, (expected, plain) in zip(PROMPTS, inputs, base, strict=True):
-            tokens, seconds = measure(model, batch, shape, options.tokens)
+    where["backend"] = fastspec.report(model).backend
+    methods = [None, fastspec.Autoregressive(), *shapes]
+    for method in methods:
+        measure(model, prompts[0][1], method, 8)
+    rows = [row | where for prompt in prompts for row in on_prompt(model, *prompt, methods, options.tokens)]
+    if options.out:
+        with options.out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    summarise(rows)
+
+
+def text(row: dict) -> str:
+    """The first user turn of a row."""
+    return row["prompt"] if "prompt" in row else row["turns"][0]
+
+
+def on_prompt(model, name: str, inputs, methods: list, tokens: int) -> list[dict]:
+    """One row per method on one prompt; the first method is transformers' own."""
+    rows: list[dict] = []
+    expected, plain = measure(model, inputs, methods[0], tokens)
+    for method in methods:
+        said, seconds = measure(model, inputs, method, tokens) if rows else (expected, plain)
+        row = {
+            "prompts": name, "method": "transformers" if method is None else type(method).__name__.lower(),
+            **{key: getattr(method, key, None) for key in KEYS}, "tokens": len(said), "seconds": round(seconds, 4),
+            "ratio": round(plain / seconds * len(said) / len(expected), 3), "identical": said == expected,
+        }  # fmt: skip
+        if method is not None:
             last = fastspec.report(model).last
-            phases = {name: round(1e3 * spent / max(1, last.rounds), 3) for name, spent in last.phases.items() if name != "prefill"}
-            rows.append({
-                "total_tokens": nodes, "depth": depth, "top_k": top_k, "category": category, "tokens": len(tokens), "seconds": seconds,
-                "tokens_per_second": len(tokens) / seconds, "ratio": len(tokens) / seconds / (len(expected) / plain),
-                "acceptance_length": last.acceptance_length, "identical": tokens == expected, "ms_per_round": phases, **where,
-            })  # fmt: skip
-        if options.out:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-        middle = {name: statistics.median(row[name] for row in rows) for name in ("tokens_per_second", "ratio", "acceptance_length")}
-        cost, same = statistics.median(sum(row["ms_per_round"].values()) for row in rows), all(row["identical"] for row in rows)
+            row["acceptance_length"] = round(last.acceptance_length, 3)
+            row["ms_per_round"] = {k: round(1e3 * v / max(1, last.rounds), 2) for k, v in last.phases.items() if k != "prefill"}
+        rows.append(row)
+    return rows
+
+
+def summarise(rows: list[dict]) -> None:
+    """One line per method: medians over the prompts, and tokens per second over all of them."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["method"], *(row[key] for key in KEYS)), []).append(row)
+    for (method, *shape), group in groups.items():
+        cost = statistics.median(sum(row.get("ms_per_round", {}).values()) for row in group)
+        total = sum(row["tokens"] for row in group) / sum(row["seconds"] for row in group)
         print(
-            f"{text:>8}: {middle['tokens_per_second']:6.1f} tokens/s, {middle['ratio']:.2f}x, "
-            f"acceptance {middle['acceptance_length']:.2f}, {cost:.1f} ms a round, identical {same}",
-            flush=True,
+            f"{method} {','.join(map(str, shape)) if shape[0] else '':>8}: {total:6.1f} tokens/s, ratio "
+            f"{statistics.median(row['ratio'] for row in group):.2f} ({min(row['ratio'] for row in group):.2f} to "
+            f"{max(row['ratio'] for row in group):.2f}), acceptance "
+            f"{statistics.mean(row.get('acceptance_length', 1.0) for row in group):.2f}, {cost:.1f} ms a round, "
+            f"identical {all(row['identical'] for row in group)}"
         )
 
 

@@ -14,8 +14,8 @@ from fastspec.config import Autoregressive, Eagle3, TreeShape
 from fastspec.errors import CheckpointError, FastSpecError, PatchConflict, Unsupported
 
 if TYPE_CHECKING:
-    from fastspec.generation.eagle.frontier import frontier_generate
     from fastspec.patches.api import Report, patch, patched, report, unpatch
+    from fastspec.patches.frontier import frontier_generate
     from fastspec.patches.heads import load_head
 
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "patch": "fastspec.patches.api", "unpatch": "fastspec.patches.api", "patched": "fastspec.patches.api",
     "report": "fastspec.patches.api", "Report": "fastspec.patches.api", "load_head": "fastspec.patches.heads",
-    "frontier_generate": "fastspec.generation.eagle.frontier",
+    "frontier_generate": "fastspec.patches.frontier",
 }  # fmt: skip
 
 __all__ = [

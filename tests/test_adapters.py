@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AutoModel, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import fastspec
-from fastspec.generation.backends import TORCH
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.adapters import ADAPTERS, adapter_for
+from fastspec.patches.backends import TORCH
 from fastspec.patches.hf_model import HFModel
 from fastspec.patches.session import session_of
 

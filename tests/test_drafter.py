@@ -14,10 +14,10 @@ from torch import Tensor
 
 import fastspec
 from fastspec.errors import Unsupported
-from fastspec.generation.backends import TORCH
 from fastspec.generation.eagle import drafter as drafter_module
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.backends import TORCH
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastspec.generation.backends import TORCH
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import choose, walk, walk_with_history
 from fastspec.kernels.reference import categorical
+from fastspec.patches.backends import TORCH
 
 VOCAB = 3
 Prefix = tuple[int, ...]
@@ -120,7 +120,7 @@ def test_walking_with_history_is_the_same_walk(case, seed):
         seen.clear()
         plain = walk(case.tree, choose(logits, draws, TORCH), TORCH)
         history = [torch.tensor([9, case.tokens[0]])]
-        slow, scores = walk_with_history(case.tree, logits, draws, history, process, [True], TORCH)
+        slow, scores = walk_with_history(case.tree, logits, draws, history, process, [99], frozenset(), TORCH)
         assert (slow.path.tolist(), slow.accepted.tolist(), slow.bonus.tolist()) == (
             plain.path.tolist(), plain.accepted.tolist(), plain.bonus.tolist()
         )  # fmt: skip
@@ -129,12 +129,30 @@ def test_walking_with_history_is_the_same_walk(case, seed):
         assert torch.equal(scores[0, : len(path)], logits[0, path])
 
 
+@given(cases(), st.integers(1, 5), st.frozensets(st.integers(0, VOCAB - 1), max_size=2))
+@settings(max_examples=60, deadline=None)
+def test_walking_with_history_stops_where_the_text_ends(case, left, ends):
+    logits = torch.tensor([[[float(p) for p in case.table[prefix]] for prefix in case.prefixes]]).log()
+    (emitted, _), = right_rule(case.tree, choose(logits, None, TORCH)[0].tolist())  # fmt: skip
+    end = next((place for place, token in enumerate(emitted) if token in ends), len(emitted))
+    emitted = emitted[: min(end + 1, left)]
+    seen: list[int] = []
+
+    def process(row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(len(ids))
+        return scores
+
+    verdict, _ = walk_with_history(case.tree, logits, None, [torch.tensor([case.tokens[0]])], process, [left], ends, TORCH)
+    assert tuple(verdict.tokens(case.tree)[0, : int(verdict.accepted) + 1].tolist()) == emitted
+    assert seen == list(range(1, len(emitted) + 1))
+
+
 def test_rows_that_have_ended_are_not_walked():
     tree = TokenTree.from_parents(torch.tensor([[4, 1], [5, 1]]), torch.tensor([[0, 0], [0, 0]]))
     logits = torch.zeros(2, 2, 8)
     logits[..., 1] = 1.0
     history = [torch.tensor([4]), torch.tensor([5])]
-    verdict, _ = walk_with_history(tree, logits, None, history, lambda row, ids, scores: scores, [True, False], TORCH)
+    verdict, _ = walk_with_history(tree, logits, None, history, lambda row, ids, scores: scores, [99, 0], frozenset(), TORCH)
     assert verdict.accepted.tolist() == [1, 0]
     assert verdict.bonus.tolist() == [1, 5]
 

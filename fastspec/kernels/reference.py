@@ -17,18 +17,23 @@ from torch.nn import functional as F
 class AttentionLayout:
     """What N queries of each row may see, made once per forward pass and shared by its layers.
 
-    `visible` [B, 1, N, E] bool over the first E cache slots. `extent` is E.
+    `visible` [B, 1, N, E] bool over the first E cache slots; `stacked` [B, 1, group * N, E] is the same, once for each of the
+    query heads that share a key head. `extent` is E.
     """
 
     visible: Tensor
+    stacked: Tensor
     extent: int
 
 
-def attention_layout(prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int) -> AttentionLayout:
+def attention_layout(
+    prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1
+) -> AttentionLayout:
     """Lay out tree attention: prefix [B] int64 slots are seen by all, then `tail` slots by ancestor bits.
 
     Bit j of words [B, N, W] int64 says whether the node sees tail slot j; words=None means a chain (slot j is seen by
-    nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent.
+    nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent. `group` is the number
+    of query heads per key head.
     """
     slot = torch.arange(extent, device=prefix.device)
     rel = slot[None, :] - prefix[:, None]  # [B, E], negative in the prefix
@@ -38,21 +43,21 @@ def attention_layout(prefix: Tensor, words: Tensor | None, nodes: int, tail: int
     else:
         where = rel.clamp(0, 64 * words.shape[2] - 1)[:, None, :].expand(-1, nodes, -1)
         seen = (words.gather(2, where >> 6) >> (where & 63)) & 1 == 1
-    visible = (rel < 0)[:, None, :] | (in_tail[:, None, :] & seen)
-    return AttentionLayout(visible[:, None], extent)
+    visible = ((rel < 0)[:, None, :] | (in_tail[:, None, :] & seen))[:, None]
+    return AttentionLayout(visible, visible.repeat(1, 1, group, 1) if group > 1 else visible, extent)
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
-    """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout -> [B, N, Hq, D].
+    """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout made for Hq / Hkv -> [B, N, Hq, D].
 
     Grouped query heads are stacked as rows, so no key or value is repeated.
     """
     batch, nodes, heads, size = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    rows = q.view(batch, nodes, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * nodes, size)
-    mask = layout.visible.repeat(1, 1, group, 1)
-    out = F.scaled_dot_product_attention(rows, k[:, :, : layout.extent], v[:, :, : layout.extent], attn_mask=mask, scale=scale)
+    rows = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * nodes, size)
+    keys, values = k[:, :, : layout.extent], v[:, :, : layout.extent]
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=layout.stacked, scale=scale)
     return out.view(batch, kv_heads, group, nodes, size).permute(0, 3, 1, 2, 4).reshape(batch, nodes, heads, size)
 
 
@@ -70,21 +75,9 @@ def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tens
         cache[:, row, :, target] = cache[:, row, :, source]
 
 
-FEW_ROWS = 64
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M].
-
-    A few fp32 rows on the CPU are filled up to a multiple of 16 and multiplied as weight @ x^T: at that width MKL reads a
-    weight about as fast as for one row, while x @ weight^T takes half as long again (docs/performance.md).
-    """
-    rows = x.numel() // x.shape[-1]
-    if not (1 < rows <= FEW_ROWS and x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkl.is_available()):
-        return F.linear(x, weight, bias)
-    flat = F.pad(x.reshape(rows, -1), (0, 0, 0, -rows % 16))
-    out = (weight @ flat.t().contiguous()).t()[:rows].contiguous().view(*x.shape[:-1], -1)
-    return out if bias is None else out + bias
+    """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M]."""
+    return F.linear(x, weight, bias)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

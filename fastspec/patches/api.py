@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.errors import PatchConflict, Unsupported
-from fastspec.generation.backends import choose_backend
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import check_supported, mode_of
+from fastspec.patches.backends import choose_backend
 from fastspec.patches.compat import drop_capturing_hooks, has_capturing_hooks
 from fastspec.patches.generate import generate
 from fastspec.patches.heads import load_head
@@ -39,7 +39,7 @@ def patch(model: Any, *, eagle3: str | Path | EagleHead | None = None, backend: 
     try:
         session.set(model, STATE, session)
         session.set(model, "generate", types.MethodType(generate, model))
-    except BaseException:
+    except BaseException:  # an interrupt too must not leave the model half patched
         session.undo(force=True)
         raise
     return model

@@ -38,6 +38,8 @@ class HFModel:
         layers, kv_heads, size = cache_geometry(model.config)
         self.cache = TreeCache(layers, rows, kv_heads, capacity, tail, size, dtype=model.dtype, device=model.device)
         self.depth = layers
+        heads = model.config.get_text_config().num_attention_heads
+        self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
 
     @property
     def lengths(self) -> Tensor:
@@ -56,7 +58,7 @@ class HFModel:
             width = part.shape[1]
             steps = start[:, None] + begin + torch.arange(width, device=ids.device)
             self.cache.reserve(done + begin + width)
-            layout = self.ops.attention_layout(start + begin, None, width, width, done + begin + width)
+            layout = self.ops.attention_layout(start + begin, None, width, width, done + begin + width, self.group)
             want = counts - 1 - begin
             inside = (want >= 0) & (want < width)
             logits, feats = self._forward(part, steps, steps, layout, (row, want.clamp(0, width - 1)))
@@ -72,7 +74,7 @@ class HFModel:
         base = self.cache.lengths[:, None]
         slots = base + torch.arange(nodes, device=base.device)
         layout = self.ops.attention_layout(
-            self.cache.lengths, tree.ancestors, nodes, nodes, self.cache.reserve(extent) + nodes
+            self.cache.lengths, tree.ancestors, nodes, nodes, self.cache.reserve(extent) + nodes, self.group
         )
         # Nodes past the length limit are never emitted, and a position table may end there.
         positions = (base + tree.depths).clamp(max=self.cache.limit - 1)

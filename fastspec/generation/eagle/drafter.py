@@ -38,7 +38,7 @@ class EagleDrafter:
         )  # fmt: skip
         self.last = torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device)
         self.root = torch.zeros(rows, dtype=torch.long, device=weight.device)
-        self.scale = config.head_dim**-0.5
+        self.scale, self.group = config.head_dim**-0.5, config.num_attention_heads // config.num_key_value_heads
         index = torch.arange(shape.candidates, device=weight.device)
         self.flat_depths = torch.where(index < shape.top_k, 1, 2 + (index - shape.top_k).clamp(min=0) // shape.top_k**2)
         self.bits = own_bits(max(1, shape.depth * shape.top_k), weight.device)
@@ -59,7 +59,7 @@ class EagleDrafter:
         shape, head, ops, k = self.shape, self.head, self.ops, self.shape.top_k
         rows = self.root.shape[0]
         batch = torch.arange(rows, device=self.root.device)[:, None]
-        scores, ids = ops.topk_expand(head.logits(self.last), k)
+        scores, ids = ops.topk_expand(head.logits(self.last, ops.linear), k)
         tokens = head.to_target(ids)
         hidden = self.last[:, None].expand(-1, k, -1)
         all_scores, all_tokens = [scores], [tokens]
@@ -70,10 +70,10 @@ class EagleDrafter:
         slots = self.cache.lengths[:, None] + torch.arange(k, device=self.root.device)
         for level in range(shape.depth):
             words = words | self.bits[level * k : (level + 1) * k]
-            layout = ops.attention_layout(self.cache.lengths, words, k, (level + 1) * k, extent)
+            layout = ops.attention_layout(self.cache.lengths, words, k, (level + 1) * k, extent, self.group)
             positions = (self.cache.lengths + level)[:, None].expand(-1, k)
             hidden = self._step(tokens, hidden, positions, slots + level * k, layout)
-            logp, ids = ops.topk_expand(head.logits(hidden), k)
+            logp, ids = ops.topk_expand(head.logits(hidden, ops.linear), k)
             children = (scores[:, :, None] + logp).flatten(1)
             child_tokens = head.to_target(ids).flatten(1)
             all_scores.append(children)
@@ -98,8 +98,8 @@ class EagleDrafter:
     def _extend(self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int) -> None:
         width = tokens.shape[1]
         steps = self.cache.lengths[:, None] + torch.arange(width, device=tokens.device)
-        layout = self.ops.attention_layout(self.cache.lengths, None, width, width, extent)
-        hidden = self._step(tokens, self.head.fuse(features.to(self.last.dtype)), steps, steps, layout)
+        layout = self.ops.attention_layout(self.cache.lengths, None, width, width, extent, self.group)
+        hidden = self._step(tokens, self.head.fuse(features.to(self.last.dtype), self.ops.linear), steps, steps, layout)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         newest = hidden[row, (counts - 1).clamp(min=0)]
         self.last = torch.where((counts > 0)[:, None], newest, self.last)
@@ -110,4 +110,4 @@ class EagleDrafter:
             self.cache.write(self.ops, layer, k, v, slots)
             return self.cache.attend(self.ops, layer, q, layout, self.scale)
 
-        return self.head.step(tokens, hidden, positions, attend)
+        return self.head.step(tokens, hidden, positions, attend, self.ops.linear)

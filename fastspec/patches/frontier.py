@@ -7,10 +7,10 @@ from torch import Tensor
 
 from fastspec.config import TreeShape
 from fastspec.errors import Unsupported
-from fastspec.generation.backends import TORCH
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.tree import TokenTree
+from fastspec.patches.backends import TORCH
 
 
 @torch.no_grad()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastspec.errors import Unsupported
 from fastspec.generation.protocols import Ops
-from fastspec.kernels import reference
+from fastspec.kernels import cpu, reference
 
 TORCH = Ops(
     name="torch",
@@ -20,9 +22,15 @@ TORCH = Ops(
     categorical=reference.categorical,
 )
 
+TORCH_ONEDNN = replace(TORCH, name="torch+onednn", linear=cpu.linear)
+"""Plain torch, with the linear layers of the CPU through oneDNN."""
+
 
 def choose_backend(name: str, device_type: str) -> Ops:
-    """The kernels of a backend name; "auto" is torch on every device as yet. Raises Unsupported for an unknown name."""
+    """The kernels of a backend name; "auto" is plain torch on CUDA and torch with oneDNN on the CPU, where torch carries it.
+
+    Raises Unsupported for an unknown name.
+    """
     if name not in ("auto", "torch"):
         raise Unsupported(f'backend={name!r} on {device_type}: accepted are "auto" and "torch"')
-    return TORCH
+    return TORCH_ONEDNN if name == "auto" and device_type == "cpu" and cpu.available() else TORCH

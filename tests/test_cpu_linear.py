@@ -1,0 +1,76 @@
+"""The CPU's linear layer through oneDNN, held to the reference; and that a patched model uses it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_models import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fastspec
+from fastspec.kernels import cpu, reference
+from fastspec.patches.backends import TORCH, TORCH_ONEDNN, choose_backend
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="this torch has no oneDNN")
+ROWS = st.sampled_from([1, 2, 7, 16, 17, 63, 64, 65, 130])
+SIZES = st.integers(1, 70)
+LAYOUTS = st.sampled_from(["plain", "transposed", "sliced"])
+
+
+def strided(x: Tensor, layout: str) -> Tensor:
+    """The same values in another layout."""
+    if layout == "transposed":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return torch.cat((x, x), -1)[..., : x.shape[-1]] if layout == "sliced" else x
+
+
+@given(ROWS, SIZES, SIZES, st.sampled_from([1, 3]), st.booleans(), LAYOUTS, LAYOUTS, st.integers(0, 2**31))
+@settings(max_examples=120, deadline=None)
+def test_linear_is_the_product_within_the_rounding_of_a_sum(rows, inner, outer, batch, biased, x_layout, w_layout, seed):
+    torch.manual_seed(seed)
+    x, weight = strided(torch.randn(batch, rows, inner), x_layout), strided(torch.randn(outer, inner), w_layout)
+    bias = torch.randn(outer) if biased else None
+    want = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if biased else None)
+    # A sum of `inner` fp32 products is off by at most inner * eps of the sum of their magnitudes.
+    bound = (inner + 1) * 2**-23 * (x.abs() @ weight.abs().t() + (bias.abs() if biased else 0)) + 1e-30
+    with torch.no_grad():
+        for linear in (cpu.linear, reference.linear):
+            got = linear(x, weight, bias)
+            assert got.shape == want.shape and got.dtype == torch.float32
+            assert bool(((got.double() - want).abs() <= bound.double()).all())
+
+
+def test_other_dtypes_and_gradients_take_the_plain_product():
+    x, weight, bias = torch.randn(5, 8), torch.randn(6, 8, requires_grad=True), torch.randn(6)
+    assert torch.equal(cpu.linear(x, weight, bias), reference.linear(x, weight, bias))
+    cpu.linear(x, weight, bias).sum().backward()
+    assert weight.grad is not None and torch.allclose(weight.grad, x.sum(0).expand(6, -1))
+    with torch.no_grad():
+        for dtype in (torch.float64, torch.bfloat16):
+            args = x.to(dtype), weight.to(dtype), bias.to(dtype)
+            assert torch.equal(cpu.linear(*args), reference.linear(*args))
+        assert cpu.linear(x[:0], weight, bias).shape == (0, 6)
+
+
+def test_a_patched_model_multiplies_through_onednn(monkeypatch):
+    model = tiny_model("llama")
+    assert choose_backend("auto", "cpu") is TORCH_ONEDNN and choose_backend("torch", "cpu") is choose_backend("auto", "cuda") is TORCH
+    calls = []
+    monkeypatch.setitem(fastspec.patch.__globals__, "choose_backend", lambda *_: _counting(calls))
+    fastspec.patch(model)
+    model.generate(torch.tensor([[1, 2, 3]]), assistant="autoregressive", max_new_tokens=4, do_sample=False)
+    per_pass = 7 * model.config.num_hidden_layers + 1  # q, k, v, o, gate, up, down; LM head
+    assert len(calls) == 4 * per_pass  # the prefill and three rounds
+    assert fastspec.report(model).backend == "torch+onednn"
+
+
+def _counting(calls: list):
+    from dataclasses import replace
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        calls.append(x.shape)
+        return cpu.linear(x, weight, bias)
+
+    return replace(TORCH_ONEDNN, linear=linear)
