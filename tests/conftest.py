@@ -1,4 +1,4 @@
-"""What the tests share: the offline setting, threads per worker, tiny random models, and the real SmolLM2, loaded once per worker."""
+"""What the tests share: the offline setting, threads, the models that the tests of `generate` compare, SmolLM2 once per worker."""
 
 from __future__ import annotations
 
@@ -13,12 +13,33 @@ import torch
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores
 
-@pytest.fixture
-def tiny_model():
-    """`tiny_model("qwen3", vocab_size=65)`: a factory of random models, so that a test may make several."""
-    from helpers_models import tiny_model
 
-    return tiny_model
+@pytest.fixture(scope="module")
+def pairs():
+    """kind -> (the unpatched model, the same model patched); drafts are mostly wrong for "random" and all right for "bigram"."""
+    from helpers_generate import MAKERS
+
+    import fastspec
+
+    made = {}
+    for kind, (target, head) in MAKERS.items():
+        model = target()
+        made[kind] = (target(), fastspec.patch(model, eagle3=head(model)))
+    return made
+
+
+@pytest.fixture(params=["random", "bigram"])
+def pair(request, pairs):
+    """(unpatched, patched), of both kinds in turn."""
+    return pairs[request.param]
+
+
+@pytest.fixture(params=["autoregressive", "eagle3"])
+def assistant(request):
+    """An assistant by name, and one by a config of a small tree."""
+    from helpers_generate import TREE
+
+    return TREE if request.param == "eagle3" else request.param
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers_heads import as_speculators, make_head, write
 from helpers_models import tiny_head, tiny_model
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList, SynthIDTextWatermarkingConfig
 
 import fastspec
 from fastspec.patches.session import session_of
@@ -44,6 +46,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beam search": ({"num_beams": 2}, "num_beams=2"),
     "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha=0\.6"),
     "guidance": ({"guidance_scale": 1.5}, r"guidance_scale=1\.5"),
+    "layer contrast": ({"dola_layers": "high"}, "dola_layers='high'"),
+    "another model's drafts": ({"assistant_model": tiny_model(num_hidden_layers=1)}, "assistant_model"),
+    "watermark": ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)}, "SynthID.*watermarking_config"),
+    "own decoding loop by name": ({"custom_generate": "some/loop"}, "custom_generate"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     "static cache": ({"cache_implementation": "static"}, "cache_implementation='static'"),
     "no cache": ({"use_cache": False}, "use_cache=False"),
@@ -95,6 +101,62 @@ def test_a_head_of_another_model_is_refused(over: dict[str, Any]) -> None:
     with pytest.raises(fastspec.CheckpointError, match=r"\d"):
         fastspec.patch(model, eagle3=head)
     assert dict(vars(model)) == before
+
+
+def attributes(model: Any) -> dict[str, dict[str, int]]:
+    """Every attribute of every module, by identity."""
+    return {name: {key: id(value) for key, value in vars(module).items()} for name, module in model.named_modules()}
+
+
+def truncate(folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def poison(folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
+    state["fc.weight"][3, 5] = float("nan")
+    write(folder, config, state)
+
+
+def misdirect(folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
+    state["d2t"][-1] = 97
+    write(folder, config, state)
+
+
+def widen(folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
+    head = make_head(**{**HEAD, "vocab_size": 128, "hidden_size": 32, "target_hidden_size": 32})
+    write(folder, *as_speculators(head, torch.zeros(128, 32)))
+
+
+HEAD = {"hidden_size": 64, "target_hidden_size": 64, "vocab_size": 97, "draft_vocab_size": 41, "taps": (1, 3, 5)}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "model.safetensors"),
+        (poison, "fc.weight contains NaN"),
+        (misdirect, "d2t.*not a map into the target's vocabulary"),
+        (widen, "vocabulary of 128, the target's has 97"),
+        (None, ""),
+    ],
+    ids=["truncated", "NaN", "map", "another model's", "sound"],
+)
+def test_a_damaged_head_is_refused_and_the_model_left_as_it_was(
+    shared: Any, tmp_path: Path, damage: Callable[..., None] | None, message: str
+) -> None:
+    config, state = as_speculators(make_head(**HEAD), torch.zeros(97, 64))
+    write(tmp_path, config, state)
+    before, expected = attributes(shared), shared.generate(PROMPT, **GREEDY)
+    if damage is None:
+        with fastspec.patched(shared, eagle3=tmp_path):
+            assert torch.equal(shared.generate(PROMPT, **GREEDY, assistant="eagle3"), expected)
+    else:
+        damage(tmp_path, config, state)
+        with pytest.raises(fastspec.CheckpointError, match=message):
+            fastspec.patch(shared, eagle3=tmp_path)
+        assert torch.equal(shared.generate(PROMPT, **GREEDY), expected)
+    assert attributes(shared) == before
 
 
 @pytest.mark.parametrize("cls", [fastspec.Eagle3, fastspec.TreeShape])
@@ -172,8 +234,51 @@ def test_threads_get_their_own_answers(model: Any) -> None:
     assert len(fastspec.report(model).calls) == 4
 
 
-@pytest.mark.parametrize("name, value", [("num_beams", 2), ("guidance_scale", 1.5), ("use_cache", False)])
-def test_settings_in_a_generation_config_are_refused_too(model: Any, name: str, value: Any) -> None:
-    settings = GenerationConfig(**{**model.generation_config.to_dict(), **GREEDY, name: value})
-    with pytest.raises(fastspec.Unsupported, match=f"{name}={value}"):
-        model.generate(PROMPT, generation_config=settings, assistant="eagle3")
+SETTINGS = {
+    "num_beams": 2, "guidance_scale": 1.5, "use_cache": False, "penalty_alpha": 0.6, "dola_layers": "low", "prompt_lookup_num_tokens": 3,
+    "cache_implementation": "static", "watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("source", ["argument", "model"])
+def test_settings_in_a_generation_config_are_refused_too(model: Any, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leave nothing on the model, where transformers' own preparation would: a static cache's length, for one."""
+    before = attributes(model)
+    with monkeypatch.context() as patch, pytest.raises(fastspec.Unsupported, match=name):
+        if source == "argument":
+            settings = GenerationConfig(**{**model.generation_config.to_dict(), **GREEDY, name: SETTINGS[name]})
+            model.generate(PROMPT, settings, assistant="eagle3")
+        else:
+            patch.setattr(model.generation_config, name, SETTINGS[name])
+            model.generate(PROMPT, **GREEDY, assistant="eagle3")
+    assert attributes(model) == before
+
+
+def test_an_argument_has_the_last_word_over_a_generation_config(model: Any) -> None:
+    settings = GenerationConfig(**{**model.generation_config.to_dict(), **GREEDY, "num_beams": 2})
+    out = model.generate(PROMPT, generation_config=settings, num_beams=1, assistant="eagle3")
+    assert torch.equal(out, model.generate(PROMPT, **GREEDY))
+
+
+def test_settings_that_a_generate_of_the_users_own_adds_are_refused_too() -> None:
+    model = tiny_model(num_hidden_layers=1)
+    model.generate = lambda *args, **options: type(model).generate(model, *args, **{**options, "num_beams": 2})
+    with fastspec.patched(model), pytest.raises(fastspec.Unsupported, match="num_beams=2"):
+        model.generate(PROMPT, **GREEDY, assistant="autoregressive")
+
+
+def test_an_assistant_model_passed_by_position_is_seen(model: Any) -> None:
+    with pytest.raises(fastspec.Unsupported, match="assistant_model cannot"):
+        model.generate(PROMPT, None, None, None, None, None, tiny_model(num_hidden_layers=1), **GREEDY, assistant="eagle3")
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")], ids=["cpu", "cuda"])
+def test_memory_that_runs_out_on_the_way_is_named(model: Any, error: Exception | None) -> None:
+    def exhaust(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if error is not None:
+            raise error
+        return torch.empty(2**55, dtype=torch.int8)  # the allocator's own error
+
+    with pytest.raises(fastspec.FastSpecError, match=r"out of memory.*1 rows of up to 12 tokens.*fewer new tokens"):
+        model.generate(PROMPT, **GREEDY, assistant="eagle3", logits_processor=[exhaust])

@@ -17,7 +17,7 @@ from fastspec.patches.heads import find_head, inspect_head, load_head, moved, pr
 
 
 @pytest.fixture
-def make_target(tiny_model):
+def make_target():
     """The factory of tiny Llamas that `fitting` heads fit."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512}
     return lambda **changes: tiny_model("llama", **{**sizes, **changes})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 import fastspec
+from fastspec.patches.backends import choose_backend
 from fastspec.patches.session import CALLS_KEPT, PatchSession, session_of
 
 INPUTS = {"input_ids": torch.tensor([[0, 0, 7, 8, 9], [11, 12, 13, 14, 15]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5])}
@@ -92,6 +95,58 @@ def test_a_deep_copy_is_patched_on_its_own() -> None:
     assert torch.equal(model.generate(**GREEDY, assistant="eagle3"), expected)
     fastspec.unpatch(model)
     assert torch.equal(twin.generate(**GREEDY), changed)
+
+
+class Foreign(pickle.Unpickler):
+    """Unpickles where fastspec is not installed."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        assert module.partition(".")[0] != "fastspec"
+        return super().find_class(module, name)
+
+
+def by_pickle(model: Any) -> Any:
+    return Foreign(io.BytesIO(pickle.dumps(model))).load()
+
+
+def by_torch(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [by_pickle, by_torch])
+def test_a_model_that_was_saved_whole_loads_as_an_ordinary_one(again: Any) -> None:
+    model = tiny_model(num_hidden_layers=1)
+    expected, size = model.generate(**GREEDY), len(pickle.dumps(model))
+    fastspec.patch(model)
+    model.generate(**GREEDY, assistant="autoregressive")
+    assert len(pickle.dumps(model)) < size + 200  # neither heads nor statistics
+    loaded = again(model)
+    assert session_of(model) is not None and session_of(loaded) is None
+    with pytest.raises(fastspec.FastSpecError, match="not patched"):
+        fastspec.report(loaded)
+    assert torch.equal(loaded.generate(**GREEDY), expected)
+    assert inspect.signature(loaded.generate) == inspect.signature(tiny_model(num_hidden_layers=1).generate)
+    before = snapshot(loaded)
+    with fastspec.patched(loaded):
+        assert torch.equal(loaded.generate(**GREEDY, assistant="autoregressive"), expected)
+        assert torch.equal(again(loaded).generate(**GREEDY), expected)
+    assert_same(before, snapshot(loaded))
+
+
+def test_a_shallow_copy_leaves_the_patch_to_its_original() -> None:
+    model = fastspec.patch(tiny_model(num_hidden_layers=1))
+    twin = copy.copy(model)
+    with pytest.raises(fastspec.PatchConflict, match="not patched"):
+        fastspec.unpatch(twin)
+    expected = model.generate(**GREEDY)
+    with fastspec.patched(twin):
+        assert torch.equal(twin.generate(**GREEDY, assistant="autoregressive"), expected)
+    assert torch.equal(model.generate(**GREEDY, assistant="autoregressive"), expected)
+    fastspec.unpatch(model)
+    assert "generate" not in vars(model)
 
 
 def test_patching_twice_and_unpatching_nothing_are_errors() -> None:
@@ -270,7 +325,7 @@ def test_report_says_what_is_patched_and_what_ran() -> None:
     model = tiny_model()
     with fastspec.patched(model, eagle3=tiny_head(model)):
         report = fastspec.report(model)
-        assert (report.model, report.mode, report.backend) == ("LlamaForCausalLM", "adapter llama", "torch")
+        assert (report.model, report.mode, report.backend) == ("LlamaForCausalLM", "adapter llama", choose_backend("auto", "cpu").name)
         assert (report.device, report.dtype, report.last) == ("cpu", "float32", None)
         assert {"autoregressive", "eagle3"} <= set(report.assistants)
         model.generate(**GREEDY, eos_token_id=None, assistant="eagle3")

@@ -174,7 +174,8 @@ def _decide(
         scores = request.process_rows(logits.flatten(0, 1).float()).view_as(logits)
         return walk(tree, choose(scores, uniform, ops), ops), lambda row, path: scores[row, path]
     history = [torch.cat((h, h.new_tensor(run.out.tokens[b]))) for b, h in enumerate(request.history)]
-    verdict, kept = walk_with_history(tree, logits, uniform, history, request.process_at, run.active, ops)
+    left = [run.limit - len(said) if active else 0 for said, active in zip(run.out.tokens, run.active, strict=True)]
+    verdict, kept = walk_with_history(tree, logits, uniform, history, request.process_at, left, request.ends, ops)
     return verdict, lambda row, path: kept[row, : path.shape[0]]
 
 

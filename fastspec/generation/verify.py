@@ -30,12 +30,14 @@ def walk(tree: TokenTree, picks: Tensor, ops: Ops) -> Verdict:
 
 
 def walk_with_history(
-    tree: TokenTree, logits: Tensor, uniform: Tensor | None, history: list[Tensor], process: RowProcessor, active: list[bool], ops: Ops
-) -> tuple[Verdict, Tensor]:
+    tree: TokenTree, logits: Tensor, uniform: Tensor | None, history: list[Tensor], process: RowProcessor, left: list[int],
+    ends: frozenset[int], ops: Ops,
+) -> tuple[Verdict, Tensor]:  # fmt: skip
     """Walk node by node, for processors that look at the tokens so far.
 
-    logits [B, N, V]; history[b] [T_b] int64 ends with the root. `process` sees each visited node with that node's own
-    prefix. Returns the verdict and the processed scores [B, P, V] along the path.
+    logits [B, N, V]; history[b] [T_b] int64 ends with the root; row b may say left[b] more tokens, 0 where it has ended.
+    `process` sees each visited node with that node's own prefix, and no prefix that plain decoding would not reach: a row's
+    walk stops at a pick in `ends` and at its last token. Returns the verdict and the processed scores [B, P, V] along the path.
     """
     rows = tree.tokens.shape[0]
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
@@ -43,12 +45,12 @@ def walk_with_history(
     scores = torch.zeros(rows, tree.max_path, logits.shape[2], dtype=torch.float32, device=logits.device)
     for b in range(rows):
         node, path, ids, pick = 0, [0], history[b], tokens[b][0]
-        while active[b]:
+        while left[b] > 0:
             row = process(b, ids, logits[b, node].float())
             scores[b, len(path) - 1] = row
             pick = int(choose(row[None, None], None if uniform is None else uniform[b : b + 1, node : node + 1], ops))
             child = next((j for j in range(1, len(tokens[b])) if parents[b][j] == node and tokens[b][j] == pick), None)
-            if child is None or len(path) == tree.max_path:
+            if child is None or pick in ends or len(path) == min(tree.max_path, left[b]):
                 break
             node = child
             path.append(node)

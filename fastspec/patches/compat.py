@@ -93,6 +93,6 @@ def drop_capturing_hooks(model: nn.Module) -> None:
         module.__dict__.pop("_output_capturing_hooks_installed", None)
 
 
-def is_cuda_oom(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is torch's way of saying that memory has run out, on any device."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -16,9 +16,9 @@ from fastspec.generation.tree import TokenTree
 from fastspec.patches.adapters import adapter_for
 from fastspec.patches.assistants import resolve
 from fastspec.patches.cache import export_span, import_past
-from fastspec.patches.compat import fill_cache, is_cuda_oom, own_stop_strings, read_cache
+from fastspec.patches.compat import fill_cache, is_out_of_memory, own_stop_strings, read_cache
 from fastspec.patches.hf_model import HFModel
-from fastspec.patches.refusals import refuse_arguments, refuse_config, refuse_prompts
+from fastspec.patches.refusals import refuse_arguments, refuse_prepared, refuse_prompts
 from fastspec.patches.selection import Ending, Streaming, make_processors
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 
@@ -39,10 +39,9 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
     if assistant is None:
         return original(*args, **kwargs)
     decoding = resolve(assistant, session.resources, self)
-    refuse_arguments(kwargs)
     given = inspect.signature(type(self).generate).bind_partial(self, *args, **kwargs).arguments
     given = {name: value for name, value in (given | given.pop("kwargs", {})).items() if value is not self}
-    mask, shown = given.get("attention_mask"), given.get("streamer")  # a custom loop is not handed the streamer
+    refuse_arguments(given, self.generation_config)
 
     def custom(
         model: Any,
@@ -53,37 +52,33 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        refuse_config(generation_config, model_kwargs)
-        prepared = (logits_processor, stopping_criteria, generation_config, shown, model_kwargs)
-        call = _Call(model, session, decoding, input_ids, mask, *prepared)
-        call.handed_in = given.get("past_key_values") is not None
-        return call.run()
+        refuse_prepared(generation_config, model_kwargs)
+        return _Call(model, session, decoding, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs).run()
 
-    if given.get("custom_generate") is not None:
-        raise Unsupported("custom_generate and assistant both replace the decoding loop: pass one of them")
     with session.turn.taken():
         return original(**{**own_stop_strings(self, given), "custom_generate": custom})
 
 
 class _Call:
-    """One assisted call: what transformers prepared, as a Request, and the Outcome as transformers' output."""
+    """One assisted call: what transformers prepared, as a Request, and the Outcome as transformers' output.
+
+    `given` holds the user's own arguments by name, all else is what transformers made of them.
+    """
 
     def __init__(
-        self, model: Any, session: PatchSession, decoding: Any, ids: Tensor, mask: Tensor | None, processors: LogitsProcessorList,
-        criteria: Any, config: Any, streamer: Any, model_kwargs: dict[str, Any],
+        self, model: Any, session: PatchSession, decoding: Any, given: dict[str, Any], ids: Tensor, processors: LogitsProcessorList,
+        criteria: Any, config: Any, model_kwargs: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.model, self.session, self.decoding, self.config, self.streamer = model, session, decoding, config, streamer
+        self.model, self.session, self.decoding, self.config, self.processors = model, session, decoding, config, processors
         self.ids = ids.to(model.device)
-        self.handed_in = False  # whether the cache is the user's own, to be filled in place
+        self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
+        self.handed_in = given.get("past_key_values") is not None  # the cache is the user's own, to be filled in place
         self.cache = model_kwargs.get("past_key_values")
-        self.layers = model.config.get_text_config().num_hidden_layers
-        self.past = read_cache(self.cache, self.layers)
+        self.past = read_cache(self.cache, model.config.get_text_config().num_hidden_layers)
         self.past_length = 0 if self.past is None else self.past[0][0].shape[2]
-        rows = ids.shape[0]
-        self.keep = self._keep(mask, rows)
+        self.keep = self._keep(given.get("attention_mask"), ids.shape[0])
         refuse_prompts(model, self.ids, self.keep, self.past_length)
         self.ending = Ending(criteria, self.ids)
-        self.processors, self.criteria = processors, criteria
 
     def _keep(self, mask: Tensor | None, rows: int) -> Tensor:
         """Which of the past and prompt tokens are real, [B, past + new] bool."""
@@ -122,8 +117,8 @@ class _Call:
         try:
             target, drafter = self._parts(rows, capacity, taps)
             outcome = decode(target, drafter, request, self.session.ops, self.decoding.name)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if isinstance(error, FastSpecError) or not is_cuda_oom(error):
+        except RuntimeError as error:
+            if isinstance(error, FastSpecError) or not is_out_of_memory(error):
                 raise
             raise FastSpecError(
                 f"out of memory while decoding {rows} rows of up to {capacity} tokens on {self.model.device}: ask for fewer new tokens, "

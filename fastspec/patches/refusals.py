@@ -13,6 +13,7 @@ _ARGUMENTS = {
     "inputs_embeds": "an assistant drafts from token ids: pass input_ids",
     "position_ids": "positions follow from the attention mask: leave them out",
     "assistant_model": "transformers' assisted generation and assistant= exclude each other",
+    "custom_generate": "both replace the decoding loop",
     "negative_prompt_ids": "classifier-free guidance runs the model a second time per token",
     "synced_gpus": "the loop does not keep idle ranks running",
 }
@@ -28,16 +29,24 @@ _EXPECTED = {
 }  # fmt: skip
 
 
-def refuse_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse keyword arguments of `generate` that an assistant cannot honour."""
+def refuse_arguments(given: dict[str, Any], default: Any) -> None:
+    """Refuse what an assistant cannot honour among the arguments of `generate`, by name, and the settings that hold where they are
+    silent: those of the given generation_config, then of the model's own, `default`.
+
+    This comes before transformers acts on any of them: for a static cache, say, it leaves an attribute on the model.
+    """
     for name, why in _ARGUMENTS.items():
-        if kwargs.get(name) is not None and kwargs[name] is not False:
+        if given.get(name) is not None and given[name] is not False:
             raise Unsupported(f"{name} cannot be combined with assistant=: {why}")
-    _refuse_settings({name: kwargs[name] for name in _CONFIG if name in kwargs})  # before transformers acts on them
+    settings = {}
+    for name in _CONFIG:
+        held = (getattr(config, name, None) for config in (given.get("generation_config"), default))
+        settings[name] = given[name] if name in given else next((value for value in held if value is not None), None)
+    _refuse_settings(settings)
 
 
-def refuse_config(config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Refuse generation settings, wherever they came from, and model inputs besides tokens."""
+def refuse_prepared(config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Refuse model inputs besides tokens, and settings that a `generate` of the user's own has added on the way."""
     _refuse_settings({name: getattr(config, name, None) for name in _CONFIG})
     extra = sorted(name for name, value in model_kwargs.items() if name not in _EXPECTED and value is not None)
     if extra:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import threading
 from collections import deque
@@ -49,7 +50,7 @@ class Change:
 
 
 class Turn:
-    """One generate call at a time per model; a second thread waits, a nested call is refused. Copies start free."""
+    """One generate call at a time per model; a second thread waits, a nested call is refused. Deep copies start free."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -57,9 +58,6 @@ class Turn:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Turn:
         return Turn()
-
-    def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
-        return Turn, ()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -76,7 +74,11 @@ class Turn:
 
 @dataclass
 class PatchSession:
-    """Everything that fastspec knows of one patched model. It lives in the model's own `__dict__`, outside its modules."""
+    """Everything that fastspec knows of one patched model. It lives in the model's own `__dict__`, outside its modules.
+
+    A deep copy of the model is patched too, by a session of its own. A pickle, such as `torch.save(model)`, holds the model alone:
+    the session becomes None and `generate` the class's own, so that it loads as an ordinary model, with or without fastspec.
+    """
 
     ops: Ops
     resources: dict[str, Any]
@@ -85,6 +87,14 @@ class PatchSession:
     log: list[Change] = field(default_factory=list)
     turn: Turn = field(default_factory=Turn)
     calls: deque[Stats] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
+        twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.__dict__[name]` and log what was there."""
@@ -113,5 +123,6 @@ class PatchSession:
 
 
 def session_of(model: Any) -> PatchSession | None:
-    """The session of a patched model, or None."""
-    return getattr(model, "__dict__", {}).get(STATE)
+    """The session of a patched model, or None. A shallow copy of a model has its attributes and not its patch."""
+    found = getattr(model, "__dict__", {}).get(STATE)
+    return found if isinstance(found, PatchSession) and any(change.owner is model for change in found.log) else None

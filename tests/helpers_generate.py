@@ -1,0 +1,101 @@
+"""What the tests of `generate(assistant=...)` share: drafters of known quality, prompts, and the comparison with the unpatched model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers_models import tiny_head, tiny_model
+from torch import Tensor
+
+import fastspec
+from fastspec.generation.tree import TokenTree, Verdict
+
+LENGTH = 20
+NEVER = 1000  # an end token outside the vocabulary
+TREE = fastspec.Eagle3(depth=4, top_k=3, total_tokens=12)
+
+
+def bigram(seed: int = 0) -> Any:
+    """A target whose next token depends on the last one alone: its attention and feed-forward add nothing."""
+    model = tiny_model(seed=seed)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.mul_(2.0)
+    return model
+
+
+def seer(model: Any) -> Any:
+    """A head that knows a bigram target: each node attends to itself alone and outputs its token's normed embedding."""
+    head = tiny_head(model, num_key_value_heads=4, attention_bias=True, taps=(0,))
+    for parameter in (*head.fc.parameters(), *head.layers[0].self_attn.parameters(), head.layers[0].mlp.down_proj.weight):
+        parameter.zero_()
+    attention, eye = head.layers[0].self_attn, torch.eye(64)
+    attention.q_proj.bias.fill_(60.0)  # equal queries and keys: the rotary embedding makes distance 0 win by far
+    attention.k_proj.bias.fill_(60.0)
+    attention.v_proj.weight.copy_(torch.cat((eye, -eye), 1))  # the token's embedding, less the residual that is fed back
+    attention.o_proj.weight.copy_(eye)
+    return head
+
+
+MAKERS = {"random": (tiny_model, tiny_head), "bigram": (bigram, seer)}
+
+
+def prompts(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
+    """Left-padded prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids, mask = torch.zeros(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, width - length :] = torch.randint(6, 97, (length,), generator=generator)
+        mask[row, width - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def free(model: Any, inputs: dict[str, Tensor], count: int = LENGTH, **options: Any) -> list[list[int]]:
+    """What the unpatched model says when nothing ends it."""
+    width = inputs["input_ids"].shape[1]
+    return model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=NEVER, **options)[:, width:].tolist()
+
+
+def same(pair: tuple[Any, Any], assistant: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    plain, patched = pair
+    options = {"do_sample": False, "max_new_tokens": LENGTH, **options}
+    expected = plain.generate(**inputs, **options)
+    got = patched.generate(**inputs, **options, assistant=assistant)
+    assert got.tolist() == expected.tolist()
+    return expected
+
+
+def stats(patched: Any) -> Any:
+    return fastspec.report(patched).last
+
+
+class Oracle:
+    """A third party's assistant: chains of six tokens, right for the rows that it knows and wrong for the others."""
+
+    name, taps, nodes, max_path = "oracle", None, 7, 7
+
+    def __init__(self, texts: list[list[int]], known: set[int]) -> None:
+        self.texts, self.known = texts, known
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Any) -> Oracle:
+        self.place = torch.ones(rows, dtype=torch.long)
+        return self
+
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        self.root = root
+
+    def propose(self, extent: int) -> TokenTree:
+        drafts = []
+        for row, place in enumerate(self.place.tolist()):
+            ahead = (self.texts[row][place : place + 6] + [7] * 6)[:6]
+            drafts.append(ahead if row in self.known else [(token + 1) % 97 for token in ahead])
+        tokens = torch.cat((self.root[:, None], torch.tensor(drafts)), 1)
+        return TokenTree.from_parents(tokens, (torch.arange(7) - 1).clamp(min=0).expand(len(drafts), -1))
+
+    def observe(self, tree: TokenTree, verdict: Verdict, features: Tensor, active: Tensor, extent: int) -> None:
+        self.place += (verdict.accepted + 1) * active
+        self.root = torch.where(active, verdict.bonus, self.root)

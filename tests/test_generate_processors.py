@@ -1,0 +1,123 @@
+"""Logits processors, transformers' own and a user's, see and change what they would in plain decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers_generate import LENGTH, NEVER, Oracle, free, prompts, same, stats
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.4},
+        {"no_repeat_ngram_size": 2},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"encoder_repetition_penalty": 2.0},
+        {"suppress_tokens": [7, 8, 9]},
+        {"begin_suppress_tokens": list(range(6, 60))},
+        {"forced_eos_token_id": 7},
+        {"exponential_decay_length_penalty": (3, 1.5)},
+        {"renormalize_logits": True, "repetition_penalty": 1.2, "min_new_tokens": 4},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_built_in_processors(pair, assistant, options):
+    same(pair, assistant, prompts(6, 2, 9), **options)
+
+
+def test_bad_words_and_bias(pair, assistant):
+    inputs = prompts(6, 2)
+    texts = free(pair[0], inputs)
+    same(pair, assistant, inputs, bad_words_ids=[[texts[0][3]], texts[1][4:6], texts[0][6:9]])
+    same(pair, assistant, inputs, sequence_bias=[[[texts[0][2]], -9.0], [[11, 12], 6.0]])
+
+
+def test_prefix_allowed_tokens_sees_each_row_with_its_own_tokens(pair, assistant):
+    inputs = prompts(6, 6, 6)
+    starts = inputs["input_ids"].tolist()
+
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        assert ids[:6].tolist() == starts[row]
+        return [token for token in range(6, 96) if token % 3 == (row + int(ids[-1])) % 3]
+
+    same(pair, assistant, inputs, prefix_allowed_tokens_fn=allowed)
+
+
+class Shift(LogitsProcessor):
+    """A user's processor that looks at nothing but the scores."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.roll(1, -1)
+
+
+class Parity(LogitsProcessor):
+    """A user's processor that looks at the tokens so far and at the row, and writes in place."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        for row in range(input_ids.shape[0]):
+            scores[row, (int(input_ids[row].sum()) + row) % 2 :: 2] -= 5.0
+        return scores
+
+
+@pytest.mark.parametrize("processor", [Shift, Parity])
+def test_user_processors(pair, assistant, processor):
+    same(pair, assistant, prompts(5, 9, 2), logits_processor=LogitsProcessorList([processor()]))
+
+
+def test_stateful_user_processor_is_called_once_per_token(pair, assistant):
+    """For a single row the calls are those of plain decoding, so that even a processor that counts them agrees."""
+
+    class Counting(LogitsProcessor):
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            self.calls += 1
+            return scores.roll(self.calls % 3, -1)
+
+    texts = [model.generate(
+        **prompts(5), do_sample=False, max_new_tokens=LENGTH, eos_token_id=NEVER, logits_processor=[Counting()], **extra
+    ).tolist() for model, extra in zip(pair, ({}, {"assistant": assistant}), strict=True)]  # fmt: skip
+    assert texts[0] == texts[1]
+
+
+class Seen(LogitsProcessor):
+    """Writes down every prefix that it is asked about."""
+
+    def __init__(self) -> None:
+        self.prefixes: list[tuple[int, ...]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.prefixes += map(tuple, input_ids.tolist())
+        return scores
+
+
+def shown(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[list[list[int]], list[tuple[int, ...]]]:
+    """The texts of a model, and the prefixes that a processor saw, in order."""
+    seen = Seen()
+    out = model.generate(**inputs, do_sample=False, logits_processor=[seen], **options)
+    return out.tolist(), seen.prefixes
+
+
+@pytest.mark.parametrize("lengths", [(6,), (6, 3, 9)])
+@pytest.mark.parametrize("place", [1, 4, 7, LENGTH])
+@pytest.mark.parametrize("count", [1, 3, 8, LENGTH])
+def test_processors_see_no_prefix_that_plain_decoding_does_not_show_them(pair, lengths, place, count):
+    """Where a text ends inside a round, by an end token or by its length, the walk down a long right draft stops there."""
+    inputs, width, rows = prompts(*lengths), max(lengths), len(lengths)
+    texts = free(pair[0], inputs, 40)
+    ends = [row[place] for row in texts] if place < LENGTH else [NEVER]
+    options = {"max_new_tokens": count, "eos_token_id": ends}
+    expected, plain = shown(pair[0], inputs, **options)
+    got, seen = shown(pair[1], inputs, **options, assistant=Oracle(texts, set(range(rows))))
+    assert got == expected
+    said = [next((i + 1 for i, token in enumerate(row[width:]) if token in ends), len(row) - width) for row in expected]
+    wanted = {tuple(row[: width + i]) for row, length in zip(expected, said, strict=True) for i in range(length)}
+    assert set(seen) == wanted <= set(plain)
+    if rows == 1:
+        assert seen == plain
+    assert stats(pair[1]).rounds <= 1 + max(said) // 7
