@@ -20,7 +20,8 @@ PREFILL_CHUNK = 512
 
 
 class EagleDrafter:
-    """Draft state of one generate call: `rows` sequences, `capacity` tokens each.
+    """Draft state of one generate call: `rows` sequences, `capacity` tokens each. All of it is changed in place, so that a
+    captured round finds it again.
 
     A pair (token t+1, feature t) enters the head's cache once, with the target's true feature; tree nodes are fed with the
     head's own states and live in the provisional tail, from which nothing is kept.
@@ -45,7 +46,7 @@ class EagleDrafter:
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the prompt's pairs: ids [B, T], counts [B] real tokens, features [B, T, F], root [B] the first new token."""
-        self.root = root
+        self.root.copy_(root)
         following = torch.cat((ids[:, 1:], root[:, None]), 1)
         following = following.scatter(1, (counts - 1).clamp(min=0)[:, None], root[:, None])
         for start in range(0, ids.shape[1], PREFILL_CHUNK):
@@ -91,7 +92,7 @@ class EagleDrafter:
     def observe(self, tree: TokenTree, verdict: Verdict, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
         row = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
-        self.root = torch.where(active, verdict.bonus, self.root)
+        self.root.copy_(torch.where(active, verdict.bonus, self.root))
         counts = (verdict.accepted + 1) * active
         self._extend(verdict.tokens(tree), features[row, verdict.path], counts, self.cache.reserve(extent) + self.max_path)
 
@@ -102,7 +103,7 @@ class EagleDrafter:
         hidden = self._step(tokens, self.head.fuse(features.to(self.last.dtype), self.ops.linear), steps, steps, layout)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         newest = hidden[row, (counts - 1).clamp(min=0)]
-        self.last = torch.where((counts > 0)[:, None], newest, self.last)
+        self.last.copy_(torch.where((counts > 0)[:, None], newest, self.last))
         self.cache.grow(counts)
 
     def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, layout: object) -> Tensor:

@@ -1,0 +1,187 @@
+"""On CUDA: in fp32 the tokens of the unpatched model, the ops as on the CPU, and a round that waits for nothing and can be captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_generate import MAKERS, TREE, prompts
+from helpers_models import tiny_head, tiny_model
+from torch import Tensor
+
+import fastspec
+from fastspec.generation.eagle.drafter import EagleDrafter
+from fastspec.generation.tree import TokenTree
+from fastspec.generation.verify import choose, walk
+from fastspec.kernels import reference
+from fastspec.patches.adapters import ADAPTERS, adapter_for
+from fastspec.patches.backends import TORCH
+from fastspec.patches.hf_model import HFModel
+from fastspec.patches.session import session_of
+
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+EVERYWHERE = pytest.mark.parametrize("device", ["cpu", CUDA])
+ON_CUDA = pytest.mark.parametrize("device", [CUDA])
+
+
+def moved(inputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+@ON_CUDA
+@pytest.mark.parametrize("family", [*ADAPTERS, "gpt2", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
+def test_every_family_says_in_fp32_what_the_unpatched_model_says(family, assistant, device):
+    model = tiny_model(family).to(device)
+    inputs = moved(prompts(3, 9, 17), device)
+    options = {"do_sample": False, "max_new_tokens": 40}
+    expected = model.generate(**inputs, **options)
+    with fastspec.patched(model, eagle3=tiny_head(model).to(device)):
+        assert model.generate(**inputs, **options, assistant=assistant).tolist() == expected.tolist()
+    assert model.generate(**inputs, **options).tolist() == expected.tolist()
+
+
+@ON_CUDA
+def test_a_patched_model_may_move_to_the_device_and_samples_by_its_seed(device):
+    target, head = MAKERS["bigram"]
+    model = target()
+    fastspec.patch(model, eagle3=head(model))
+    model.to(device)
+    inputs, said = moved(prompts(5, 8), device), []
+    for _ in range(2):
+        torch.manual_seed(3)
+        said.append(model.generate(**inputs, do_sample=True, temperature=1.3, top_k=20, max_new_tokens=20, assistant=TREE).tolist())
+    assert said[0] == said[1]
+    assert fastspec.report(model).device.startswith("cuda") and fastspec.report(model).last.acceptance_length > 1.5
+
+
+@ON_CUDA
+def test_smollm2_in_fp32_says_what_transformers_says(device):
+    from fastspec.demo import PROMPTS, encode
+    from fastspec.models import SMOLLM2, load_model
+
+    model, tokenizer = load_model(SMOLLM2, device, torch.float32)
+    batches = [encode(tokenizer, text, device) for _, text in PROMPTS]
+    expected = [model.generate(**batch, do_sample=False, max_new_tokens=64).tolist() for batch in batches]
+    with fastspec.patched(model, eagle3=SMOLLM2):
+        assert [model.generate(**b, do_sample=False, max_new_tokens=64, assistant="eagle3").tolist() for b in batches] == expected
+
+
+class Rounds:
+    """A target and a drafter of one call, and the round as the loop runs it, on static buffers."""
+
+    def __init__(self, device: str) -> None:
+        target, head = MAKERS["bigram"]
+        self.model = target().to(device)
+        fastspec.patch(self.model, eagle3=head(self.model).to(device))
+        head = session_of(self.model).resources["eagle3"]
+        shape = TREE.shape(device)
+        self.extent, self.count, rows = 128, 0, 3
+        self.drafter = EagleDrafter(head, shape, rows=rows, capacity=self.extent, ops=TORCH)
+        self.target = HFModel(
+            self.model, adapter_for(self.model), rows=rows, capacity=self.extent, tail=shape.total_tokens, taps=head.config.taps, ops=TORCH
+        )
+        self.active = torch.ones(rows, dtype=torch.bool, device=device)
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(6, 97, (rows, 9), generator=generator).to(device)
+        self.counts = torch.tensor([9, 4, 7], device=device)
+
+    def begin(self) -> None:
+        self.target.cache.lengths.zero_()
+        self.drafter.cache.lengths.zero_()
+        logits, features = self.target.prefill(self.ids, self.counts)
+        self.drafter.begin(self.ids, self.counts, features, logits.argmax(-1))
+
+    def round(self) -> tuple[Tensor, Tensor]:
+        """One round -> the tokens that it emits [B, P], and how many of them are accepted drafts [B]."""
+        tree = self.drafter.propose(self.extent)
+        logits, features = self.target.score(tree, self.extent)
+        verdict = walk(tree, choose(logits, None, TORCH), TORCH)
+        self.target.commit(verdict, self.active)
+        self.drafter.observe(tree, verdict, features, self.active, self.extent)
+        return verdict.tokens(tree), verdict.accepted
+
+    def texts(self, step, rounds: int) -> list[list[int]]:
+        """What each row says in some rounds, its first token included."""
+        said = [[token] for token in self.drafter.root.tolist()]
+        for _ in range(rounds):
+            tokens, accepted = step()
+            for row, (line, count) in enumerate(zip(tokens.tolist(), accepted.tolist(), strict=True)):
+                said[row] += line[: count + 1]
+        return said
+
+    def plain(self, count: int) -> list[list[int]]:
+        """The same from the model's own forward, one token after another."""
+        said = []
+        for row, real in enumerate(self.counts.tolist()):
+            ids = self.ids[row : row + 1, :real]
+            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=1000)
+            said.append(out[0, real:].tolist())
+        return said
+
+
+@EVERYWHERE
+@torch.no_grad()
+def test_rounds_on_static_buffers(device):
+    rounds = Rounds(device)
+    rounds.begin()
+    said = rounds.texts(rounds.round, 6)
+    assert [row[:12] for row in said] == [row[:12] for row in rounds.plain(12)] and min(map(len, said)) >= 12
+
+
+@ON_CUDA
+@torch.no_grad()
+def test_a_round_waits_for_nothing(device):
+    rounds = Rounds(device)
+    rounds.begin()
+    rounds.round()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rounds.round()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@ON_CUDA
+@torch.no_grad()
+def test_a_captured_round_says_the_same(device):
+    rounds = Rounds(device)
+    rounds.begin()
+    expected = rounds.texts(rounds.round, 6)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        rounds.round()  # warm-up: cuBLAS takes its workspace
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = rounds.round()
+    rounds.begin()
+
+    def replay() -> tuple[Tensor, Tensor]:
+        graph.replay()
+        return out
+
+    assert rounds.texts(replay, 6) == expected
+
+
+@ON_CUDA
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_ops_agree_with_the_cpu(dtype, device):
+    generator = torch.Generator().manual_seed(1)
+    nodes, prefix, size = 63, torch.tensor([5, 40]), 16
+    parents = torch.stack([torch.tensor([0, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes))])] * 2)
+    tree = TokenTree.from_parents(torch.randint(0, 9, (2, nodes), generator=generator), parents)
+    q = torch.randn(2, nodes, 6, size, generator=generator).to(dtype)
+    k, v = (torch.randn(2, 2, 110, size, generator=generator).to(dtype) for _ in range(2))
+    picks = torch.randint(0, 9, (2, nodes), generator=generator)
+    walked, attended = [], []
+    for where in ("cpu", device):
+        layout = reference.attention_layout(prefix.to(where), tree.ancestors.to(where), nodes, nodes, 105, 3)
+        wide = torch.float32 if where == "cpu" else dtype
+        attended.append(reference.tree_attention(*(x.to(where, wide) for x in (q, k, v)), layout, 0.25).cpu().float())
+        walked.append([x.cpu() for x in reference.posterior_walk(*(x.to(where) for x in (tree.tokens, parents, picks)), 9)])
+    assert all(torch.equal(a, b) for a, b in zip(*walked, strict=True))
+    # Outputs are means of values of size 1; the weights and the result are rounded to dtype, and fp32 sums over 105 slots are off by less.
+    bound = 8 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    assert float((attended[0] - attended[1]).abs().max()) < bound
