@@ -67,25 +67,27 @@ def inspect(
     path: Annotated[str, typer.Argument(help="Directory, hub id or shipped name of a head.")],
     target: Annotated[str | None, typer.Option(help="Model to check the head against; only its configuration is read.")] = None,
     probe: Annotated[bool, typer.Option(help="Run the target, and measure which reading of ambiguous flags drafts best.")] = False,
+    probe_prompt: Annotated[str | None, typer.Option(help="Prompt of --probe; the demo's first by default.")] = None,
 ) -> None:
     """Say how a head's checkpoint is read, and whether it fits a target. Exit status 1 where it does not."""
     from fastspec.models import load_config, load_model
-    from fastspec.patches.heads import inspect_head, probe_head
+    from fastspec.patches.heads import inspect_head
 
     if probe and target is None:
         raise typer.BadParameter("--probe runs the target: name it with --target", param_hint="--probe")
-    model = load_model(target)[0] if target and probe else load_config(target) if target else None
+    if probe_prompt is not None and not probe:
+        raise typer.BadParameter("the prompt is for --probe: give that too", param_hint="--probe-prompt")
+    model: Any = None
+    tokenizer: Any = None
+    if target is not None:
+        model, tokenizer = load_model(target) if probe else (load_config(target), None)
     console = Console(highlight=False)
     found = inspect_head(path, model)
     console.print(_grid(("", ""), [(name, str(value)) for name, value in found.rows()]))
     if found.misfits:
         raise typer.Exit(1)
     if probe:
-        readings = [
-            (f"{r.agreement:.1%}", f"{r.rope_theta:g}", str(r.taps), str(r.norm_before_residual), "as declared" if r.declared else "")
-            for r in probe_head(path, model)
-        ]
-        console.print(_grid(("agreement", "rope_theta", "taps", "norm_before_residual", ""), readings))
+        console.print(_probe(path, model, tokenizer, probe_prompt))
 
 
 @app.command()
@@ -95,7 +97,7 @@ def train(
     prompts: Annotated[str | None, typer.Option(help="jsonl file with `prompt` or `turns` in each row.")] = None,
     answers: Annotated[list[str] | None, typer.Option(help="npz file of the target's answers; without one it answers first.")] = None,
     heldout: Annotated[str | None, typer.Option(help="jsonl file of prompts, or npz file, for validation.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Passes over the texts.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the texts, 10 by default; 0: as many as `--minutes` allow.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Minutes of training, where time is to end the run.")] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that the head can draft.")] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Width of the head's MLP; the target's by default.")] = None,
@@ -104,7 +106,12 @@ def train(
     ttt_steps: Annotated[int | None, typer.Option(help="Draft steps unrolled in training.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     new_tokens: Annotated[int | None, typer.Option(help="Longest answer that the target gives to a prompt.")] = None,
-    follow_ups: Annotated[bool | None, typer.Option(help="Add later turns to the conversations.")] = None,
+    sampled_share: Annotated[float | None, typer.Option(help="Share of the answers that are sampled; the rest is greedy.")] = None,
+    continue_cut: Annotated[bool | None, typer.Option(help="Add: go on where answers were cut.")] = None,
+    second_answers: Annotated[bool | None, typer.Option(help="Add: greedy answers to prompts that have a sampled one.")] = None,
+    follow_ups: Annotated[bool | None, typer.Option(help="Add: second turns to finished conversations.")] = None,
+    enlarge_minutes: Annotated[float | None, typer.Option(help="Minutes for making what the three options above add.")] = None,
+    stop_after: Annotated[float | None, typer.Option(help="End this command after so many minutes; the same command goes on.")] = None,
     mixed_precision: Annotated[str | None, typer.Option(help="no, bf16 or fp16.")] = None,
     compile: Annotated[bool | None, typer.Option(help="Compile the unrolled head.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of shuffling and of the weights.")] = None,
@@ -113,17 +120,32 @@ def train(
     """Train an EAGLE-3 head. What is left out keeps the default of `fastspec.training.TrainConfig`; see docs/training.md."""
     given = {name: value for name, value in locals().items() if value is not None and value != []}
     from fastspec import training
-    from fastspec.models import SMOLLM2, smollm2_gguf
 
-    if target == SMOLLM2:
-        given["target"] = str(smollm2_gguf())
     if answers:
         given["answers"] = tuple(answers)
     try:
         config = training.TrainConfig(**given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo(f"head written to {training.train(config)}")
+    folder = training.train(config)
+    typer.echo(f"head written to {folder}" if folder else f"stopped, not done: run the same command again to go on in {output}")
+
+
+def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None) -> Table:
+    """How well each reading of a head drafts the target's greedy answer to a prompt."""
+    from fastspec.demo import PROMPTS, encode
+    from fastspec.patches.heads import probe_head
+
+    ids = encode(tokenizer, PROMPTS[0][1] if prompt is None else prompt, model.device)["input_ids"]
+    try:
+        rows = probe_head(path, model, ids)
+    except ValueError as error:  # the prompt is empty, or the target has no answer to it
+        raise typer.BadParameter(str(error), param_hint="--probe-prompt") from error
+    readings = [
+        (f"{r.agreement:.1%}", f"{r.rope_theta:g}", str(r.taps), str(r.norm_before_residual), "as declared" if r.declared else "")
+        for r in rows
+    ]
+    return _grid(("agreement", "rope_theta", "taps", "norm_before_residual", ""), readings)
 
 
 def _grid(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:

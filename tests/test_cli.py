@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fastspec.cli import app
-from fastspec.demo import MarkedStreamer, Result, Run
+from fastspec.demo import PROMPTS, MarkedStreamer, Result, Run
+from fastspec.patches import heads
 
 HEAD = "smollm2-135m-instruct"
 
@@ -47,6 +49,8 @@ def test_demo_json_is_one_object_on_stdout_and_nothing_else() -> None:
         (["demo", "--model", "no-such-file.gguf", "--head", HEAD], 1, "no such GGUF file"),
         (["demo", "--model", "no/such-model-anywhere", "--head", HEAD], 1, "no/such-model-anywhere"),
         (["inspect", "no/such-head-anywhere"], 1, "no/such-head-anywhere"),
+        (["inspect", HEAD, "--probe"], 2, "--target"),
+        (["inspect", HEAD, "--probe-prompt", "Hello"], 2, "--probe"),
         (["nonsense"], 2, "nonsense"),
     ],
 )
@@ -68,6 +72,37 @@ def test_inspect_names_the_dialect_of_the_shipped_head() -> None:
     done = run("inspect", HEAD)
     assert done.exit_code == 0, done.output
     assert "EAGLE-3" in done.output and "specforge" in done.output
+
+
+@pytest.mark.parametrize("prompt", [None, "Name three rivers."])
+@pytest.mark.parametrize("template", [True, False])
+def test_probe_measures_on_the_answer_to_a_prompt(smollm2, monkeypatch, prompt: str | None, template: bool) -> None:
+    seen, real = [], heads.probe_head
+
+    def probe_head(path: str, model: Any, ids: torch.Tensor) -> Any:
+        seen.append(smollm2[1].decode(ids[0]))
+        return real(path, model, ids)
+
+    monkeypatch.setattr("fastspec.models.load_model", lambda name: smollm2)
+    monkeypatch.setattr(heads, "probe_head", probe_head)
+    monkeypatch.setattr(heads, "PROBE_TOKENS", 4)
+    monkeypatch.setattr(heads, "_readings", lambda checkpoint, layers: [checkpoint])
+    if not template:
+        monkeypatch.setattr(smollm2[1], "chat_template", None)
+    done = run("inspect", HEAD, "--target", "any", "--probe", *(("--probe-prompt", prompt) if prompt else ()))
+    assert done.exit_code == 0, done.output
+    assert "agreement" in done.output and "as declared" in done.output
+    text = prompt or PROMPTS[0][1]
+    assert text in seen[0]
+    assert ("<|im_start|>assistant" in seen[0]) == template and (seen[0] == text) != template
+
+
+def test_probe_says_what_is_wrong_with_an_empty_prompt(smollm2, monkeypatch) -> None:
+    monkeypatch.setattr("fastspec.models.load_model", lambda name: smollm2)
+    monkeypatch.setattr(smollm2[1], "chat_template", None)
+    done = run("inspect", HEAD, "--target", "any", "--probe", "--probe-prompt", "")
+    assert done.exit_code == 2
+    assert "--probe-prompt" in done.output and "Traceback" not in done.output
 
 
 def test_accepted_tokens_are_marked_and_the_text_is_whole(smollm2) -> None:

@@ -1,111 +1,225 @@
-"""Training on the CPU: a small target that can be learned, a head that learns it, and a run that goes on where it stopped."""
+"""Training on the CPU: a head that learns a small target, calls that go on where the last one stopped, and two processes."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import LlamaConfig, LlamaForCausalLM
+from helpers_training import settings, small_target, small_texts, small_tokenizer, write_prompts
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
 
-from fastspec.training.config import TrainConfig
-from fastspec.training.data import Texts, draft_vocabulary, plan_batches
-from fastspec.training.regenerate import answer
+from fastspec.cli import app
+from fastspec.errors import Unsupported
+from fastspec.generation.eagle.head import EagleHead
+from fastspec.training import entry, train
+from fastspec.training.data import Texts
+from fastspec.training.shards import Clock, OutOfTime
+from fastspec.training.target import SOFTEN, TargetReader, head_for, start_from_target
 from fastspec.training.trainer import Trainer
+from fastspec.training.ttt import TrainingTimeTest
 
-VOCAB = 128
-
-
-def small_target(seed: int = 0) -> LlamaForCausalLM:
-    """A Llama whose next token follows mostly from the last one: its LM head is tied to a shifted embedding."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    embed = torch.randn(VOCAB, 64)
-    model.model.embed_tokens.weight.copy_(embed)
-    follow = torch.randperm(VOCAB)
-    model.lm_head.weight[follow] = embed * 0.3
-    return model
-
-
-def small_texts(model: LlamaForCausalLM, count: int, config: TrainConfig) -> Texts:
-    rng = np.random.default_rng(count)
-    prompts = [rng.integers(2, VOCAB, size=int(rng.integers(9, 20))).tolist() for _ in range(count)]
-    return answer(model, prompts, rng.random(count) < 0.5, config, eos=None)
-
-
-def settings(folder: Path, **changes: object) -> TrainConfig:
-    base = {
-        "target": "small", "output": str(folder), "answers": ("none",), "draft_vocab_size": 96, "intermediate_size": 64, "epochs": 6.0,
-        "batch_tokens": 512, "length_multiple": 16, "max_length": 256, "ttt_steps": 4, "learning_rate": 3e-3, "warmup_steps": 5,
-        "mixed_precision": "no", "new_tokens": 32, "checkpoint_every": 0, "validate_every": 0, "progress": False,
-    }  # fmt: skip
-    return TrainConfig(**{**base, **changes})  # type: ignore[arg-type]
+Material = tuple[LlamaForCausalLM, Texts, Texts]
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Texts, Texts]:
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     model = small_target()
     config = settings(tmp_path_factory.mktemp("texts"))
     return model, small_texts(model, 160, config), small_texts(model, 24, config)
 
 
-def test_acceptance_rises(material: tuple[LlamaForCausalLM, Texts, Texts], tmp_path: Path) -> None:
-    model, texts, heldout = material
-    trainer = Trainer(settings(tmp_path), model, texts, heldout, Accelerator(cpu=True))
+def same_state(one: Path, two: Path) -> None:
+    """The heads and optimisers of two runs are equal to the bit, and so are the steps."""
+    a, b = (torch.load(folder / "state.pt", weights_only=True) for folder in (one, two))
+    assert a["progress"]["step"] == b["progress"]["step"] > 0
+    torch.testing.assert_close(a["head"], b["head"], rtol=0, atol=0)
+    torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], rtol=0, atol=0)
+
+
+def test_acceptance_rises(material: Material, tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path), *material, Accelerator(cpu=True))
     before = trainer.validate()["top1"]
     trainer.run()
-    after = trainer.validate()["top1"]
-    print(before, after)
-    assert after > before + 0.5
-    assert {p.name for p in tmp_path.iterdir()} >= {"model.safetensors", "config.json", "README.md", "state.pt"}
+    assert trainer.validate()["top1"] > before + 0.5
+    assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors", "config.json", "README.md", "state.pt", "log.jsonl"}
 
 
-def test_resumed_run_equals_one_run(material: tuple[LlamaForCausalLM, Texts, Texts], tmp_path: Path) -> None:
-    model, texts, heldout = material
-    one = Trainer(settings(tmp_path / "one", epochs=1.0), model, texts, heldout, Accelerator(cpu=True))
+def test_start_is_better_than_guessing_and_than_the_target_as_it_is(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    text = "The tides follow the moon: its pull raises the sea on the near side, and on the far side the water is left a little behind."
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    vocabulary = torch.arange(10240)
+    head = EagleHead(head_for(model, draft_vocab_size=10240, hidden_size=None, intermediate_size=None, taps=()))
+    torch.manual_seed(0)
+    start_from_target(head, model, vocabulary)
+    head.bind(model.get_input_embeddings(), None)
+    teacher = TargetReader(model, head.config.taps, vocabulary).read(ids, torch.arange(1, ids.shape[1]))
+    unrolled = TrainingTimeTest(head, 7, 0.8)
+    with torch.no_grad():
+        losses = unrolled(ids, teacher)[1]
+        head.norm.weight.div_(SOFTEN)
+        assert losses.max() < math.log(10240) and losses.mean() < 0.7 * unrolled(ids, teacher)[1].mean()
+
+
+def test_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> None:
+    one = Trainer(settings(tmp_path / "one", epochs=2.5), *material, Accelerator(cpu=True))
     one.run()
-    first = Trainer(settings(tmp_path / "two", epochs=1.0), model, texts, heldout, Accelerator(cpu=True))
-    first.run(limit=0.3)
-    stopped = first.progress.step
-    second = Trainer(settings(tmp_path / "two", epochs=1.0), model, texts, heldout, Accelerator(cpu=True))
-    assert second.progress.step == stopped
+    steps = [0]
+    while True:
+        part = Trainer(settings(tmp_path / "two", epochs=2.5), *material, Accelerator(cpu=True))
+        assert part.progress.step == steps[-1], "a stopped run is taken up at its last step"
+        if part.run(limit=0.3).done(part.config) >= 1:
+            break
+        steps.append(part.progress.step)
+    assert len(steps) > 2
+    same_state(tmp_path / "one", tmp_path / "two")
+
+
+def test_killed_run_goes_on_from_its_last_checkpoint(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Trainer(settings(tmp_path / "one", epochs=2.0), *material, Accelerator(cpu=True)).run()
+    config = settings(tmp_path / "two", epochs=2.0, checkpoint_minutes=1e-9)
+    killed = Trainer(config, *material, Accelerator(cpu=True))
+    step = killed.step
+
+    def die(batch: Any) -> dict[str, Any]:
+        if killed.progress.step == 7:
+            raise KeyboardInterrupt
+        return step(batch)
+
+    monkeypatch.setattr(killed, "step", die)
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    second = Trainer(config, *material, Accelerator(cpu=True))
+    assert second.progress.step == 7
     second.run()
-    assert second.progress.step == one.progress.step
-    for a, b in zip(one.head.parameters(), second.head.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    same_state(tmp_path / "one", tmp_path / "two")
+    rows = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows}), "no row is logged twice"
 
 
-def test_answers_equal_generate() -> None:
-    model = small_target(3)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, VOCAB, size=n).tolist() for n in (1, 7, 12, 5)]
-    config = settings(Path("unused"), new_tokens=40)
-    texts = answer(model, prompts, np.zeros(4, bool), config, eos=1)
-    for index, prompt in enumerate(prompts):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=1, pad_token_id=0)[0].tolist()
-        assert texts.text(index)[0].tolist() == expected
+def test_minutes_count_over_calls(material: Material, tmp_path: Path) -> None:
+    config = settings(tmp_path, epochs=0.0, minutes=0.02)
+    first = Trainer(config, *material, Accelerator(cpu=True))
+    assert first.run(limit=0.5).done(config) < 1
+    second = Trainer(config, *material, Accelerator(cpu=True))
+    assert second.progress.seconds == first.progress.seconds >= 0.5
+    assert second.run().seconds < 3
 
 
-def test_texts_survive_saving(tmp_path: Path) -> None:
-    texts = Texts.of([([1, 2, 3], [False, True, True]), ([4], [False]), ([5, 60000], [False, True])])
-    texts.save(tmp_path / "x.npz")
-    again = Texts.load(tmp_path / "x.npz")
-    for name in ("tokens", "lengths", "answer"):
-        np.testing.assert_array_equal(getattr(texts, name), getattr(again, name))
-    vocabulary, share = draft_vocabulary(again, 2, 60001)
-    assert vocabulary.tolist() == [2, 3] and share == pytest.approx(2 / 3)
+def test_other_texts_or_sizes_are_refused_on_resuming(material: Material, tmp_path: Path) -> None:
+    model, texts, heldout = material
+    Trainer(settings(tmp_path, epochs=0.2), *material, Accelerator(cpu=True)).run()
+    with pytest.raises(Unsupported, match="batch_tokens 512"):
+        Trainer(settings(tmp_path, batch_tokens=256), *material, Accelerator(cpu=True))
+    with pytest.raises(Unsupported, match="texts"):
+        Trainer(settings(tmp_path), model, heldout, texts, Accelerator(cpu=True))
+    assert Trainer(settings(tmp_path, batch_tokens=256, resume=False), *material, Accelerator(cpu=True)).progress.step == 0
 
 
-def test_plan_covers_every_text_once() -> None:
-    lengths = np.random.default_rng(1).integers(1, 300, size=257)
-    groups = plan_batches(lengths, 1024, 64, np.random.default_rng(0))
-    assert sorted(np.concatenate(groups).tolist()) == list(range(257))
-    for group in groups:
-        width = -(-lengths[group].max() // 64) * 64
-        assert len(group) == 1 or width * len(group) <= 1024
+def whole_run(tmp_path: Path, output: str, **changes: object) -> Any:
+    prompts, heldout = write_prompts(tmp_path / "prompts.jsonl", 60), write_prompts(tmp_path / "heldout.jsonl", 8)
+    kinds = {"continue_cut": True, "second_answers": True, "follow_ups": True}
+    options = {"answers": (), "prompts": prompts, "heldout": heldout, "shard_texts": 16, "epochs": 2.0, **kinds}
+    return settings(tmp_path / output, **{**options, **changes})
+
+
+def test_one_command_called_until_it_is_done_equals_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = small_target(1, peak=0.08), small_tokenizer()
+    assert train(whole_run(tmp_path, "one"), target=model, tokenizer=tokenizer) == tmp_path / "one"
+
+    class Stub(Clock):
+        """Ends a call after so many shards, or so many seconds of training."""
+
+        def __init__(self, shards: int, seconds: float) -> None:
+            super().__init__()
+            self.shards, self.seconds = shards, seconds
+
+        def left(self) -> float:
+            return self.seconds
+
+        def need(self, seconds: float) -> None:
+            self.shards -= 1
+            if self.shards < 0:
+                raise OutOfTime
+
+    config, rows = whole_run(tmp_path, "two"), []
+    clocks = [Stub(2, 1e9), Stub(5, 1e9), Stub(99, 0.1), Stub(0, 1e9)]
+    for clock in clocks:
+        monkeypatch.setattr(entry, "Clock", lambda minutes, clock=clock: clock)
+        done = train(config, target=model, tokenizer=tokenizer, report=rows.append)
+        assert (done is None) == (clock is not clocks[-1])
+    same_state(tmp_path / "one", tmp_path / "two")
+    for name in ("continue_cut", "second_answers", "follow_ups"):
+        assert any(row.get("added") == name and row["new_tokens"] > 0 for row in rows)
+    log = (tmp_path / "two" / "log.jsonl").read_text()
+    assert train(config, target=model, tokenizer=tokenizer) == tmp_path / "two", "a run that is done stays done"
+    assert (tmp_path / "two" / "log.jsonl").read_text() == log and "validation" in log
+    with pytest.raises(Unsupported, match=r"new_tokens 32 \(now 16\)"):
+        train(whole_run(tmp_path, "two", new_tokens=16), target=model, tokenizer=tokenizer)
+
+
+def test_the_command_trains_a_saved_model(tmp_path: Path) -> None:
+    small_target().save_pretrained(tmp_path / "model")
+    small_tokenizer().save_pretrained(tmp_path / "model")
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 40)
+    options = {
+        "target": tmp_path / "model", "prompts": prompts, "output": tmp_path / "head", "epochs": 1, "new-tokens": 16, "max-length": 128,
+        "batch-tokens": 512, "draft-vocab-size": 96, "mixed-precision": "no", "enlarge-minutes": 1,
+    }  # fmt: skip
+    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    arguments += ["train", "--continue-cut", "--second-answers", "--follow-ups"][1:]
+    stopped = CliRunner().invoke(app, ["train", *arguments, "--stop-after", "0.00001"])
+    assert stopped.exit_code == 0 and "run the same command again" in stopped.output, stopped.output
+    done = CliRunner().invoke(app, ["train", *arguments])
+    assert done.exit_code == 0 and "head written to" in done.output, done.output
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path / "head"), "--target", str(tmp_path / "model")]).exit_code == 0
+    missing = CliRunner().invoke(app, ["train", *arguments, "--heldout", "no-such.jsonl"])
+    assert missing.exit_code == 1 and "no-such.jsonl: no such file" in missing.output
+
+
+TWO = """
+import sys, torch
+from pathlib import Path
+sys.path[:0] = [sys.argv[1]]
+torch.set_num_threads(1)
+from helpers_training import small_target, small_tokenizer
+from test_training import whole_run
+from fastspec.training import train
+from fastspec.training.trainer import Trainer
+seen, losses, step = [], [], Trainer.step
+def noted(self, batch):
+    self.rank, self.last = self.accelerator.process_index, step(self, batch)
+    seen.append(batch.ids.tolist()), losses.append(float(self.last["loss"]))
+    noted.trainer = self
+    return self.last
+Trainer.step = noted
+folder = Path(sys.argv[2])
+found = train(whole_run(folder, "head"), target=small_target(1, peak=0.08), tokenizer=small_tokenizer())
+trainer = noted.trainer
+torch.save([seen, losses, trainer.head.state_dict(), str(found)], folder / f"rank{trainer.rank}.pt")
+"""
+
+
+def test_two_processes_share_the_batches_and_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO)
+    whole_run(tmp_path, "head")  # writes the prompts before two processes do
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, str(tmp_path / "two.py"), str(Path(__file__).parent), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "ACCELERATE_USE_CPU": "true"})
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (seen0, losses0, head0, _), (seen1, _, head1, where) = (torch.load(tmp_path / f"rank{i}.pt") for i in (0, 1))
+    assert where == str(tmp_path / "head")
+    assert len(seen0) == len(seen1) > 4
+    half = len(seen0) // 2
+    assert not [batch for batch in seen0[:half] if batch in seen1[:half]], "within one pass the processes see different batches"
+    torch.testing.assert_close(head0, head1, rtol=0, atol=0)
+    assert sum(losses0[-3:]) < sum(losses0[:3])

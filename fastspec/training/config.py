@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ENLARGEMENTS = ("continue_cut", "second_answers", "follow_ups")
+"""The fields that add texts, in the order in which they are made."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """One run that trains an EAGLE-3 head.
 
     `target` is a folder, a hub id or a .gguf file; `prompts` a jsonl file (`prompt` or `turns` in each row). `answers` are npz files of
-    the target's own answers (`ids`, `lengths`, `tokens`), or of whole texts as `Texts.save` writes them; empty means that the target
-    answers the prompts first. `heldout` is a jsonl file of prompts, or an npz of texts, for validation; empty holds 1 % of the texts
-    back. The run ends after `epochs` or after `minutes` of training, whichever comes first (0 means no such bound), and the learning
-    rate falls along a cosine over it. `hidden_size`, `intermediate_size` 0 and `taps` empty mean the target's.
+    the target's own answers (`ids`, `lengths`, `tokens`, and `greedy` where it is known), or of whole texts as `Texts.save` writes them;
+    empty means that the target answers the prompts first, up to `new_tokens` each, a `sampled_share` of them by sampling. `heldout` is
+    a jsonl file of prompts, or an npz of texts, for validation; empty holds 1 % of the texts back. `hidden_size`, `intermediate_size` 0
+    and `taps` empty mean the target's.
+
+    Three switches enlarge the texts, whichever way they came, within `enlarge_minutes` in all (0 means no bound):
+    `continue_cut` lets the target go on, by up to `new_tokens`, where an answer stops without an end token, greedily where the first
+    part is known to be greedy; `second_answers` adds a greedy answer to every prompt whose answer is not known to be greedy;
+    `follow_ups` appends another prompt's first turn to finished conversations, a `sampled_share` of them answered by sampling.
+
+    The run ends after `epochs` or after `minutes` of training, whichever comes first (0 means no such bound), and the learning rate
+    falls along a cosine over it. `stop_after` ends one call after about so many minutes, to be taken up by the same call; `minutes`
+    and `enlarge_minutes` count over all calls. Texts are saved every `shard_texts`, the training state every `checkpoint_minutes`
+    (0: only at the end).
     """
 
     target: str
@@ -46,10 +59,15 @@ class TrainConfig:
     sampled_share: float = 0.5
     temperature: float = 0.8
     top_p: float = 0.95
+    continue_cut: bool = False
+    second_answers: bool = False
     follow_ups: bool = False
+    enlarge_minutes: float = 0.0
+    shard_texts: int = 2048
 
     resume: bool = True
-    checkpoint_every: int = 1000
+    stop_after: float = 0.0
+    checkpoint_minutes: float = 2.0
     validate_every: int = 1000
     heldout_texts: int = 400
     progress: bool = True
@@ -57,9 +75,16 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.prompts and not self.answers:
             raise ValueError("give `prompts` (a jsonl file), or `answers` (npz files of whole texts), to train on")
-        for name in ("draft_vocab_size", "batch_tokens", "length_multiple", "max_length", "ttt_steps", "new_tokens"):
+        if self.follow_ups and not self.prompts:
+            raise ValueError("`follow_ups` takes its questions from the prompts: give `prompts` (a jsonl file) too")
+        for name in ("draft_vocab_size", "batch_tokens", "length_multiple", "max_length", "ttt_steps", "new_tokens", "shard_texts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be 0 (no bound) or more")
+        if self.new_tokens >= self.max_length:
+            raise ValueError(f"TrainConfig.new_tokens is {self.new_tokens}, no room for a prompt in max_length {self.max_length}")
         if self.epochs <= 0 and self.minutes <= 0:
             raise ValueError("set `epochs` or `minutes` above 0: one of them ends the run")
         if self.mixed_precision not in ("no", "bf16", "fp16"):

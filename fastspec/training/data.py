@@ -12,16 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastspec.errors import Unsupported
+
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Conversations: `tokens` concatenated, `lengths` of each, and `answer`, True where the target itself wrote the token."""
+    """N conversations: `tokens` concatenated int32, `lengths` [N] int32, `answer`, True where the target itself wrote the token, and
+    `greedy` [N], True where its answer is known to be greedy."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     answer: np.ndarray
+    greedy: np.ndarray
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -31,33 +35,34 @@ class Texts:
         return np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Texts:
-        """From (tokens, answer mask) of each conversation."""
+    def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[bool]]], greedy: np.ndarray | None = None) -> Texts:
+        """From (tokens, answer mask) of each conversation; without `greedy` none is known to be."""
         lengths = np.array([len(t) for t, _ in pairs], dtype=np.int32)
+        greedy = np.zeros(len(pairs), bool) if greedy is None else np.asarray(greedy, dtype=bool)
         if not len(lengths):
-            return cls(np.zeros(0, np.int32), lengths, np.zeros(0, bool))
+            return cls(np.zeros(0, np.int32), lengths, np.zeros(0, bool), greedy)
         tokens = np.concatenate([np.asarray(t, dtype=np.int32) for t, _ in pairs])
-        return cls(tokens, lengths, np.concatenate([np.asarray(m, dtype=bool) for _, m in pairs]))
+        return cls(tokens, lengths, np.concatenate([np.asarray(m, dtype=bool) for _, m in pairs]), greedy)
 
     @classmethod
     def join(cls, parts: Sequence[Texts]) -> Texts:
         """Several sets after one another."""
-        fields = ("tokens", "lengths", "answer")
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields))
+        fields = ("tokens", "lengths", "answer", "greedy")
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields)) if parts else cls.of([])
 
     @classmethod
     def load(cls, path: str | Path) -> Texts:
-        """Read what `save` wrote."""
+        """Read what `save` wrote; in a file without `greedy` no answer is known to be."""
         with np.load(path) as z:
-            tokens = z["tokens"].astype(np.int32)
-            return cls(tokens, z["lengths"].astype(np.int32), np.unpackbits(z["answer"], count=len(tokens)).astype(bool))
+            tokens, lengths = z["tokens"].astype(np.int32), z["lengths"].astype(np.int32)
+            greedy = z["greedy"].astype(bool) if "greedy" in z else np.zeros(len(lengths), bool)
+            return cls(tokens, lengths, np.unpackbits(z["answer"], count=len(tokens)).astype(bool), greedy)
 
-    def save(self, path: str | Path) -> None:
-        """Write a compressed npz: tokens (uint16 where they fit), lengths, answer (bits)."""
+    def save(self, path: str | Path, **more: Any) -> None:
+        """Write a compressed npz: tokens (uint16 where they fit), lengths, answer (bits), greedy, and the arrays of `more`."""
         small = self.tokens.size == 0 or self.tokens.max() < 2**16
-        np.savez_compressed(
-            path, tokens=self.tokens.astype(np.uint16 if small else np.int32), lengths=self.lengths, answer=np.packbits(self.answer)
-        )
+        tokens = self.tokens.astype(np.uint16 if small else np.int32)
+        np.savez_compressed(path, tokens=tokens, lengths=self.lengths, answer=np.packbits(self.answer), greedy=self.greedy, **more)
 
     def text(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, answer mask) of one conversation."""
@@ -67,41 +72,50 @@ class Texts:
     def select(self, keep: np.ndarray) -> Texts:
         """The conversations whose entry in `keep` (bool) is True."""
         flat = np.repeat(keep, self.lengths)
-        return Texts(self.tokens[flat], self.lengths[keep], self.answer[flat])
+        return Texts(self.tokens[flat], self.lengths[keep], self.answer[flat], self.greedy[keep])
 
 
 def read_prompts(path: str | Path) -> list[Row]:
-    """Rows of a jsonl file; each has `prompt` (text) or `turns` (list of user turns)."""
+    """Rows of a jsonl file; each has `prompt` (text) or `turns` (list of user turns, of which the first is read), and may have `id`."""
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
     for number, row in enumerate(rows, 1):
         if "prompt" not in row and not row.get("turns"):
-            raise ValueError(f'{path}, line {number}: the row has neither "prompt" nor "turns"')
+            raise Unsupported(f'{path}, line {number}: the row has neither "prompt" nor "turns"')
         row.setdefault("id", str(number))
     return rows
 
 
-def encode_prompt(tokenizer: Any, row: Row) -> list[int]:
-    """The first user turn through the chat template (plain text where the tokenizer has none), up to where the answer starts."""
-    text = row["prompt"] if "prompt" in row else row["turns"][0]
+def first_turn(row: Row) -> str:
+    """What the user asks first."""
+    return row["prompt"] if "prompt" in row else row["turns"][0]
+
+
+def encode_prompts(tokenizer: Any, rows: Sequence[Row]) -> list[list[int]]:
+    """The first user turns through the chat template (plain text where the tokenizer has none), up to where the answers start."""
+    texts = [first_turn(row) for row in rows]
+    if not texts:
+        return []
     if getattr(tokenizer, "chat_template", None) is None:
-        return list(tokenizer(text)["input_ids"])
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(chat, add_special_tokens=False)["input_ids"])
+        return [list(ids) for ids in tokenizer(texts)["input_ids"]]
+    talks = [[{"role": "user", "content": text}] for text in texts]
+    chats = [tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False) for talk in talks]
+    return [list(ids) for ids in tokenizer(chats, add_special_tokens=False)["input_ids"]]
 
 
 def join_answers(tokenizer: Any, prompts: Sequence[Row], path: str | Path) -> Texts:
-    """Prompts and the target's answers to them. The npz holds `ids` (of the prompts), `lengths` and `tokens` (concatenated)."""
+    """Prompts and the target's answers to them. The npz holds `ids` (of the prompts), `lengths` and `tokens` (concatenated), and may
+    hold `greedy` (bool)."""
     by_id = {row["id"]: row for row in prompts}
     with np.load(path) as z:
-        ids, lengths, tokens = z["ids"], z["lengths"], z["tokens"].astype(np.int32)
-    ends = np.cumsum(lengths, dtype=np.int64)
-    pairs: list[tuple[Sequence[int], Sequence[bool]]] = []
-    for name, length, end in zip(ids.tolist(), lengths.tolist(), ends.tolist(), strict=True):
-        if name not in by_id:
-            raise ValueError(f"{path} answers the prompt {name!r}, which is not among the prompts given")
-        prompt = encode_prompt(tokenizer, by_id[name])
-        pairs.append((prompt + tokens[end - length : end].tolist(), [False] * len(prompt) + [True] * length))
-    return Texts.of(pairs)
+        names, lengths, tokens = z["ids"].tolist(), z["lengths"], z["tokens"].astype(np.int32)
+        greedy = z.get("greedy")
+    unknown = next((name for name in names if name not in by_id), None)
+    if unknown is not None:
+        raise Unsupported(f"{path} answers the prompt {unknown!r}, which is not among the prompts given")
+    questions = encode_prompts(tokenizer, [by_id[name] for name in names])
+    answers = np.split(tokens, np.cumsum(lengths, dtype=np.int64)[:-1]) if names else []
+    pairs = [([*q, *a.tolist()], [False] * len(q) + [True] * len(a)) for q, a in zip(questions, answers, strict=True)]
+    return Texts.of(pairs, greedy)
 
 
 def draft_vocabulary(texts: Texts, size: int, vocab_size: int) -> tuple[Tensor, float]:

@@ -4,70 +4,133 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, broadcast
 
+from fastspec.errors import Unsupported
+from fastspec.models import load_model
 from fastspec.training.config import TrainConfig
-from fastspec.training.data import Texts, join_answers, read_prompts
-from fastspec.training.regenerate import answer_prompts
-from fastspec.training.target import load_target, load_tokenizer
+from fastspec.training.data import Row, Texts, join_answers, read_prompts
+from fastspec.training.enlarge import Enlarger, follow_up
+from fastspec.training.regenerate import answer_prompts, end_tokens
+from fastspec.training.shards import Clock, OutOfTime
+from fastspec.training.target import freeze
 from fastspec.training.trainer import Trainer
 
+Report = Callable[[dict[str, Any]], None]
+RECORD = "data.json"
 
-def train(
-    config: TrainConfig, *, target: Any = None, tokenizer: Any = None, report: Callable[[dict[str, Any]], None] | None = None
-) -> Path:
-    """Train a head as `config` says and return the folder that holds it.
 
-    `target` and `tokenizer` may be given when they are already loaded. `report` is called with a row of numbers (step, loss, accuracy
-    of each draft step, tokens per second) from time to time; without it, rows are printed where `config.progress` is set.
+def train(config: TrainConfig, *, target: Any = None, tokenizer: Any = None, report: Report | None = None) -> Path | None:
+    """Train a head as `config` says and return the folder that holds it, or None where `config.stop_after` ended the call before the
+    run's end: the same call goes on from there.
+
+    `target` and `tokenizer` may be given, both, when they are already loaded. `report` is called with a row of numbers (what was added
+    to the texts; step, loss, accuracy of each draft step, tokens per second) from time to time; without it, rows are printed where
+    `config.progress` is set.
     """
-    accelerator = Accelerator(mixed_precision=config.mixed_precision)
-    dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
+    clock = Clock(config.stop_after)
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],  # the others wait while the main process makes texts
+    )
     if target is None:
-        target = load_target(config.target, dtype, accelerator.device)
-    with accelerator.main_process_first():
-        texts = load_texts(config, target, tokenizer)
-        heldout, texts = _heldout(config, texts, target, tokenizer)
-    trainer = Trainer(config, target, texts, heldout, accelerator)
-    trainer.run(report=report or (_print if config.progress else None))
-    if len(trainer.heldout):
-        row = {"step": trainer.progress.step, "validation": trainer.validate()}
-        trainer.progress.history.append(row)
-        trainer.checkpoint()
+        dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
+        target, tokenizer = load_model(config.target, str(accelerator.device), dtype)
+    target = freeze(target)
+    report = report or (_print if config.progress else _ignore)
+    material = _shared(accelerator, lambda: prepare(config, target, tokenizer, clock, report))
+    if material is None:
+        return None
+    trainer = Trainer(config, target, *material, accelerator)
+    trainer.run(clock.left(), report)
+    if trainer.progress.done(config) < 1:
+        return None
+    trainer.finish()
     return Path(config.output)
 
 
-def load_texts(config: TrainConfig, target: Any, tokenizer: Any = None) -> Texts:
-    """The texts to train on: read from `config.answers`, or made by letting the target answer `config.prompts`."""
+def _shared(accelerator: Accelerator, make: Callable[[], tuple[Texts, Texts]]) -> tuple[Texts, Texts] | None:
+    """What `make` returns, on every process: the main one makes it, the others read what it saved. None where its time was up."""
+    made = None
+    if accelerator.is_main_process:
+        try:
+            made = make()
+        except OutOfTime:
+            made = None
+    if accelerator.num_processes == 1:
+        return made
+    there = int(broadcast(torch.tensor([int(made is not None)], device=accelerator.device))[0])
+    return made or (make() if there else None)
+
+
+def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: Clock, report: Report) -> tuple[Texts, Texts]:
+    """(the texts to train on, held-out texts): read from `config.answers` or made by the target, then enlarged.
+
+    What is made is kept in `config.output`. Raises `OutOfTime` where `clock` ends first, and `Unsupported` for input that does not fit.
+    """
+    folder, ends = Path(config.output), end_tokens(target, tokenizer)
+    if config.follow_ups:
+        follow_up(tokenizer, ".", ends)
+    _record(config, folder)
+    rows = read_prompts(_existing(config.prompts)) if config.prompts else []
     if config.answers:
-        return Texts.join([_read_answers(path, config, tokenizer) for path in config.answers])
-    tokenizer = tokenizer or load_tokenizer(config.target)
-    return answer_prompts(target, tokenizer, read_prompts(config.prompts), config, Path(config.output) / "answers")
+        texts = Texts.join([_read_answers(_existing(path), rows, tokenizer) for path in config.answers])
+    else:
+        texts = answer_prompts(target, tokenizer, rows, ends, config, folder / "answers", clock)
+    heldout, texts = _heldout(config, texts, target, tokenizer, ends, clock)
+    enlarger = Enlarger(target=target, tokenizer=tokenizer, ends=ends, rows=rows, config=config, clock=clock, report=report)
+    return enlarger.run(texts), heldout
 
 
-def _read_answers(path: str, config: TrainConfig, tokenizer: Any) -> Texts:
+def _record(config: TrainConfig, folder: Path) -> None:
+    """Keep what the made texts follow from beside them, and refuse to go on with other settings than they were made with."""
+    names = ("new_tokens", "max_length", "sampled_share", "temperature", "top_p", "seed", "shard_texts", "heldout_texts")
+    kinds = ("continue_cut", "second_answers", "follow_ups", "enlarge_minutes")
+    found: dict[str, Any] = {name: getattr(config, name) for name in (*names, *kinds)}
+    for name, paths in (("prompts", [config.prompts]), ("heldout", [config.heldout]), ("answers", config.answers)):
+        found[name] = [_existing(path).stat().st_size for path in paths if path]
+    path = folder / RECORD
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        other = [name for name in found if kept.get(name) != found[name]]
+        if other:
+            was = ", ".join(f"{name} {kept.get(name)!r} (now {found[name]!r})" for name in other)
+            raise Unsupported(f"the texts in {folder} were made with {was}: go on with the same settings, or choose another output folder")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _existing(path: str) -> Path:
+    if not Path(path).is_file():
+        raise Unsupported(f"{path}: no such file")
+    return Path(path)
+
+
+def _read_answers(path: Path, rows: list[Row], tokenizer: Any) -> Texts:
     with np.load(path) as z:
         whole = "answer" in z
     if whole:
         return Texts.load(path)
-    if not config.prompts:
-        raise ValueError(f"{path} holds answers without their prompts: give the prompts' jsonl file as `prompts`")
-    return join_answers(tokenizer or load_tokenizer(config.target), read_prompts(config.prompts), path)
+    if not rows:
+        raise Unsupported(f"{path} holds answers without their prompts: give the prompts' jsonl file as `prompts`")
+    return join_answers(tokenizer, rows, path)
 
 
-def _heldout(config: TrainConfig, texts: Texts, target: Any, tokenizer: Any) -> tuple[Texts, Texts]:
+def _heldout(config: TrainConfig, texts: Texts, target: Any, tokenizer: Any, ends: tuple[int, ...], clock: Clock) -> tuple[Texts, Texts]:
     """(held-out texts, the texts left for training)."""
     if config.heldout.endswith(".npz"):
         return Texts.load(config.heldout), texts
     if config.heldout:
-        tokenizer = tokenizer or load_tokenizer(config.target)
         rows = read_prompts(config.heldout)[: config.heldout_texts]
-        return answer_prompts(target, tokenizer, rows, config, Path(config.output) / "heldout", greedy=True), texts
+        return answer_prompts(target, tokenizer, rows, ends, config, Path(config.output) / "heldout", clock, greedy=True), texts
     keep = np.zeros(len(texts), dtype=bool)
     keep[np.random.default_rng(config.seed).permutation(len(texts))[: max(1, min(config.heldout_texts, len(texts) // 100))]] = True
     return texts.select(keep), texts.select(~keep)
@@ -75,3 +138,7 @@ def _heldout(config: TrainConfig, texts: Texts, target: Any, tokenizer: Any) -> 
 
 def _print(row: dict[str, Any]) -> None:
     print(json.dumps(row), flush=True)
+
+
+def _ignore(row: dict[str, Any]) -> None:
+    pass

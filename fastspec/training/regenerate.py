@@ -7,7 +7,6 @@ that a stopped run goes on where it was.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,77 +18,94 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from fastspec.training.config import TrainConfig
-from fastspec.training.data import Row, Texts, encode_prompt
+from fastspec.training.data import Row, Texts, encode_prompts
+from fastspec.training.shards import Clock, Shards
 
 ATTENTION = "fastspec_slots"
-FOLLOW_UP = "Go on, and give one more example."
+
+
+def end_tokens(target: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end an answer: those of the target's generation configuration, and the tokenizer's."""
+    found = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
+    ends = {*(found if isinstance(found, list | tuple) else [found]), getattr(tokenizer, "eos_token_id", None)}
+    return tuple(sorted(token for token in ends if token is not None))
 
 
 def answer_prompts(
-    target: Any, tokenizer: Any, rows: Sequence[Row], config: TrainConfig, folder: Path, *, greedy: bool = False, shard: int = 4096
+    target: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    ends: Sequence[int],
+    config: TrainConfig,
+    folder: Path,
+    clock: Clock,
+    *,
+    greedy: bool = False,
 ) -> Texts:
     """The target's answers to `rows`, as texts; shards are kept in `folder` and not made twice.
 
-    A share `config.sampled_share` is sampled (temperature, top-p), the rest greedy. With `config.follow_ups` every text gets a second
-    user turn (the row's own second turn, or a request to go on) and its answer.
+    A share `config.sampled_share` is sampled (temperature, top-p), the rest greedy; with `greedy` all are. Raises `OutOfTime` where
+    `clock` ends.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    shards = Shards(folder, clock)
     parts = []
-    for start in range(0, len(rows), shard):
-        path = folder / f"shard_{start // shard:05d}.npz"
-        if not path.exists():
-            chosen = rows[start : start + shard]
-            prompts = [encode_prompt(tokenizer, row) for row in chosen]
-            rng = np.random.default_rng((config.seed, start))
-            sampled = np.zeros(len(chosen), bool) if greedy else rng.random(len(chosen)) < config.sampled_share
-            texts = answer(target, prompts, sampled, config, tokenizer.eos_token_id)
-            if config.follow_ups:
-                longer = [text + follow_up(tokenizer, row) for text, row in zip(_lists(texts), chosen, strict=True)]
-                texts = Texts.join([texts, answer(target, longer, sampled, config, tokenizer.eos_token_id)])
-            texts.save(path)
-        parts.append(Texts.load(path))
-    return Texts.join(parts) if parts else Texts.of([])
+    for number, start in enumerate(range(0, len(rows), config.shard_texts)):
+        chosen, seed = rows[start : start + config.shard_texts], (config.seed, start)
 
+        def make(chosen: Sequence[Row] = chosen, seed: tuple[int, int] = seed) -> tuple[Texts, dict[str, Any]]:
+            share = 0.0 if greedy else config.sampled_share
+            sampled = np.random.default_rng(seed).random(len(chosen)) < share
+            return answer(target, encode_prompts(tokenizer, chosen), sampled, config, ends), {}
 
-def follow_up(tokenizer: Any, row: Row) -> list[int]:
-    """The tokens that close an answer and ask the second question."""
-    marker = "\u241e"
-    turns = row.get("turns") or []
-    second = turns[1] if len(turns) > 1 else FOLLOW_UP
-    talk = [{"role": "user", "content": "."}, {"role": "assistant", "content": marker}, {"role": "user", "content": second}]
-    text = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
-    closing = text.split(marker, 1)[1]
-    eos = tokenizer.eos_token or ""
-    return list(tokenizer(closing.removeprefix(eos), add_special_tokens=False)["input_ids"])
-
-
-def _lists(texts: Texts) -> list[list[int]]:
-    ends = texts.offsets
-    return [texts.tokens[a:b].tolist() for a, b in itertools.pairwise(ends)]
+        parts.append(shards.get(number, seed, make)[0])
+    return Texts.join(parts)
 
 
 def answer(
-    target: Any, prompts: Sequence[Sequence[int]], sampled: np.ndarray, config: TrainConfig, eos: int | None, *, rows: int = 1024
+    target: Any, prompts: Sequence[Sequence[int]], sampled: np.ndarray, config: TrainConfig, ends: Sequence[int], *, rows: int = 1024
 ) -> Texts:
     """Answer tokenised prompts, in their order; prompts longer than `config.max_length - new_tokens` get an empty answer.
 
-    `rows` bounds the batch on CUDA; on the CPU 16 rows are taken at a time.
+    `sampled` [N] says which are sampled rather than greedy; an answer stops after one of `ends`, or at `config.new_tokens`. A
+    batch is of at most `rows` on CUDA, and its cache takes a quarter of the free memory; on the CPU 16 rows are taken at a time.
     """
     room = config.max_length - config.new_tokens
     order = sorted((i for i in range(len(prompts)) if 0 < len(prompts[i]) <= room), key=lambda i: len(prompts[i]))
-    rows = rows if target.device.type == "cuda" else 16
+    rows, slots = (rows, _cache_slots(target)) if target.device.type == "cuda" else (16, 2**62)
     answers: list[list[int]] = [[] for _ in prompts]
     former = target.config._attn_implementation
     target.set_attn_implementation(ATTENTION)
     try:
-        for start in range(0, len(order), rows):
-            group = order[start : start + rows]
-            found = _Decoder(target, config, eos).run([prompts[i] for i in group], torch.from_numpy(sampled[group]))
+        for group in split_rows(order, [len(prompts[i]) + config.new_tokens for i in order], rows, slots):
+            found = _Decoder(target, config, ends).run([prompts[i] for i in group], torch.from_numpy(sampled[group]))
             for index, tokens in zip(group, found, strict=True):
                 answers[index] = tokens
     finally:
         target.set_attn_implementation(former)
-    return Texts.of([([*p, *a], [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers, strict=True)])
+    pairs = [([*p, *a], [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers, strict=True)]
+    return Texts.of(pairs, ~sampled)
+
+
+def split_rows(order: Sequence[int], sizes: Sequence[int], rows: int, slots: int) -> list[list[int]]:
+    """`order` in groups of at most `rows`, each padded to its largest size holding at most `slots`; a group has at least one entry."""
+    groups: list[list[int]] = []
+    largest = 0
+    for index, size in zip(order, sizes, strict=True):
+        largest = max(largest, size) if groups else size
+        if not groups or len(groups[-1]) == rows or (len(groups[-1]) + 1) * largest > slots:
+            groups.append([])
+            largest = size
+        groups[-1].append(index)
+    return groups
+
+
+def _cache_slots(target: Any) -> int:
+    """How many positions of the KV cache a quarter of the free device memory holds."""
+    c, device = target.config.get_text_config(), target.device
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free // 4 // (2 * c.num_hidden_layers * heads * width * target.dtype.itemsize))
 
 
 class _Slots(Cache):
@@ -149,9 +165,10 @@ AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: kwargs.get("a
 class _Decoder:
     """One batch from its prompts to its answers."""
 
-    def __init__(self, target: Any, config: TrainConfig, eos: int | None) -> None:
-        self.target, self.config, self.eos = target, config, -1 if eos is None else eos
+    def __init__(self, target: Any, config: TrainConfig, ends: Sequence[int]) -> None:
+        self.target, self.config = target, config
         self.device = target.device
+        self.ends = torch.tensor(list(ends), dtype=torch.int64, device=self.device)
 
     @torch.no_grad()
     def run(self, prompts: Sequence[Sequence[int]], sampled: Tensor) -> list[list[int]]:
@@ -162,6 +179,7 @@ class _Decoder:
         pad = torch.tensor([longest - len(p) for p in prompts], device=self.device)
         self.slots = _Slots(longest + steps)
         self.pad, self.sampled = pad, sampled.to(self.device)
+        self.greedy = not bool(sampled.any())
         self.out = torch.full((count, steps), -1, device=self.device)
         self.owner = torch.arange(count, device=self.device)
         self.done = torch.zeros(count, dtype=torch.bool, device=self.device)
@@ -222,12 +240,12 @@ class _Decoder:
         column = torch.as_tensor(column, device=self.device).expand(1)
         kept = torch.where(self.done, -1, token)
         self.out[self.owner, column] = kept
-        self.done |= token == self.eos
+        self.done |= (token[:, None] == self.ends).any(-1)
 
     def _choose(self, logits: Tensor) -> Tensor:
         """Greedy, or for the sampled rows one draw after temperature and top-p (among the 64 most likely)."""
         best = logits.argmax(-1)
-        if not self.config.sampled_share:
+        if self.greedy:
             return best
         top = (logits.float() / self.config.temperature).topk(min(64, logits.shape[-1]), -1)
         probs = top.values.softmax(-1)

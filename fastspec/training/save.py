@@ -63,6 +63,8 @@ def save_head(head: EagleHead, directory: str | Path, card: str) -> None:
     """Write model.safetensors, config.json and README.md (the text `card`) into `directory`, which is made if missing."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(checkpoint_tensors(head), folder / "model.safetensors", metadata={"format": "pt"})
+    part = folder / "model.safetensors.part"
+    save_file(checkpoint_tensors(head), part, metadata={"format": "pt"})
+    part.replace(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(checkpoint_config(head), indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")

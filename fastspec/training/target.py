@@ -1,38 +1,26 @@
-"""The frozen target as a teacher: loading it, sizing a head for it, and reading features and distributions from one forward pass."""
+"""The frozen target as a teacher: a head's sizes and start from it, and what it says of a batch, from one forward pass."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fastspec.errors import Unsupported
 from fastspec.generation.eagle.head import EagleHead, HeadConfig
 from fastspec.training.ttt import Teacher
 
+SOFTEN = 0.3
+"""Factor on the final norm at the start: the tap read through the target's LM head names the token given, not the one to guess."""
 
-def load_target(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """A transformers causal LM from a folder, a hub id or a .gguf file (de-quantised), frozen and in eval mode."""
-    path, extra = _split_gguf(name)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra)
-    packed = [n for n, p in model.named_parameters() if not p.is_floating_point()]
+
+def freeze(target: Any) -> Any:
+    """The target in eval mode and without gradients. Raises `Unsupported` where its weights are packed integers."""
+    packed = [name for name, parameter in target.named_parameters() if not parameter.is_floating_point()]
     if packed:
-        raise ValueError(f"{name} loads with packed weights ({packed[0]}); training needs a target in plain floating point")
-    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
-
-
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer that belongs to `load_target(name)`."""
-    path, extra = _split_gguf(name)
-    return AutoTokenizer.from_pretrained(path, **extra)
-
-
-def _split_gguf(name: str) -> tuple[str, dict[str, str]]:
-    if name.endswith(".gguf"):
-        return str(Path(name).parent), {"gguf_file": Path(name).name}
-    return name, {}
+        raise Unsupported(f"the target has packed weights ({packed[0]}); training needs one in plain floating point")
+    return target.eval().requires_grad_(False)
 
 
 def head_for(
@@ -68,10 +56,10 @@ def final_norm(target: Any) -> nn.Module | None:
 
 @torch.no_grad()
 def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
-    """Start the head near the target, so that its first loss is a few nats.
+    """Start the head from the target's own parts; docs/training.md has the losses measured from this start and from others.
 
-    LM head and final norm are the target's, restricted to the draft vocabulary; `fc` passes the highest tap through; attention and
-    feed-forward begin near zero. Only where the widths agree: otherwise the usual random start stays.
+    LM head and final norm are the target's, the norm times SOFTEN; `fc` passes the highest tap through; attention and feed-forward
+    begin near zero. Only where the widths agree: otherwise all matrices start at random.
     """
     c = head.config
     head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
@@ -86,6 +74,7 @@ def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
     weight = getattr(final_norm(target), "weight", None)
     if isinstance(weight, Tensor) and weight.shape == head.norm.weight.shape:
         head.norm.weight.copy_(weight)
+    head.norm.weight.mul_(SOFTEN)
     head.fc.weight.zero_()
     head.fc.weight[:, -c.hidden_size :] = torch.eye(c.hidden_size)
 

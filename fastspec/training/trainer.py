@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
+from fastspec.errors import Unsupported
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.training.card import model_card
 from fastspec.training.config import TrainConfig
@@ -25,6 +26,9 @@ from fastspec.training.ttt import TrainingTimeTest, chain_lengths
 
 STATE = "state.pt"
 LOG = "log.jsonl"
+AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
+IDENTITY = ("batch_tokens", "length_multiple", "max_length", "seed", "draft_vocab_size", "hidden_size", "intermediate_size", "taps")
+"""Settings that a resumed run must share with the one it takes up."""
 
 
 @dataclass(slots=True)
@@ -63,6 +67,8 @@ class Trainer:
         self.folder = Path(config.output)
         self.progress = Progress()
         vocab = target.get_input_embeddings().weight.shape[0]
+        self.identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY}
+        self.identity |= {"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "processes": accelerator.num_processes}
         state = self._stored()
         if state is None:
             vocabulary, self.coverage = draft_vocabulary(self.texts, min(config.draft_vocab_size, vocab), vocab)
@@ -88,13 +94,23 @@ class Trainer:
             self.head.load_state_dict(state["head"])
             optimizer.load_state_dict(state["optimizer"])
             self.progress = Progress(**state["progress"])
+            if accelerator.scaler is not None:
+                accelerator.scaler.load_state_dict(state["scaler"])
         self.unrolled, self.optimizer = accelerator.prepare(unrolled, optimizer)
+        if accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / LOG).write_text("".join(json.dumps(row) + "\n" for row in self.progress.history), encoding="utf-8")
 
     def _stored(self) -> dict[str, Any] | None:
         path = self.folder / STATE
         if not (self.config.resume and path.exists()):
             return None
-        return torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        other = [name for name, value in self.identity.items() if state["identity"].get(name) != value]
+        if other:
+            was = ", ".join(f"{name} {state['identity'].get(name)!r} (now {self.identity[name]!r})" for name in other)
+            raise Unsupported(f"the run in {self.folder} has {was}: go on with the same, choose another output folder, or set resume=False")
+        return state
 
     def _plan(self, epoch: int) -> list[np.ndarray]:
         rng = np.random.default_rng((self.config.seed, epoch))
@@ -115,37 +131,49 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss.detach(), "losses": losses, "accuracy": hits.float().mean(1), "norm": norm}
 
-    def run(self, limit: float | None = None, report: Callable[[dict[str, Any]], None] | None = None) -> Progress:
-        """Train until the run's end or for `limit` seconds, saving a checkpoint at the end."""
+    def run(self, limit: float = math.inf, report: Callable[[dict[str, Any]], None] | None = None) -> Progress:
+        """Train until the run's end or for `limit` seconds, saving a checkpoint every `config.checkpoint_minutes` and at the end."""
         p, config = self.progress, self.config
+        first, limit, seen = p.step, self._agreed(limit), 0
         last = time.perf_counter()
-        began = self._agreed(last)
+        began = saved = self._agreed(last)
         plan = self._plan(p.epoch)
         p.batches_per_epoch = len(plan)
         stream = batches(self.texts, plan[p.batch :], config.length_multiple)
-        seen = 0
-        while p.done(config) < 1 and (limit is None or limit > 0):
+        while p.done(config) < 1 and limit > 0:
             batch = next(stream, None)
             if batch is None:
                 p.epoch, p.batch = p.epoch + 1, 0
                 stream = batches(self.texts, self._plan(p.epoch), config.length_multiple)
                 continue
             result = self.step(batch.to(self.accelerator.device))
-            seen += int(batch.ids.numel()) * self.accelerator.num_processes
+            tokens = int(batch.ids.numel()) * self.accelerator.num_processes
+            seen, p.tokens = seen + tokens, p.tokens + tokens
             p.step, p.batch = p.step + 1, p.batch + 1
             if p.step % 50 == 0 or p.step == 1:
                 row = self._row(result, seen, time.perf_counter() - last)
                 seen, last = 0, time.perf_counter()
                 if report is not None and self.accelerator.is_main_process:
                     report(row)
-            now = self._agreed(time.perf_counter())
-            p.seconds, began, limit = p.seconds + now - began, now, None if limit is None else limit - (now - began)
             if config.validate_every and p.step % config.validate_every == 0 and len(self.heldout):
                 self._log({"step": p.step, "validation": self.validate()})
-            if config.checkpoint_every and p.step % config.checkpoint_every == 0:
+            if self.accelerator.num_processes > 1 and p.step % AGREE_EVERY:
+                continue
+            now = self._agreed(time.perf_counter())
+            p.seconds, began, limit = p.seconds + now - began, now, limit - (now - began)
+            if 0 < 60 * config.checkpoint_minutes < now - saved:
                 self.checkpoint()
-        self.checkpoint()
+                saved = now
+        if p.step > first:
+            self.checkpoint()
         return p
+
+    def finish(self) -> None:
+        """Validate the trained head once, and write the result into its log and card."""
+        p = self.progress
+        if len(self.heldout) and not (p.history and p.history[-1].get("step") == p.step and "validation" in p.history[-1]):
+            self._log({"step": p.step, "validation": self.validate()})
+            self.checkpoint()
 
     def _agreed(self, now: float) -> float:
         """The main process's clock, so that all processes stop at the same step."""
@@ -155,7 +183,6 @@ class Trainer:
 
     def _row(self, result: dict[str, Any], tokens: int, seconds: float) -> dict[str, Any]:
         p = self.progress
-        p.tokens += tokens
         row = {
             "step": p.step,
             "done": round(p.done(self.config), 4),
@@ -171,7 +198,6 @@ class Trainer:
     def _log(self, row: dict[str, Any]) -> None:
         self.progress.history.append(row)
         if self.accelerator.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -194,6 +220,8 @@ class Trainer:
             "optimizer": self.optimizer.optimizer.state_dict(),
             "vocabulary": self.vocabulary,
             "coverage": self.coverage,
+            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
+            "identity": self.identity,
             "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
         }
         torch.save(state, self.folder / (STATE + ".part"))
