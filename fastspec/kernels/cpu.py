@@ -20,7 +20,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Up to 64 rows are multiplied as weight @ x^T, so that the weight is read once, row by row, and only x is repacked: the
     result [..., M] is then a transposed view.
     """
-    if x.dtype != torch.float32 or weight.dtype != torch.float32 or x.numel() == 0 or torch.is_grad_enabled():
+    fp32 = x.dtype == weight.dtype == torch.float32
+    if not fp32 or x.device.type != "cpu" or x.numel() == 0 or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     product = torch.ops.mkldnn._linear_pointwise

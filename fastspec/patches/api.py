@@ -35,7 +35,8 @@ def patch(model: Any, *, eagle3: str | Path | EagleHead | None = None, backend: 
         raise PatchConflict(f"this {type(model).__name__} is patched already: call fastspec.unpatch(model) first")
     check_supported(model)
     resources = {} if eagle3 is None else {"eagle3": load_head(eagle3, model)}
-    session = PatchSession(choose_backend(backend, model.device.type), resources, has_capturing_hooks(model))
+    choose_backend(backend, model.device.type)  # refuses an unknown name
+    session = PatchSession(backend, resources, has_capturing_hooks(model))
     try:
         session.set(model, STATE, session)
         session.set(model, "generate", types.MethodType(generate, model))
@@ -115,7 +116,7 @@ def report(model: Any) -> Report:
     return Report(
         model=type(model).__name__,
         mode=mode_of(model),
-        backend=session.ops.name,
+        backend=session.ops(model.device.type).name,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         assistants=("autoregressive", *session.resources),

@@ -1,4 +1,4 @@
-"""Which kernels a model gets: chosen once, at `patch` time."""
+"""Which kernels a model gets: the backend is named once, at `patch` time."""
 
 from __future__ import annotations
 

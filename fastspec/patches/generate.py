@@ -70,7 +70,7 @@ class _Call:
         criteria: Any, config: Any, model_kwargs: dict[str, Any],
     ) -> None:  # fmt: skip
         self.model, self.session, self.decoding, self.config, self.processors = model, session, decoding, config, processors
-        self.ids = ids.to(model.device)
+        self.ids, self.ops = ids.to(model.device), session.ops(model.device.type)
         self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
         self.handed_in = given.get("past_key_values") is not None  # the cache is the user's own, to be filled in place
         self.cache = model_kwargs.get("past_key_values")
@@ -116,7 +116,7 @@ class _Call:
         )  # fmt: skip
         try:
             target, drafter = self._parts(rows, capacity, taps)
-            outcome = decode(target, drafter, request, self.session.ops, self.decoding.name)
+            outcome = decode(target, drafter, request, self.ops, self.decoding.name)
         except RuntimeError as error:
             if isinstance(error, FastSpecError) or not is_out_of_memory(error):
                 raise
@@ -130,7 +130,7 @@ class _Call:
         return self._output(outcome, target, counts)
 
     def _parts(self, rows: int, capacity: int, taps: tuple[int, ...] | None) -> tuple[HFModel, Any]:
-        ops = self.session.ops
+        ops = self.ops
         drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.model.device, ops=ops)
         nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
         target = HFModel(self.model, adapter_for(self.model), rows=rows, capacity=capacity, tail=nodes, taps=taps, ops=ops)

@@ -14,6 +14,7 @@ from typing import Any
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stats import Stats
+from fastspec.patches.backends import choose_backend
 
 
 class Absent(enum.Enum):
@@ -80,13 +81,17 @@ class PatchSession:
     the session becomes None and `generate` the class's own, so that it loads as an ordinary model, with or without fastspec.
     """
 
-    ops: Ops
+    backend: str
     resources: dict[str, Any]
     captured: bool = False
     """Whether transformers had its capturing hooks on the model before the patch; else they go with it."""
     log: list[Change] = field(default_factory=list)
     turn: Turn = field(default_factory=Turn)
     calls: deque[Stats] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
+
+    def ops(self, device_type: str) -> Ops:
+        """The backend's kernels for the device that the model is on now: it may have moved since it was patched."""
+        return choose_backend(self.backend, device_type)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here

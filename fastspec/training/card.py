@@ -9,7 +9,9 @@ from fastspec.generation.eagle.head import HeadConfig
 from fastspec.training.config import TrainConfig
 
 
-def model_card(config: TrainConfig, head: HeadConfig, steps: int, coverage: float, texts: int, validation: dict[str, Any] | None) -> str:
+def model_card(
+    config: TrainConfig, head: HeadConfig, *, steps: int, processes: int, coverage: float, texts: int, validation: dict[str, Any] | None
+) -> str:
     """README.md of a head: what it belongs to, how it was trained, how to use it."""
     name = Path(config.target).name if Path(config.target).exists() else config.target
     lines = [
@@ -29,7 +31,7 @@ def model_card(config: TrainConfig, head: HeadConfig, steps: int, coverage: floa
         f"| taps (`hidden_states`) | {', '.join(map(str, head.taps))} |",
         f"| draft vocabulary | {head.draft_vocab_size} of {head.vocab_size}, {coverage:.1%} of the answers' tokens |",
         f"| texts | {texts}, answers by the target itself |",
-        f"| steps | {steps} of {config.batch_tokens} padded tokens, AdamW, peak learning rate {config.learning_rate:g} |",
+        f"| steps | {steps} of {processes * config.batch_tokens} padded tokens, AdamW, peak learning rate {config.learning_rate:g} |",
         f"| training-time test | {config.ttt_steps} steps, weights {config.decay:g}^i |",
     ]
     if validation is not None:

@@ -212,9 +212,11 @@ class Trainer:
         if not self.accelerator.is_main_process:
             return
         row = next((r["validation"] for r in reversed(self.progress.history) if "validation" in r), None)
-        save_head(
-            self.head, self.folder, model_card(self.config, self.head.config, self.progress.step, self.coverage, len(self.texts), row)
-        )
+        card = model_card(
+            self.config, self.head.config, steps=self.progress.step, processes=self.accelerator.num_processes,
+            coverage=self.coverage, texts=len(self.texts), validation=row,
+        )  # fmt: skip
+        save_head(self.head, self.folder, card)
         state = {
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
