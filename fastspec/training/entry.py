@@ -44,7 +44,7 @@ def train(config: TrainConfig, *, target: Any = None, tokenizer: Any = None, rep
         dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
         target, tokenizer = load_model(config.target, str(accelerator.device), dtype)
     target = freeze(target)
-    report = report or (_print if config.progress else _ignore)
+    report = (report or (_print if config.progress else _ignore)) if accelerator.is_main_process else _ignore
     material = _shared(accelerator, lambda: prepare(config, target, tokenizer, clock, report))
     if material is None:
         return None
