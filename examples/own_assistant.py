@@ -31,7 +31,7 @@ class Repeat:
         chain = [last, *draft, *[0] * (wanted - len(draft))]  # the tree's size never changes
         return TokenTree.from_parents(torch.tensor([chain]), torch.arange(-1, wanted).clamp(min=0)[None])
 
-    def observe(self, tree, verdict, features, active, extent) -> None:
+    def observe(self, tree, verdict, logits, features, active, extent) -> None:
         self.said += verdict.tokens(tree)[0, : int(verdict.accepted[0]) + 1].tolist()
 
 

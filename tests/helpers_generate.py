@@ -81,7 +81,7 @@ class Oracle:
     def __init__(self, texts: list[list[int]], known: set[int]) -> None:
         self.texts, self.known = texts, known
 
-    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Any) -> Oracle:
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Any, process: Any) -> Oracle:
         self.place = torch.ones(rows, dtype=torch.long)
         return self
 
@@ -96,6 +96,6 @@ class Oracle:
         tokens = torch.cat((self.root[:, None], torch.tensor(drafts)), 1)
         return TokenTree.from_parents(tokens, (torch.arange(7) - 1).clamp(min=0).expand(len(drafts), -1))
 
-    def observe(self, tree: TokenTree, verdict: Verdict, features: Tensor, active: Tensor, extent: int) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         self.place += (verdict.accepted + 1) * active
         self.root = torch.where(active, verdict.bonus, self.root)

@@ -193,7 +193,7 @@ def test_observing_is_like_beginning_with_the_longer_text(variant, shape, accept
                 truths[row] = torch.cat((truths[row], told[row, paths[row]]))
             full = torch.tensor([p + [p[-1]] * (shape.max_path - len(p)) for p in paths])
             verdict = Verdict(full, torch.tensor([len(p) - 1 for p in paths]), bonus)
-            drafter.observe(tree, verdict, told, torch.tensor(active), 40)
+            drafter.observe(tree, verdict, told, told, torch.tensor(active), 40)
             tree = drafter.propose(max(map(len, texts)))
             for row in range(2):
                 assert row_of(tree, row) == published(head, texts[row], truths[row], shape)

@@ -97,7 +97,7 @@ class Rounds:
         logits, features = self.target.score(tree, self.extent)
         verdict = walk(tree, choose(logits, None, TORCH), TORCH)
         self.target.commit(verdict, self.active)
-        self.drafter.observe(tree, verdict, features, self.active, self.extent)
+        self.drafter.observe(tree, verdict, logits, features, self.active, self.extent)
         return verdict.tokens(tree), verdict.accepted
 
     def texts(self, step, rounds: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastspec.generation.protocols import Drafter, LanguageModel, Ops
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import RowProcessor, choose, walk, walk_with_history
+from fastspec.generation.verify import RowProcessor, choose, walk, walk_drawn, walk_with_history
 
 EXTENT_BUCKET = 128
 
@@ -147,7 +147,7 @@ def _round(target: LanguageModel, drafter: Drafter | None, root: Tensor, run: _R
     with _timed(stats, "commit"):
         target.commit(verdict, active)
         if drafter is not None:
-            drafter.observe(tree, verdict, features, active, extent)
+            drafter.observe(tree, verdict, logits, features, active, extent)
         tokens = verdict.tokens(tree)
         packed = torch.cat((verdict.accepted[:, None], tokens), 1).tolist()  # the round's one read-back
     for row, (accepted, *said) in enumerate(packed):
@@ -172,6 +172,8 @@ def _decide(
     if request.process_at is None:
         assert request.process_rows is not None
         scores = request.process_rows(logits.flatten(0, 1).float()).view_as(logits)
+        if tree.q is not None and uniform is not None:
+            return walk_drawn(tree, scores, tree.q, uniform, ops), lambda row, path: scores[row, path]
         return walk(tree, choose(scores, uniform, ops), ops), lambda row, path: scores[row, path]
     history = [torch.cat((h, h.new_tensor(run.out.tokens[b]))) for b, h in enumerate(request.history)]
     left = [run.limit - len(said) if active else 0 for said, active in zip(run.out.tokens, run.active, strict=True)]

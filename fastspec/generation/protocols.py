@@ -4,7 +4,7 @@
     logits, feats   = target.score(tree, extent)
     picks           = choose(logits)                 argmax, or one draw per node
     verdict         = walk(tree, picks)
-    target.commit(verdict, active); drafter.observe(tree, verdict, feats, active, extent)
+    target.commit(verdict, active); drafter.observe(tree, verdict, logits, feats, active, extent)
 
 All tensors are static in shape and stay on the device; `extent` is a host integer, an upper bound of the cache slots that
 any row may read, so that a captured round is shared by every length in one bucket.
@@ -57,7 +57,10 @@ class LanguageModel(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes a tree after the last emitted token and learns from what the target said of it."""
+    """Proposes a tree after the last emitted token and learns from what the target said of it.
+
+    A tree has at most `nodes` nodes, and at most `max_path` on a path. Drafts that were drawn at random say so: `tree.q`.
+    """
 
     nodes: int
     max_path: int
@@ -69,8 +72,8 @@ class Drafter(Protocol):
     def propose(self, extent: int) -> TokenTree:
         """The next tree; its root is the last emitted token."""
 
-    def observe(self, tree: TokenTree, verdict: Verdict, features: Tensor, active: Tensor, extent: int) -> None:
-        """Take the verdict on the last tree and the target's features of its nodes [B, N, F]."""
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+        """Take the verdict on the last tree, and the target's raw logits [B, N, V] and features [B, N, F] of its nodes."""
 
 
 class Decoding(Protocol):
@@ -80,5 +83,9 @@ class Decoding(Protocol):
     taps: tuple[int, ...] | None
     """Which of transformers' hidden states the drafter reads; None for no features, () for the last one after the norm."""
 
-    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops) -> Drafter:
-        """Make the drafter of one generate call."""
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Callable[[Tensor], Tensor] | None) -> Drafter | None:
+        """Make the drafter of one generate call; None decodes token by token.
+
+        `process` maps scores [R, V] as the call's processors do, where the call samples and they look at no history: drafts
+        may then be drawn from a distribution of the drafter's own, given as `tree.q`. Where it is None they are not.
+        """

@@ -16,12 +16,15 @@ class TokenTree:
 
     The root is the token already emitted but not yet in the target's cache. `tokens`, `parents`, `depths` are [B, N] int64
     (the root is its own parent, at depth 0); `ancestors` [B, N, W] int64 holds one bit per node, self included. Every tree
-    of a run has the same N and the same `max_path`, the longest path in nodes. The dense mask, row b:
+    of a run has the same `max_path`, the longest path in nodes. The dense mask, row b:
 
         mask = torch.zeros(N, N, dtype=torch.bool)
         for i in range(N):
             mask[i] = mask[parents[b, i]] if i else False
             mask[i, i] = True
+
+    Where the drafts were drawn at random, `q` [B, N, V] fp32 is the distribution that each node's token came from, given its
+    prefix and its earlier siblings (the root's is not read). Without it the tree must be a function of its prefix.
     """
 
     tokens: Tensor
@@ -29,6 +32,7 @@ class TokenTree:
     depths: Tensor
     ancestors: Tensor
     max_path: int
+    q: Tensor | None = None
 
     @classmethod
     def from_parents(cls, tokens: Tensor, parents: Tensor, max_path: int | None = None) -> TokenTree:

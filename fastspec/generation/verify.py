@@ -1,4 +1,4 @@
-"""Choose one token per node and walk: lossless for every tree that is a function of its prefix.
+"""Choose one token per node and walk: lossless for every tree that is a function of its prefix, or that says what it was drawn from.
 
 At a node with target distribution p, accepting child x with probability p(x), else removing x and renormalising, is the
 same law as one draw y ~ p with a step to y where y is a child and y as the bonus token where it is not. So greedy and
@@ -27,6 +27,32 @@ def choose(scores: Tensor, uniform: Tensor | None, ops: Ops) -> Tensor:
 def walk(tree: TokenTree, picks: Tensor, ops: Ops) -> Verdict:
     """Follow picks [B, N] down the tree."""
     return Verdict(*ops.posterior_walk(tree.tokens, tree.parents, picks, tree.max_path))
+
+
+def walk_drawn(tree: TokenTree, scores: Tensor, q: Tensor, uniform: Tensor, ops: Ops) -> Verdict:
+    """Walk a tree whose tokens were drawn at random: scores [B, N, V] processed, q [B, N, V] probabilities, uniform [B, N].
+
+    At a node with target distribution p, its children are tried in order: x ~ q is accepted with probability min(1, p(x) / q(x)),
+    else p becomes norm(max(p - q, 0)); what is left of p when no child was accepted gives the bonus token (Leviathan et al.,
+    arXiv 2211.17192, theorem 1, applied child by child). uniform[:, 0] draws the bonus token, uniform[:, i] judges node i.
+    """
+    probs = torch.softmax(scores.float(), -1)
+    rows, nodes = tree.tokens.shape
+    p, node = probs[:, 0], torch.zeros(rows, dtype=torch.long, device=scores.device)
+    accepted, path = torch.zeros_like(node), torch.zeros(rows, tree.max_path, dtype=torch.long, device=scores.device)
+    for i in range(1, nodes):
+        token = tree.tokens[:, i : i + 1]
+        tried = tree.parents[:, i] == node
+        taken = tried & (uniform[:, i] * q[:, i].gather(1, token)[:, 0] < p.gather(1, token)[:, 0])
+        rest = (p - q[:, i]).clamp(min=0)
+        total = rest.sum(-1, keepdim=True)
+        p = torch.where((tried & ~taken)[:, None] & (total > 0), rest / total, p)
+        p = torch.where(taken[:, None], probs[:, i], p)
+        node, accepted = torch.where(taken, i, node), accepted + taken
+        path = path.scatter(1, accepted[:, None], node[:, None])
+    steps = torch.arange(tree.max_path, device=scores.device)
+    path = torch.where(steps > accepted[:, None], node[:, None], path)
+    return Verdict(path, accepted, ops.categorical(p.log(), uniform[:, 0]))
 
 
 def walk_with_history(

@@ -22,7 +22,7 @@ class Plain:
     name: str = "autoregressive"
     taps: None = None
 
-    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops) -> None:
+    def drafter(self, **_: Any) -> None:
         """There is none: every round is one token."""
         return None
 
@@ -40,7 +40,7 @@ class EagleDecoding:
         """The hidden states that the head reads."""
         return self.head.config.taps
 
-    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops) -> EagleDrafter:
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         """The drafter of one call."""
         return EagleDrafter(self.head, self.shape, rows=rows, capacity=capacity, ops=ops)
 

@@ -115,7 +115,7 @@ class _Call:
             keep_logits=bool(self.config.return_dict_in_generate and self.config.output_logits),
         )  # fmt: skip
         try:
-            target, drafter = self._parts(rows, capacity, taps)
+            target, drafter = self._parts(rows, capacity, taps, process_rows if self.config.do_sample else None)
             outcome = decode(target, drafter, request, self.ops, self.decoding.name)
         except RuntimeError as error:
             if isinstance(error, FastSpecError) or not is_out_of_memory(error):
@@ -129,9 +129,9 @@ class _Call:
         self.session.calls.append(outcome.stats)
         return self._output(outcome, target, counts)
 
-    def _parts(self, rows: int, capacity: int, taps: tuple[int, ...] | None) -> tuple[HFModel, Any]:
+    def _parts(self, rows: int, capacity: int, taps: tuple[int, ...] | None, process: Any) -> tuple[HFModel, Any]:
         ops = self.ops
-        drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.model.device, ops=ops)
+        drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.model.device, ops=ops, process=process)
         nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
         target = HFModel(self.model, adapter_for(self.model), rows=rows, capacity=capacity, tail=nodes, taps=taps, ops=ops)
         if self.past is not None:

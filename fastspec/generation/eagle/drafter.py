@@ -89,7 +89,7 @@ class EagleDrafter:
         )
         return TokenTree(kept, parents, depths, ancestors, self.max_path)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, features: Tensor, active: Tensor, extent: int) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
         row = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
         self.root.copy_(torch.where(active, verdict.bonus, self.root))
