@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,6 @@ from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.protocols import Ops
 from fastspec.patches.heads import moved
-
-NAMES = {"autoregressive": Autoregressive, "eagle3": Eagle3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +50,43 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
         if assistant not in NAMES:
             raise Unsupported(f"assistant={assistant!r} is unknown: accepted are {', '.join(map(repr, NAMES))}, or a config object")
         assistant = NAMES[assistant]()
-    if isinstance(assistant, Autoregressive):
-        return Plain()
-    if isinstance(assistant, Eagle3):
-        head = resources.get("eagle3")
-        if head is None:
-            raise Unsupported("assistant 'eagle3' has no head: fastspec.patch(model, eagle3=path_or_hub_id_or_head) supplies it")
-        if head.fc.weight.device != model.device or head.fc.weight.dtype != model.dtype:
-            head = resources["eagle3"] = moved(head, model)  # the model was moved or cast since it was patched
-        shape = assistant.shape(model.device.type)
-        if shape.top_k > head.config.draft_vocab_size:
-            raise Unsupported(f"top_k={shape.top_k} exceeds the head's draft vocabulary of {head.config.draft_vocab_size}")
-        return EagleDecoding("eagle3", head, shape)
+    if type(assistant) in RESOLVERS:
+        return RESOLVERS[type(assistant)](assistant, resources, model)
     if callable(getattr(assistant, "drafter", None)) and isinstance(getattr(assistant, "name", None), str):
         return assistant
     raise Unsupported(
         f"assistant={assistant!r} is neither a name ({', '.join(map(repr, NAMES))}), nor a config such as fastspec.Eagle3(), nor an "
         "object with `name`, `taps` and `drafter` (fastspec.generation.protocols.Decoding)"
     )
+
+
+def needed(name: str, resources: dict[str, Any], what: str) -> Any:
+    """The resource of an assistant; raises Unsupported, with the call that supplies it, where there is none."""
+    found = resources.get(name)
+    if found is None:
+        raise Unsupported(f"assistant {name!r} has no {what}: fastspec.patch(model, {name}={what.replace(' ', '_')}) supplies it")
+    return found
+
+
+def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> EagleHead:
+    """The head of an EAGLE assistant, on the model's device and in its dtype."""
+    head: EagleHead = needed(name, resources, "path or hub id or head")
+    if head.fc.weight.device != model.device or head.fc.weight.dtype != model.dtype:
+        head = resources[name] = moved(head, model)  # the model was moved or cast since it was patched
+    if top_k > head.config.draft_vocab_size:
+        raise Unsupported(f"top_k={top_k} exceeds the head's draft vocabulary of {head.config.draft_vocab_size}")
+    return head
+
+
+def _eagle3(config: Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
+    shape = config.shape(model.device.type)
+    return EagleDecoding("eagle3", _head("eagle3", resources, model, shape.top_k), shape)
+
+
+RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
+    Autoregressive: lambda config, resources, model: Plain(),
+    Eagle3: _eagle3,
+}
+"""Config class -> (config, resources, model) -> Decoding."""
+NAMES = {config.name: config for config in RESOLVERS}
+"""What `assistant=` takes as a string; `NAMES[name]()` is the assistant with its defaults."""
