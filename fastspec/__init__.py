@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastspec.config import Autoregressive, Eagle3, TreeShape
+from fastspec.config import Autoregressive, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
 from fastspec.errors import CheckpointError, FastSpecError, PatchConflict, Unsupported
 
 if TYPE_CHECKING:
+    from fastspec.generation.ngram import NgramStorage
+    from fastspec.generation.suffix import SuffixStorage
     from fastspec.patches.api import Report, patch, patched, report, unpatch
     from fastspec.patches.frontier import frontier_generate
     from fastspec.patches.heads import load_head
@@ -23,12 +25,14 @@ __version__ = "0.1.0"
 _LAZY = {
     "patch": "fastspec.patches.api", "unpatch": "fastspec.patches.api", "patched": "fastspec.patches.api",
     "report": "fastspec.patches.api", "Report": "fastspec.patches.api", "load_head": "fastspec.patches.heads",
-    "frontier_generate": "fastspec.patches.frontier",
+    "frontier_generate": "fastspec.patches.frontier", "NgramStorage": "fastspec.generation.ngram",
+    "SuffixStorage": "fastspec.generation.suffix",
 }  # fmt: skip
 
 __all__ = [
-    "Autoregressive", "CheckpointError", "Eagle3", "FastSpecError", "PatchConflict", "Report", "TreeShape", "Unsupported",
-    "__version__", "frontier_generate", "load_head", "patch", "patched", "report", "unpatch",
+    "Autoregressive", "CheckpointError", "Eagle1", "Eagle2", "Eagle3", "FastSpecError", "Nasd", "NgramStorage",
+    "PatchConflict", "Report", "Speculative", "SuffixStorage", "TreeShape", "Unsupported", "__version__",
+    "frontier_generate", "load_head", "patch", "patched", "report", "unpatch",
 ]  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fastspec.errors import Unsupported
 
@@ -59,14 +60,73 @@ class Autoregressive:
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3:
-    """EAGLE-3 drafting with dynamic trees. Fields left at None take the device's default tree as a whole or, where one is
-    given, the published values (depth 7, top_k 10, total_tokens 60) for the rest.
+class Speculative:
+    """Speculative decoding with a draft model, or with the target's own first layers.
 
-    Raises `Unsupported` when the sizes do not fit each other.
+    `gamma` is the number of tokens drafted a round; None drafts up to `most` tokens, as long as the draft model's confidence makes one
+    more worth its cost. `branches` children, the draft model's best, stand at every drafted position; with more than one the drafts are
+    its most likely tokens in sampled calls too. `early_exit=k` drafts with the target's own first k layers, its final norm and LM head,
+    on the target's own cache: it needs no draft model. Raises `Unsupported` for sizes that do not fit.
     """
 
-    name: ClassVar[str] = "eagle3"
+    name: ClassVar[str] = "speculative"
+    gamma: int | None = None
+    most: int = 8
+    branches: int = 1
+    early_exit: int | None = None
+
+    def __post_init__(self) -> None:
+        _whole("Speculative", 1, gamma=1 if self.gamma is None else self.gamma, most=self.most, branches=self.branches)
+        _whole("Speculative", 1, early_exit=1 if self.early_exit is None else self.early_exit)
+        nodes = 1 + (self.most if self.gamma is None else self.gamma) * self.branches
+        if nodes > 256:
+            raise Unsupported(f"Speculative: gamma or most times branches makes a tree of {nodes} nodes; it holds at most 256")
+
+
+@dataclass(frozen=True, slots=True)
+class Nasd:
+    """N-gram assisted decoding: drafts of what followed the last tokens before, in the prompt and in what was said. Needs no resource.
+
+    `n` is the longest n-gram: a context has at most n - 1 tokens (None: 4, or 3 for "one_level", 33 for "suffix"). `gamma` is the longest
+    draft in tokens, `total_tokens` the largest tree in nodes, root counted (None: the device's default); a round takes fewer nodes where
+    they promise little. For every accepted token the target's `top_k_filler` likeliest tokens are counted besides; 1 counts the token
+    alone, as ANPD does. Where nothing is known a round is one token or, with stop_if_unknown=False, drafts the last token again.
+
+    `storage`: "ngram" (contexts of 1 to n - 1 tokens, the longest known one answers), "one_level" (n - 1 tokens only) or "suffix" (the
+    longest match of any length up to n - 1) gives every row of every call a storage of its own; a `fastspec.NgramStorage` or
+    `fastspec.SuffixStorage` is shared by the rows, and kept between calls. Raises `Unsupported` for values out of range.
+    """
+
+    name: ClassVar[str] = "nasd"
+    n: int | None = None
+    gamma: int = 8
+    top_k_filler: int = 3
+    stop_if_unknown: bool = True
+    storage: Any = "ngram"
+    total_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _whole("Nasd", 1, gamma=self.gamma, top_k_filler=self.top_k_filler)
+        _whole("Nasd", 2, n=2 if self.n is None else self.n, total_tokens=2 if self.total_tokens is None else self.total_tokens)
+        most = {"gamma": (self.gamma, 255), "total_tokens": (self.total_tokens or 2, 256), "n": (self.n or 2, 64)}
+        for field, (value, bound) in most.items():
+            if value > bound:
+                raise Unsupported(f"Nasd: {field} must be at most {bound}, not {value}")
+        if not isinstance(self.stop_if_unknown, bool):
+            raise Unsupported(f"Nasd: stop_if_unknown must be True or False, not {self.stop_if_unknown!r}")
+        if isinstance(self.storage, str):
+            if self.storage not in ("ngram", "one_level", "suffix"):
+                raise Unsupported(f'Nasd: storage={self.storage!r}; accepted are "ngram", "one_level", "suffix" or a storage object')
+        elif not all(callable(getattr(self.storage, method, None)) for method in ("start", "feed", "step", "look")):
+            raise Unsupported(f"Nasd: storage={self.storage!r} is none: fastspec.NgramStorage() and fastspec.SuffixStorage() make one")
+        elif self.n is not None:
+            raise Unsupported(f"Nasd: n={self.n} belongs to the storage object: fastspec.NgramStorage(n={self.n})")
+
+
+@dataclass(frozen=True, slots=True)
+class _DynamicTree:
+    """The sizes of EAGLE-2's and EAGLE-3's dynamic trees."""
+
     depth: int | None = None
     top_k: int | None = None
     total_tokens: int | None = None
@@ -80,7 +140,85 @@ class Eagle3:
             return DEFAULT_TREES.get(device_type, DEFAULT_TREES["cuda"])
         depth = 7 if self.depth is None else self.depth
         top_k = 10 if self.top_k is None else self.top_k
-        _whole("Eagle3", 1, top_k=top_k)
-        _whole("Eagle3", 0, depth=depth)
+        _whole(type(self).__name__, 1, top_k=top_k)
+        _whole(type(self).__name__, 0, depth=depth)
         grown = top_k + depth * top_k**2 + 1
         return TreeShape(total_tokens=min(60, grown) if self.total_tokens is None else self.total_tokens, depth=depth, top_k=top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3(_DynamicTree):
+    """EAGLE-3 drafting with dynamic trees. Fields left at None take the device's default tree as a whole or, where one is
+    given, the published values (depth 7, top_k 10, total_tokens 60) for the rest.
+
+    Raises `Unsupported` when the sizes do not fit each other.
+    """
+
+    name: ClassVar[str] = "eagle3"
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle2(_DynamicTree):
+    """EAGLE-2 drafting (arXiv 2406.16858, section 4): the sizes and dynamic trees of `Eagle3` on a head of the EAGLE-1/2 format."""
+
+    name: ClassVar[str] = "eagle2"
+
+
+Ranks = tuple[int, ...]
+# EAGLE-1's published tree (arXiv 2401.15077; `mc_sim_7b_63` in its authors' code): 25 nodes below the root, 5 draft tokens deep.
+PUBLISHED_PATHS: tuple[Ranks, ...] = (
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
+    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle1:
+    """EAGLE-1 drafting (arXiv 2401.15077): a static tree on a head of the EAGLE-1/2 format.
+
+    `paths` names every node but the root by the child ranks that lead to it, in any order: [[0], [1], [0, 0]] is a root with
+    two children, the first of which has one. None takes the published tree of 25 such nodes. With drafts="greedy" the child
+    of rank r is the head's r-th most likely token; with "sampled" the children of a node are drawn without replacement from
+    the head's distribution, processed like the target's, where the call samples and no processor looks at the history.
+
+    Raises `Unsupported` for a node without its parent, one named twice, a rank that is none, and more than 256 nodes.
+    """
+
+    name: ClassVar[str] = "eagle"
+    paths: Sequence[Sequence[int]] | None = None
+    drafts: str = "greedy"
+
+    def __post_init__(self) -> None:
+        if self.drafts not in ("greedy", "sampled"):
+            raise Unsupported(f'Eagle1: drafts={self.drafts!r}; accepted are "greedy" and "sampled"')
+        if self.paths is not None:
+            object.__setattr__(self, "paths", _checked_paths(self.paths))  # hashable, and breadth first
+
+    def tree(self) -> tuple[Ranks, ...]:
+        """The nodes below the root, breadth first, siblings by rank."""
+        return PUBLISHED_PATHS if self.paths is None else tuple(map(tuple, self.paths))
+
+
+def _checked_paths(paths: Sequence[Sequence[int]]) -> tuple[Ranks, ...]:
+    try:
+        nodes = [tuple(path) for path in paths]
+    except TypeError as error:
+        raise Unsupported(f"Eagle1: paths={paths!r} must list one path of child ranks per node, such as [[0], [1], [0, 0]]") from error
+    if not 1 <= len(nodes) <= 255:
+        raise Unsupported(f"Eagle1: paths names {len(nodes)} nodes; between 1 and 255 are accepted besides the root")
+    for path in nodes:
+        if not path:
+            raise Unsupported("Eagle1: paths contains an empty path, which is the root: leave it out")
+        for rank in path:
+            _whole(f"Eagle1: the path {list(path)}", 0, rank=rank)
+    known = set(nodes)
+    for path in nodes:
+        if len(path) > 1 and path[:-1] not in known:
+            raise Unsupported(f"Eagle1: the path {list(path)} has no parent: add {list(path[:-1])} to paths")
+    if len(known) < len(nodes):
+        twice = next(path for path in nodes if nodes.count(path) > 1)
+        raise Unsupported(f"Eagle1: the path {list(twice)} is named twice")
+    return tuple(sorted(nodes, key=lambda path: (len(path), path)))

@@ -34,7 +34,7 @@ def pair(request, pairs):
     return pairs[request.param]
 
 
-@pytest.fixture(params=["autoregressive", "eagle3"])
+@pytest.fixture(params=["autoregressive", "eagle3", "nasd"])
 def assistant(request):
     """An assistant by name, and one by a config of a small tree."""
     from helpers_generate import TREE

@@ -40,6 +40,18 @@ def seer(model: Any) -> Any:
     return head
 
 
+EAGLE1 = {"kind": "eagle", "taps": (), "own_lm_head": False}
+
+
+def seer1(model: Any) -> Any:
+    """An EAGLE-1 head that knows a bigram target: it outputs its token's embedding, which the final norm only scales."""
+    head = tiny_head(model, **EAGLE1)
+    for parameter in (head.layers[0].self_attn.o_proj.weight, head.layers[0].mlp.down_proj.weight):
+        parameter.zero_()
+    head.fc.weight.copy_(torch.cat((torch.eye(64) / 0.3, torch.zeros(64, 64)), 1))
+    return head
+
+
 MAKERS = {"random": (tiny_model, tiny_head), "bigram": (bigram, seer)}
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from helpers_generate import LENGTH, NEVER, Oracle, free, prompts, same, stats
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 
 @pytest.mark.parametrize(
@@ -121,3 +122,26 @@ def test_processors_see_no_prefix_that_plain_decoding_does_not_show_them(pair, l
     if rows == 1:
         assert seen == plain
     assert stats(pair[1]).rounds <= 1 + max(said) // 7
+
+
+@pytest.mark.parametrize("lengths", [(6,), (6, 3, 9)])
+@pytest.mark.parametrize("place", [1, 4, 7])
+def test_processors_see_nothing_behind_what_a_users_criterion_stopped(pair, lengths, place):
+    """A criterion that stops a row inside a round ends the walk too, and is asked once about each text."""
+    inputs, width, rows = prompts(*lengths), max(lengths), len(lengths)
+    texts = free(pair[0], inputs, 40)
+    asked: list[tuple[int, ...]] = []
+
+    class Stops(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            asked.extend(map(tuple, input_ids.tolist()))
+            return torch.tensor([row[width:] == text[: place + 1] for row, text in zip(input_ids.tolist(), texts, strict=True)])
+
+    options = {"max_new_tokens": LENGTH, "eos_token_id": NEVER, "stopping_criteria": [Stops()]}
+    expected, _ = shown(pair[0], inputs, **options)
+    asked.clear()
+    got, seen = shown(pair[1], inputs, **options, assistant=Oracle(texts, set(range(rows))))
+    assert got == expected
+    assert set(seen) == {tuple(row[: width + i]) for row in expected for i in range(place + 1)}
+    if rows == 1:
+        assert len(asked) == len(set(asked)) == place + 1

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_generate import MAKERS, TREE, prompts
+from helpers_generate import MAKERS, TREE, bigram, prompts, seer, seer1
 from helpers_models import tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec
 from fastspec.generation.eagle.drafter import EagleDrafter
+from fastspec.generation.eagle.static import StaticDrafter
 from fastspec.generation.tree import TokenTree
-from fastspec.generation.verify import choose, walk
+from fastspec.generation.verify import choose, walk, walk_drawn
 from fastspec.kernels import reference
 from fastspec.patches.adapters import ADAPTERS, adapter_for
 from fastspec.patches.backends import TORCH
@@ -66,19 +67,30 @@ def test_smollm2_in_fp32_says_what_transformers_says(device):
         assert [model.generate(**b, do_sample=False, max_new_tokens=64, assistant="eagle3").tolist() for b in batches] == expected
 
 
+def likeliest(scores: Tensor) -> Tensor:
+    """Scores under which a draw can only give the greedy token."""
+    return scores.masked_fill(scores < scores.amax(-1, keepdim=True), -torch.inf)
+
+
+DRAFTS = pytest.mark.parametrize("drafts", ["dynamic", "static", "drawn"])
+
+
 class Rounds:
     """A target and a drafter of one call, and the round as the loop runs it, on static buffers."""
 
-    def __init__(self, device: str) -> None:
-        target, head = MAKERS["bigram"]
-        self.model = target().to(device)
-        fastspec.patch(self.model, eagle3=head(self.model).to(device))
-        head = session_of(self.model).resources["eagle3"]
-        shape = TREE.shape(device)
+    def __init__(self, device: str, drafts: str) -> None:
+        self.model = bigram().to(device)
+        name, head = ("eagle3", seer) if drafts == "dynamic" else ("eagle", seer1)
+        fastspec.patch(self.model, **{name: head(self.model).to(device)})
+        head = session_of(self.model).resources[name]
         self.extent, self.count, rows = 128, 0, 3
-        self.drafter = EagleDrafter(head, shape, rows=rows, capacity=self.extent, ops=TORCH)
+        sizes = {"rows": rows, "capacity": self.extent, "ops": TORCH}
+        if drafts == "dynamic":
+            self.drafter = EagleDrafter(head, TREE.shape(device), **sizes)
+        else:
+            self.drafter = StaticDrafter(head, fastspec.Eagle1().tree(), **sizes, process=likeliest if drafts == "drawn" else None)
         self.target = HFModel(
-            self.model, adapter_for(self.model), rows=rows, capacity=self.extent, tail=shape.total_tokens, taps=head.config.taps, ops=TORCH
+            self.model, adapter_for(self.model), rows=rows, capacity=self.extent, tail=self.drafter.nodes, taps=head.config.taps, ops=TORCH
         )
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
         generator = torch.Generator().manual_seed(0)
@@ -95,7 +107,10 @@ class Rounds:
         """One round -> the tokens that it emits [B, P], and how many of them are accepted drafts [B]."""
         tree = self.drafter.propose(self.extent)
         logits, features = self.target.score(tree, self.extent)
-        verdict = walk(tree, choose(logits, None, TORCH), TORCH)
+        if tree.q is None:
+            verdict = walk(tree, choose(logits, None, TORCH), TORCH)
+        else:
+            verdict = walk_drawn(tree, likeliest(logits), tree.q, torch.rand(tree.tokens.shape, device=logits.device), TORCH)
         self.target.commit(verdict, self.active)
         self.drafter.observe(tree, verdict, logits, features, self.active, self.extent)
         return verdict.tokens(tree), verdict.accepted
@@ -120,18 +135,20 @@ class Rounds:
 
 
 @EVERYWHERE
+@DRAFTS
 @torch.no_grad()
-def test_rounds_on_static_buffers(device):
-    rounds = Rounds(device)
+def test_rounds_on_static_buffers(device, drafts):
+    rounds = Rounds(device, drafts)
     rounds.begin()
     said = rounds.texts(rounds.round, 6)
     assert [row[:12] for row in said] == [row[:12] for row in rounds.plain(12)] and min(map(len, said)) >= 12
 
 
 @ON_CUDA
+@DRAFTS
 @torch.no_grad()
-def test_a_round_waits_for_nothing(device):
-    rounds = Rounds(device)
+def test_a_round_waits_for_nothing(device, drafts):
+    rounds = Rounds(device, drafts)
     rounds.begin()
     rounds.round()
     before = torch.cuda.get_sync_debug_mode()
@@ -143,9 +160,10 @@ def test_a_round_waits_for_nothing(device):
 
 
 @ON_CUDA
+@DRAFTS
 @torch.no_grad()
-def test_a_captured_round_says_the_same(device):
-    rounds = Rounds(device)
+def test_a_captured_round_says_the_same(device, drafts):
+    rounds = Rounds(device, drafts)
     rounds.begin()
     expected = rounds.texts(rounds.round, 6)
     side = torch.cuda.Stream()

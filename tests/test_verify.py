@@ -78,8 +78,7 @@ def lossless(case: Case, rule: Rule) -> bool:
     """Every emission ends where the tree ends, so its probability must be the target's own, and all must add up to one."""
     law = emitted_law(case, rule)
     return sum(law.values()) == 1 and all(
-        emitted[:-1] in case.table and emitted not in case.table and chance == case.target_law(emitted)
-        for emitted, chance in law.items()
+        emitted[:-1] in case.table and emitted not in case.table and chance == case.target_law(emitted) for emitted, chance in law.items()
     )
 
 
@@ -112,15 +111,15 @@ def test_walking_with_history_is_the_same_walk(case, seed):
     uniform = torch.rand(1, len(case.parents), generator=generator)
     seen: list[list[int]] = []
 
-    def process(row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        seen.append(ids.tolist())
+    def process(rows: list[int], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.extend(ids.tolist())
         return scores
 
     for draws in (uniform, None):
         seen.clear()
         plain = walk(case.tree, choose(logits, draws, TORCH), TORCH)
         history = [torch.tensor([9, case.tokens[0]])]
-        slow, scores = walk_with_history(case.tree, logits, draws, history, process, [99], frozenset(), TORCH)
+        slow, scores = walk_with_history(case.tree, logits, draws, history, process, [99], lambda row, picks: False, TORCH)
         assert (slow.path.tolist(), slow.accepted.tolist(), slow.bonus.tolist()) == (
             plain.path.tolist(), plain.accepted.tolist(), plain.bonus.tolist()
         )  # fmt: skip
@@ -138,13 +137,39 @@ def test_walking_with_history_stops_where_the_text_ends(case, left, ends):
     emitted = emitted[: min(end + 1, left)]
     seen: list[int] = []
 
-    def process(row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        seen.append(len(ids))
+    def process(rows: list[int], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(ids.shape[1])
         return scores
 
-    verdict, _ = walk_with_history(case.tree, logits, None, [torch.tensor([case.tokens[0]])], process, [left], ends, TORCH)
+    text = [torch.tensor([case.tokens[0]])]
+    verdict, _ = walk_with_history(case.tree, logits, None, text, process, [left], lambda row, picks: picks[-1] in ends, TORCH)
     assert tuple(verdict.tokens(case.tree)[0, : int(verdict.accepted) + 1].tolist()) == emitted
     assert seen == list(range(1, len(emitted) + 1))
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_rows_are_walked_together_as_they_are_alone(rows, seed):
+    """Rows with texts of different lengths and different room, in one call and one by one; each is asked about its own prefixes."""
+    generator = torch.Generator().manual_seed(seed)
+    count, nodes = len(rows), 7
+    parents = torch.tensor([[0, 0, 0, 1, 1, 3, 4]] * count)
+    tree = TokenTree.from_parents(torch.randint(0, VOCAB, (count, nodes), generator=generator), parents)
+    logits, uniform = torch.randn(count, nodes, VOCAB, generator=generator), torch.rand(count, nodes, generator=generator)
+    history = [torch.arange(length) for length, _ in rows]
+
+    def shift(rows: list[int], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert len({len(history[row]) for row in rows}) <= len(rows) == len(ids)
+        return torch.stack([line.roll(int(text.sum()) % VOCAB) for text, line in zip(ids, scores, strict=True)])
+
+    def go(chosen: list[int]) -> list[tuple[list[int], int, int]]:
+        part = TokenTree(*(x[chosen] for x in (tree.tokens, tree.parents, tree.depths, tree.ancestors)), tree.max_path)
+        left = [rows[b][1] for b in chosen]
+        texts = [history[b] for b in chosen]
+        verdict, _ = walk_with_history(part, logits[chosen], uniform[chosen], texts, shift, left, lambda row, picks: False, TORCH)
+        return list(zip(verdict.path.tolist(), verdict.accepted.tolist(), verdict.bonus.tolist(), strict=True))
+
+    assert go(list(range(count))) == [go([b])[0] for b in range(count)]
 
 
 def test_rows_that_have_ended_are_not_walked():
@@ -152,7 +177,7 @@ def test_rows_that_have_ended_are_not_walked():
     logits = torch.zeros(2, 2, 8)
     logits[..., 1] = 1.0
     history = [torch.tensor([4]), torch.tensor([5])]
-    verdict, _ = walk_with_history(tree, logits, None, history, lambda row, ids, scores: scores, [99, 0], frozenset(), TORCH)
+    verdict, _ = walk_with_history(tree, logits, None, history, lambda rows, ids, scores: scores, [99, 0], lambda row, picks: False, TORCH)
     assert verdict.accepted.tolist() == [1, 0]
     assert verdict.bonus.tolist() == [1, 5]
 

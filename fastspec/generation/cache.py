@@ -90,3 +90,29 @@ class TreeCache:
         """Count the next counts [B] slots of every row as committed. A row whose last round went beyond the capacity has ended:
         it stays at the bound, so that the trees still written behind it stay inside the buffers."""
         self.lengths.add_(counts).clamp_(max=self.limit)
+
+
+class LayerView(TreeCache):
+    """The first layers of another cache, with lengths of its own: what a model's own early layers draft with.
+
+    It writes into the other's provisional tail, which the next pass over all layers writes anew, and never grows it.
+    """
+
+    def __init__(self, whole: TreeCache, layers: int) -> None:
+        self.whole, self.layers = whole, layers
+        self.limit, self.tail = whole.limit, whole.tail
+        self.lengths = whole.lengths.clone()
+
+    @property
+    def k(self) -> Tensor:  # type: ignore[override]
+        """Keys [layers, B, Hkv, C, D], as they are now."""
+        return self.whole.k[: self.layers]
+
+    @property
+    def v(self) -> Tensor:  # type: ignore[override]
+        """Values [layers, B, Hkv, C, D], as they are now."""
+        return self.whole.v[: self.layers]
+
+    def reserve(self, committed: int) -> int:
+        """As of the whole cache."""
+        return self.whole.reserve(committed)

@@ -22,11 +22,13 @@ EXTENT_BUCKET = 128
 class Request:
     """What to generate: prompts [B, T] (left padding removed, rows filled up on the right) with counts [B] real tokens.
 
-    `history[b]` [T_b] is what a history-dependent processor sees of row b before its first new token, `limit` the number
+    `context` is the whole text in the same form, where the target's cache holds a part of it already: drafters that read no features
+    get it. `history[b]` [T_b] is what a history-dependent processor sees of row b before its first new token, `limit` the number
     of new tokens, `ends` the end tokens. Rows that `stop` ends before the others go on, as in transformers, where there are
     no end tokens; else they are over. `process_rows` maps scores [R, V] -> [R, V] where no processor looks at the
-    history; else `process_at` is called node by node. `stop(row, new_tokens)` is asked after every token, and
-    `emit(row, tokens, accepted, done)` is told of every round.
+    history; else `process_at` is called level by level of the walk. `stop(row, new_tokens)` is asked after every token, and
+    `emit(row, tokens, accepted, done)` is told of every round; before that `watch(tree, verdict, logits)` sees the round's tree and
+    the target's raw logits [B, N, V] of its nodes, on the device.
     """
 
     prompts: Tensor
@@ -39,6 +41,8 @@ class Request:
     process_at: RowProcessor | None
     stop: Callable[[int, list[int]], bool] | None = None
     emit: Callable[[int, list[int], int, bool], None] | None = None
+    watch: Callable[[TokenTree, Verdict, Tensor], None] | None = None
+    context: tuple[Tensor, Tensor] | None = None
     keep_scores: bool = False
     keep_logits: bool = False
 
@@ -62,6 +66,7 @@ class _Run:
         self.out = Outcome([[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)], stats)
         self.active = [True] * rows
         self.limit = request.limit
+        self.asked: dict[tuple[int, int], bool] = {}  # (row, tokens said) -> what `stop` said of it
         self.stops: dict[int, int] = {}  # row -> tokens it had said when it was stopped, where there are no end tokens
 
     def take(self, row: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
@@ -71,7 +76,7 @@ class _Run:
         for token in tokens:
             said.append(token)
             kept += 1
-            stopped = request.stop is not None and request.stop(row, said)
+            stopped = self.stopped(row, said)
             if stopped and not request.ends:
                 self._wait(row)
                 stopped = False
@@ -84,6 +89,18 @@ class _Run:
             self.out.logits[row] += list(logits[:kept])
         if request.emit is not None:
             request.emit(row, tokens[:kept], min(accepted, kept), not self.active[row])
+
+    def stopped(self, row: int, said: list[int]) -> bool:
+        """What `stop` says of a row that has said this; it is asked once, by the walk or after it."""
+        key = row, len(said)
+        if self.request.stop is not None and key not in self.asked:
+            self.asked[key] = self.request.stop(row, list(said))
+        return self.asked.get(key, False)
+
+    def over(self, row: int, more: list[int]) -> bool:
+        """Whether a row ends after `more` tokens of this round, the last of which is new."""
+        ends = self.request.ends
+        return more[-1] in ends or (bool(ends) and self.stopped(row, self.out.tokens[row] + more))
 
     def _wait(self, row: int) -> None:
         """A row was stopped without an end token: it goes on until every row was stopped once."""
@@ -109,7 +126,8 @@ def decode(target: LanguageModel, drafter: Drafter | None, request: Request, ops
         logits, features = target.prefill(request.prompts, request.counts)
         root, scores = _first(request, logits, ops)
         if drafter is not None:
-            drafter.begin(request.prompts, request.counts, features, root)
+            whole = request.context if request.context is not None and not features.shape[-1] else (request.prompts, request.counts)
+            drafter.begin(*whole, features, root)
     del features
     for row, token in enumerate(root.tolist()):
         one = slice(row, row + 1)
@@ -130,7 +148,7 @@ def _first(request: Request, logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
         assert request.process_rows is not None
         scores = request.process_rows(logits.float())
     else:
-        scores = torch.stack([request.process_at(b, request.history[b], logits[b].float()) for b in range(logits.shape[0])])
+        scores = request.process_at(list(range(logits.shape[0])), torch.stack(request.history), logits.float())
     return choose(scores[:, None], _uniform(request, (scores.shape[0], 1), scores.device), ops)[:, 0], scores
 
 
@@ -150,12 +168,15 @@ def _round(target: LanguageModel, drafter: Drafter | None, root: Tensor, run: _R
             drafter.observe(tree, verdict, logits, features, active, extent)
         tokens = verdict.tokens(tree)
         packed = torch.cat((verdict.accepted[:, None], tokens), 1).tolist()  # the round's one read-back
+    if request.watch is not None:
+        request.watch(tree, verdict, logits)
     for row, (accepted, *said) in enumerate(packed):
         if not run.active[row]:
             continue
         stats.row_rounds += 1
         stats.drafted += tree.tokens.shape[1] - 1
         stats.accepted += accepted
+        stats.count_accepted(accepted)
         stats.round_tokens += accepted + 1
         path = verdict.path[row, : accepted + 1]
         scores = along(row, path) if request.keep_scores else None
@@ -177,7 +198,7 @@ def _decide(
         return walk(tree, choose(scores, uniform, ops), ops), lambda row, path: scores[row, path]
     history = [torch.cat((h, h.new_tensor(run.out.tokens[b]))) for b, h in enumerate(request.history)]
     left = [run.limit - len(said) if active else 0 for said, active in zip(run.out.tokens, run.active, strict=True)]
-    verdict, kept = walk_with_history(tree, logits, uniform, history, request.process_at, left, request.ends, ops)
+    verdict, kept = walk_with_history(tree, logits, uniform, history, request.process_at, left, run.over, ops)
     return verdict, lambda row, path: kept[row, : path.shape[0]]
 
 

@@ -55,11 +55,15 @@ class LanguageModel(Protocol):
     def commit(self, verdict: Verdict, active: Tensor) -> None:
         """Keep the accepted path of the active [B] rows in the cache and drop the rest of the tree."""
 
+    def rewind(self, lengths: Tensor) -> None:
+        """Forget every row's committed tokens from lengths [B] on."""
+
 
 class Drafter(Protocol):
     """Proposes a tree after the last emitted token and learns from what the target said of it.
 
     A tree has at most `nodes` nodes, and at most `max_path` on a path. Drafts that were drawn at random say so: `tree.q`.
+    One that has an attribute `ends` finds the call's end tokens in it from `begin` on (frozenset of int).
     """
 
     nodes: int

@@ -20,6 +20,8 @@ class Stats:
     """Tokens produced by rounds, bonus included and before trimming; the first token comes from the prefill."""
     accepted: int = 0
     drafted: int = 0
+    lengths: list[int] = field(default_factory=list)
+    """`lengths[i]` counts the rounds, summed over the rows, in which exactly i draft tokens were accepted."""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
 
@@ -27,6 +29,18 @@ class Stats:
     def acceptance_length(self) -> float:
         """Mean tokens per round and row, the bonus token counted (1.0 without any accepted draft)."""
         return self.round_tokens / self.row_rounds if self.row_rounds else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """For draft position 1, 2, ...: the share of rounds, over all rows, that accepted a draft token there. Their sum is the
+        acceptance length less the bonus token."""
+        rounds = sum(self.lengths)
+        return [sum(self.lengths[position:]) / rounds for position in range(1, len(self.lengths))]
+
+    def count_accepted(self, accepted: int) -> None:
+        """Count one round of one row."""
+        self.lengths += [0] * (accepted + 1 - len(self.lengths))
+        self.lengths[accepted] += 1
 
     @property
     def tokens_per_second(self) -> float:

@@ -15,8 +15,8 @@ class TokenTree:
     """N draft nodes for each of B rows; node 0 is the root, and parents come before their children.
 
     The root is the token already emitted but not yet in the target's cache. `tokens`, `parents`, `depths` are [B, N] int64
-    (the root is its own parent, at depth 0); `ancestors` [B, N, W] int64 holds one bit per node, self included. Every tree
-    of a run has the same `max_path`, the longest path in nodes. The dense mask, row b:
+    (the root is its own parent, at depth 0); `ancestors` [B, N, W] int64 holds one bit per node, self included. Trees
+    of a run that agree in N agree in `max_path`, a bound of the longest path in nodes. The dense mask, row b:
 
         mask = torch.zeros(N, N, dtype=torch.bool)
         for i in range(N):
@@ -24,7 +24,8 @@ class TokenTree:
             mask[i, i] = True
 
     Where the drafts were drawn at random, `q` [B, N, V] fp32 is the distribution that each node's token came from, given its
-    prefix and its earlier siblings (the root's is not read). Without it the tree must be a function of its prefix.
+    prefix and its earlier siblings (the root's is not read); zeros throughout say that the node was not drawn, and it is not
+    accepted. Without q the tree must be a function of its prefix.
     """
 
     tokens: Tensor

@@ -15,8 +15,8 @@ from torch import Tensor
 from fastspec.generation.protocols import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
-# processor(row, ids [T], scores [V]) -> scores [V]
-RowProcessor = Callable[[int, Tensor, Tensor], Tensor]
+# processor(rows, ids [R, T], scores [R, V]) -> scores [R, V], for rows whose texts have the same length
+RowProcessor = Callable[[list[int], Tensor, Tensor], Tensor]
 
 
 def choose(scores: Tensor, uniform: Tensor | None, ops: Ops) -> Tensor:
@@ -34,7 +34,8 @@ def walk_drawn(tree: TokenTree, scores: Tensor, q: Tensor, uniform: Tensor, ops:
 
     At a node with target distribution p, its children are tried in order: x ~ q is accepted with probability min(1, p(x) / q(x)),
     else p becomes norm(max(p - q, 0)); what is left of p when no child was accepted gives the bonus token (Leviathan et al.,
-    arXiv 2211.17192, theorem 1, applied child by child). uniform[:, 0] draws the bonus token, uniform[:, i] judges node i.
+    arXiv 2211.17192, theorem 1, applied child by child). A child with q(x) = 0 was not drawn and is not accepted; where all of
+    its q is 0, p stays. uniform[:, 0] draws the bonus token, uniform[:, i] judges node i.
     """
     probs = torch.softmax(scores.float(), -1)
     rows, nodes = tree.tokens.shape
@@ -43,7 +44,8 @@ def walk_drawn(tree: TokenTree, scores: Tensor, q: Tensor, uniform: Tensor, ops:
     for i in range(1, nodes):
         token = tree.tokens[:, i : i + 1]
         tried = tree.parents[:, i] == node
-        taken = tried & (uniform[:, i] * q[:, i].gather(1, token)[:, 0] < p.gather(1, token)[:, 0])
+        chance = q[:, i].gather(1, token)[:, 0]
+        taken = tried & (chance > 0) & (uniform[:, i] * chance < p.gather(1, token)[:, 0])
         rest = (p - q[:, i]).clamp(min=0)
         total = rest.sum(-1, keepdim=True)
         p = torch.where((tried & ~taken)[:, None] & (total > 0), rest / total, p)
@@ -57,32 +59,47 @@ def walk_drawn(tree: TokenTree, scores: Tensor, q: Tensor, uniform: Tensor, ops:
 
 def walk_with_history(
     tree: TokenTree, logits: Tensor, uniform: Tensor | None, history: list[Tensor], process: RowProcessor, left: list[int],
-    ends: frozenset[int], ops: Ops,
+    over: Callable[[int, list[int]], bool], ops: Ops,
 ) -> tuple[Verdict, Tensor]:  # fmt: skip
     """Walk node by node, for processors that look at the tokens so far.
 
     logits [B, N, V]; history[b] [T_b] int64 ends with the root; row b may say left[b] more tokens, 0 where it has ended.
     `process` sees each visited node with that node's own prefix, and no prefix that plain decoding would not reach: a row's
-    walk stops at a pick in `ends` and at its last token. Returns the verdict and the processed scores [B, P, V] along the path.
+    walk stops at its last token, and where `over(b, picks so far)` says that it ends. Rows whose texts are equally long are
+    processed together. Returns the verdict and the processed scores [B, P, V] along the path.
     """
-    rows = tree.tokens.shape[0]
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    paths, accepted, bonus = [], [], []
-    scores = torch.zeros(rows, tree.max_path, logits.shape[2], dtype=torch.float32, device=logits.device)
-    for b in range(rows):
-        node, path, ids, pick = 0, [0], history[b], tokens[b][0]
-        while left[b] > 0:
-            row = process(b, ids, logits[b, node].float())
-            scores[b, len(path) - 1] = row
-            pick = int(choose(row[None, None], None if uniform is None else uniform[b : b + 1, node : node + 1], ops))
-            child = next((j for j in range(1, len(tokens[b])) if parents[b][j] == node and tokens[b][j] == pick), None)
-            if child is None or pick in ends or len(path) == min(tree.max_path, left[b]):
-                break
-            node = child
-            path.append(node)
-            ids = torch.cat((ids, ids.new_tensor([pick])))
-        paths.append(path + [path[-1]] * (tree.max_path - len(path)))
-        accepted.append(len(path) - 1)
-        bonus.append(pick)
+    texts, paths, picks = list(history), [[0] for _ in tokens], [[] for _ in tokens]  # type: tuple[list[Tensor], list[list[int]], list[list[int]]]
+    scores = torch.zeros(len(tokens), tree.max_path, logits.shape[2], dtype=torch.float32, device=logits.device)
+    going = [b for b, count in enumerate(left) if count > 0]
+    while going:
+        chosen = _pick([(b, paths[b][-1], texts[b]) for b in going], logits, uniform, process, ops, scores, len(paths[going[0]]) - 1)
+        still = []
+        for b, pick in zip(going, chosen, strict=True):
+            picks[b].append(pick)
+            child = next((j for j in range(1, len(tokens[b])) if parents[b][j] == paths[b][-1] and tokens[b][j] == pick), None)
+            if child is None or len(paths[b]) == min(tree.max_path, left[b]) or over(b, picks[b]):
+                continue
+            paths[b].append(child)
+            texts[b] = torch.cat((texts[b], texts[b].new_tensor([pick])))
+            still.append(b)
+        going = still
+    full = [path + [path[-1]] * (tree.max_path - len(path)) for path in paths]
+    bonus = [said[-1] if said else row[0] for said, row in zip(picks, tokens, strict=True)]
     device = tree.tokens.device
-    return Verdict(*(torch.tensor(x, device=device) for x in (paths, accepted, bonus))), scores
+    return Verdict(*(torch.tensor(x, device=device) for x in (full, [len(path) - 1 for path in paths], bonus))), scores
+
+
+def _pick(
+    at: list[tuple[int, int, Tensor]], logits: Tensor, uniform: Tensor | None, process: RowProcessor, ops: Ops, scores: Tensor, step: int
+) -> list[int]:
+    """One token for each (row, node, text) of `at`; what was processed is written to scores [B, P, V] at `step`."""
+    picked: dict[int, int] = {}
+    for length in sorted({len(text) for _, _, text in at}):
+        rows, nodes, texts = zip(*(entry for entry in at if len(entry[2]) == length), strict=True)
+        row, node = torch.tensor(rows, device=logits.device), torch.tensor(nodes, device=logits.device)
+        processed = process(list(rows), torch.stack(texts), logits[row, node].float())
+        scores[row, step] = processed
+        draws = None if uniform is None else uniform[row, node][:, None]
+        picked |= zip(rows, choose(processed[:, None], draws, ops)[:, 0].tolist(), strict=True)
+    return [picked[row] for row, _, _ in at]

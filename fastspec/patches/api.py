@@ -17,16 +17,22 @@ from fastspec.patches.adapters import check_supported, mode_of
 from fastspec.patches.backends import choose_backend
 from fastspec.patches.compat import drop_capturing_hooks, has_capturing_hooks
 from fastspec.patches.generate import generate
-from fastspec.patches.heads import load_head
+from fastspec.patches.heads import load_heads
 from fastspec.patches.session import STATE, PatchSession, session_of
+from fastspec.patches.speculative import check_draft
+
+Source = str | Path | EagleHead | None
 
 
-def patch(model: Any, *, eagle3: str | Path | EagleHead | None = None, backend: str = "auto") -> Any:
+def patch(
+    model: Any, *, eagle: Source = None, eagle2: Source = None, eagle3: Source = None, speculative: Any = None, backend: str = "auto"
+) -> Any:
     """Give a transformers model `generate(..., assistant=...)`, and return the same model.
 
-    `eagle3` supplies the head of the assistant of that name: a directory, a hub id, the name of a head that ships with
-    fastspec ("smollm2-135m-instruct") or an EagleHead. `backend` is "auto" or "torch". Only this instance is changed, and
-    nothing in its forward pass; without `assistant=` it does what it did.
+    `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of a head
+    that ships with fastspec ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
+    `speculative` is a smaller transformers model with the target's tokenizer, on its device. `backend` is "auto" or "torch".
+    Only this instance is changed, and nothing in its forward pass; without `assistant=` it does what it did.
 
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
@@ -34,7 +40,9 @@ def patch(model: Any, *, eagle3: str | Path | EagleHead | None = None, backend: 
     if session_of(model) is not None:
         raise PatchConflict(f"this {type(model).__name__} is patched already: call fastspec.unpatch(model) first")
     check_supported(model)
-    resources = {} if eagle3 is None else {"eagle3": load_head(eagle3, model)}
+    resources: dict[str, Any] = {**load_heads({"eagle": eagle, "eagle2": eagle2, "eagle3": eagle3}, model)}
+    if speculative is not None:
+        resources["speculative"] = check_draft(speculative, model)
     choose_backend(backend, model.device.type)  # refuses an unknown name
     session = PatchSession(backend, resources, has_capturing_hooks(model))
     try:
@@ -119,6 +127,6 @@ def report(model: Any) -> Report:
         backend=session.ops(model.device.type).name,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        assistants=("autoregressive", *session.resources),
+        assistants=("autoregressive", "nasd", *session.resources),
         calls=tuple(session.calls),
     )

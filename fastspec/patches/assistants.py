@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fastspec.config import Autoregressive, Eagle3, TreeShape
+from fastspec.config import Autoregressive, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.eagle.static import StaticDrafter
+from fastspec.generation.nasd import NasdDecoding
 from fastspec.generation.protocols import Ops
 from fastspec.patches.heads import moved
+from fastspec.patches.speculative import resolve_speculative
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,21 @@ class EagleDecoding:
         return EagleDrafter(self.head, self.shape, rows=rows, capacity=capacity, ops=ops)
 
 
+@dataclass(frozen=True, slots=True)
+class StaticDecoding:
+    """Decoding with an EAGLE-1 head and a static tree."""
+
+    config: Eagle1
+    head: EagleHead
+    name: str = "eagle"
+    taps: tuple[int, ...] = ()
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:
+        """The drafter of one call; it draws its drafts where the config asks for that and `process` allows it."""
+        process = process if self.config.drafts == "sampled" else None
+        return StaticDrafter(self.head, self.config.tree(), rows=rows, capacity=capacity, ops=ops, process=process)
+
+
 def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
     """The decoding that an `assistant=` asks for. Raises Unsupported for an unknown name or a missing resource."""
     if isinstance(assistant, str):
@@ -72,20 +90,30 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Eagle
     """The head of an EAGLE assistant, on the model's device and in its dtype."""
     head: EagleHead = needed(name, resources, "path or hub id or head")
     if head.fc.weight.device != model.device or head.fc.weight.dtype != model.dtype:
-        head = resources[name] = moved(head, model)  # the model was moved or cast since it was patched
+        fresh = moved(head, model)  # the model was moved or cast since it was patched
+        resources.update({each: fresh for each, held in resources.items() if held is head})
+        head = fresh
     if top_k > head.config.draft_vocab_size:
-        raise Unsupported(f"top_k={top_k} exceeds the head's draft vocabulary of {head.config.draft_vocab_size}")
+        raise Unsupported(f"top_k={top_k} children of a node exceed the head's draft vocabulary of {head.config.draft_vocab_size}")
     return head
 
 
-def _eagle3(config: Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
+def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecoding:
+    return StaticDecoding(config, _head("eagle", resources, model, 1 + max(map(max, config.tree()))))
+
+
+def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
     shape = config.shape(model.device.type)
-    return EagleDecoding("eagle3", _head("eagle3", resources, model, shape.top_k), shape)
+    return EagleDecoding(config.name, _head(config.name, resources, model, shape.top_k), shape)
 
 
 RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
     Autoregressive: lambda config, resources, model: Plain(),
-    Eagle3: _eagle3,
+    Eagle1: _eagle,
+    Eagle2: _dynamic,
+    Eagle3: _dynamic,
+    Nasd: lambda config, resources, model: NasdDecoding(config),
+    Speculative: resolve_speculative,
 }
 """Config class -> (config, resources, model) -> Decoding."""
 NAMES = {config.name: config for config in RESOLVERS}

@@ -110,7 +110,9 @@ class _Call:
         streaming = Streaming(self.streamer, rows, self._pad()) if self.streamer is not None else None
         request = Request(
             prompts, counts, list(self.ids), limit, self.ending.ends, bool(self.config.do_sample), process_rows, process_at,
+            context=_compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None,
             stop=self.ending.stop, emit=streaming.emit if streaming else None,
+            watch=streaming.watch if streaming else None,
             keep_scores=bool(self.config.return_dict_in_generate and self.config.output_scores),
             keep_logits=bool(self.config.return_dict_in_generate and self.config.output_logits),
         )  # fmt: skip
@@ -133,7 +135,12 @@ class _Call:
         ops = self.ops
         drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.model.device, ops=ops, process=process)
         nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
+        if hasattr(drafter, "ends"):
+            drafter.ends = self.ending.ends
         target = HFModel(self.model, adapter_for(self.model), rows=rows, capacity=capacity, tail=nodes, taps=taps, ops=ops)
+        attach = getattr(self.decoding, "attach", None)
+        if attach is not None:
+            attach(drafter, target)
         if self.past is not None:
             import_past(target.cache, self.past, self.keep[:, : self.past_length])
         return target, drafter

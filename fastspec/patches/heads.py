@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import product
@@ -76,6 +77,27 @@ def load_head(
     sizes = Sizes.of(target)
     check_fit(checkpoint, **sizes._asdict())
     return _build(with_taps(checkpoint, sizes.num_layers), target).requires_grad_(False).eval()
+
+
+_KINDS = {"eagle3": ("EAGLE-3", "eagle3=head"), "eagle": ("EAGLE-1/2", "eagle=head or eagle2=head")}
+
+
+def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: PreTrainedModel) -> dict[str, EagleHead]:
+    """The heads of the assistants "eagle", "eagle2" and "eagle3" that have a source, loaded once where they share one.
+
+    Raises CheckpointError like `load_head`, and for a head of the other kind, naming the assistant that takes it.
+    """
+    made: dict[str | Path | EagleHead, EagleHead] = {}
+    found = {}
+    for name, source in sources.items():
+        if source is None:
+            continue
+        head = found[name] = made[source] = made[source] if source in made else load_head(source, target)
+        kind = head.config.kind
+        if (kind == "eagle3") != (name == "eagle3"):
+            shown = "this EagleHead" if isinstance(source, EagleHead) else source
+            raise CheckpointError(f"{name}={shown} is an {_KINDS[kind][0]} head: fastspec.patch(model, {_KINDS[kind][1]}) takes it")
+    return found
 
 
 OWN_EMBEDDING = "_brought_embedding"  # set on a head whose embedding is its own rather than the target's

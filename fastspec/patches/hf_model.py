@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
-from fastspec.generation.cache import TreeCache
+from fastspec.generation.cache import LayerView, TreeCache
 from fastspec.generation.protocols import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.adapters import Adapter, is_foreign
@@ -23,11 +23,14 @@ class HFModel:
     `taps` are indices into transformers' hidden_states; () gives the last hidden state after the final norm; None leaves
     the features empty. With an adapter the layers' own modules are called in a plain loop; without one the model's forward
     runs as it is, with a 4-D mask and a cache that writes into the same buffers.
+
+    `early` = (target, k) makes the target's own first k layers, its final norm and its LM head a model on the target's cache.
     """
 
     def __init__(
-        self, model: Any, adapter: Adapter | None, *, rows: int, capacity: int, tail: int, taps: tuple[int, ...] | None, ops: Ops
-    ) -> None:
+        self, model: Any, adapter: Adapter | None, *, rows: int, capacity: int, tail: int, taps: tuple[int, ...] | None, ops: Ops,
+        early: tuple[HFModel, int] | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.adapter, self.taps, self.ops = model, adapter, taps, ops
         bound = rope_bound(model.config)
         if bound is not None and capacity > bound:
@@ -36,8 +39,13 @@ class HFModel:
                 f"({model.config.get_text_config().rope_parameters['rope_type']}): ask for at most {bound}, prompt included"
             )
         layers, kv_heads, size = cache_geometry(model.config)
-        self.cache = TreeCache(layers, rows, kv_heads, capacity, tail, size, dtype=model.dtype, device=model.device)
-        self.depth = layers
+        self.cache: TreeCache
+        if early is None:
+            self.depth = layers
+            self.cache = TreeCache(layers, rows, kv_heads, capacity, tail, size, dtype=model.dtype, device=model.device)
+        else:
+            self.depth = early[1]
+            self.cache = LayerView(early[0].cache, self.depth)
         heads = model.config.get_text_config().num_attention_heads
         self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
 
@@ -85,6 +93,10 @@ class HFModel:
         """Keep the accepted path of the active rows."""
         self.cache.commit(self.ops, verdict, active)
 
+    def rewind(self, lengths: Tensor) -> None:
+        """Forget every row's committed tokens from lengths [B] on."""
+        self.cache.lengths.copy_(lengths)
+
     def _forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
@@ -99,7 +111,7 @@ class HFModel:
         hidden = getattr(decoder, parts.embed)(tokens)
         cos, sin = getattr(decoder, parts.rotary)(hidden, positions)
         kept = {}
-        for index, layer in enumerate(getattr(decoder, parts.layers)):
+        for index, layer in enumerate(getattr(decoder, parts.layers)[: self.depth]):
             if self.taps and index in self.taps:
                 kept[index] = hidden
             hidden = hidden + self._attention(parts, layer, index, getattr(layer, parts.input_norm)(hidden), cos, sin, slots, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +24,32 @@ BLIND = tuple(
 )  # fmt: skip
 
 
-def make_processors(
-    processors: lp.LogitsProcessorList, ids: Tensor
-) -> tuple[Callable[[Tensor], Tensor] | None, RowProcessor | None]:
-    """One of two forms: over rows [R, V] at once where no processor looks at the history, else row by row with its prefix.
+# Processors that look at a row's own tokens and at nothing else: any rows may be handed to them together.
+ROWWISE = BLIND + tuple(
+    getattr(lp, name)
+    for name in (
+        "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor",
+        "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor", "ExponentialDecayLengthPenalty",
+    )
+)  # fmt: skip
 
-    A history-dependent processor is called with the whole batch's shape, every row a copy of the row in question, so that
-    processors which count rows see the right index; prefix_allowed_tokens_fn is asked about that row alone. Raises
+
+def of_rows(processor: Any, rows: list[int]) -> Any:
+    """The processor for these rows of the batch: a repetition penalty knows how much padding to leave out of each row."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, Tensor):
+        return processor
+    twin = copy.copy(processor)
+    twin.prompt_ignore_length = ignored[rows]
+    return twin
+
+
+def make_processors(processors: lp.LogitsProcessorList, ids: Tensor) -> tuple[Callable[[Tensor], Tensor] | None, RowProcessor | None]:
+    """One of two forms: over rows [R, V] at once where no processor looks at the history, else over some rows with their prefixes.
+
+    A processor of unknown behaviour is called row by row with the whole batch's shape, every row a copy of the row in question,
+    so that processors which count rows see the right index; prefix_allowed_tokens_fn is asked about that row alone. Raises
     Unsupported for processors that keep a state of their own per row.
     """
     for processor in processors:
@@ -37,18 +57,23 @@ def make_processors(
             raise Unsupported("SynthID watermarking keeps a state per call, which a tree would disturb: leave out watermarking_config")
     if all(type(p) in BLIND for p in processors):
         return (lambda scores: processors(ids[:1], scores)), None
-    rows = ids.shape[0]
+    if all(type(p) in ROWWISE for p in processors):
+        return None, lambda rows, texts, scores: lp.LogitsProcessorList(of_rows(p, rows) for p in processors)(texts, scores)
+    count = ids.shape[0]
 
-    def process_at(row: int, history: Tensor, scores: Tensor) -> Tensor:
-        ids, values = history.expand(rows, -1), scores.expand(rows, -1).clone()
+    def process_one(row: int, text: Tensor, scores: Tensor) -> Tensor:
+        texts, values = text.expand(count, -1), scores.expand(count, -1).clone()
         for processor in processors:
             if type(processor) is lp.PrefixConstrainedLogitsProcessor:
                 allowed = processor._prefix_allowed_tokens_fn
                 one = lp.PrefixConstrainedLogitsProcessor(lambda _, seen, allowed=allowed: allowed(row, seen), 1)
-                values = one(ids[:1], values[row : row + 1]).expand(rows, -1).clone()
+                values = one(texts[:1], values[row : row + 1]).expand(count, -1).clone()
             else:
-                values = processor(ids, values)
+                values = processor(texts, values)
         return values[row]
+
+    def process_at(rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
+        return torch.stack([process_one(*entry) for entry in zip(rows, texts, scores, strict=True)])
 
     return None, process_at
 
@@ -79,6 +104,8 @@ class Streaming:
         self.said: list[list[int]] = [[] for _ in range(rows)]
         self.done = [False] * rows
         self.shown = 0
+        self.watch = getattr(streamer, "on_tree", None) if rows == 1 else None
+        """A streamer's `on_tree(tree, verdict, logits)`, told of each round's draft tree before its tokens are emitted."""
 
     def emit(self, row: int, tokens: list[int], accepted: int, done: bool) -> None:
         """Take a round's tokens of a row; a streamer with `on_round(tokens, accepted)` is told of the round first."""

@@ -1,7 +1,8 @@
-"""The EAGLE drafter: an append-only cache of true features, and a dynamic tree grown from it each round.
+"""Drafting with an EAGLE head: an append-only cache of true features, and a dynamic tree grown from it each round.
 
 EAGLE-2 (arXiv 2406.16858, section 4) and EAGLE-3 (arXiv 2503.01840): `top_k` children of the root, then `depth` passes
 that expand the `top_k` best nodes of the last level, then a re-ranking of all candidates by cumulative log-probability.
+The static trees of EAGLE-1 are in `static.py`.
 """
 
 from __future__ import annotations
@@ -19,30 +20,26 @@ from fastspec.kernels.reference import own_bits, stable_topk
 PREFILL_CHUNK = 512
 
 
-class EagleDrafter:
+class HeadState:
     """Draft state of one generate call: `rows` sequences, `capacity` tokens each. All of it is changed in place, so that a
-    captured round finds it again.
+    captured round finds it again. What grows a tree from it is the subclass's `propose`.
 
     A pair (token t+1, feature t) enters the head's cache once, with the target's true feature; tree nodes are fed with the
-    head's own states and live in the provisional tail, from which nothing is kept.
+    head's own states and live in the provisional tail, `grown` slots of it, from which nothing is kept.
     """
 
-    def __init__(self, head: EagleHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops) -> None:
+    def __init__(self, head: EagleHead, *, nodes: int, max_path: int, grown: int, rows: int, capacity: int, ops: Ops) -> None:
         config = head.config
         weight = head.fc.weight
-        self.head, self.shape, self.ops = head, shape, ops
-        self.nodes, self.max_path = shape.total_tokens, shape.max_path
-        tail = max(shape.depth * shape.top_k, shape.max_path)
+        self.head, self.ops = head, ops
+        self.nodes, self.max_path, self.grown = nodes, max_path, grown
         self.cache = TreeCache(
-            config.num_hidden_layers, rows, config.num_key_value_heads, capacity, tail, config.head_dim,
+            config.num_hidden_layers, rows, config.num_key_value_heads, capacity, max(grown, max_path), config.head_dim,
             dtype=weight.dtype, device=weight.device,
         )  # fmt: skip
         self.last = torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device)
         self.root = torch.zeros(rows, dtype=torch.long, device=weight.device)
         self.scale, self.group = config.head_dim**-0.5, config.num_attention_heads // config.num_key_value_heads
-        index = torch.arange(shape.candidates, device=weight.device)
-        self.flat_depths = torch.where(index < shape.top_k, 1, 2 + (index - shape.top_k).clamp(min=0) // shape.top_k**2)
-        self.bits = own_bits(max(1, shape.depth * shape.top_k), weight.device)
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the prompt's pairs: ids [B, T], counts [B] real tokens, features [B, T, F], root [B] the first new token."""
@@ -54,40 +51,6 @@ class EagleDrafter:
             width = following[:, part].shape[1]
             self.cache.reserve(start + width)
             self._extend(following[:, part], features[:, part], (counts - start).clamp(0, width), start + width)
-
-    def propose(self, extent: int) -> TokenTree:
-        """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
-        shape, head, ops, k = self.shape, self.head, self.ops, self.shape.top_k
-        rows = self.root.shape[0]
-        batch = torch.arange(rows, device=self.root.device)[:, None]
-        scores, ids = ops.topk_expand(head.logits(self.last, ops.linear), k)
-        tokens = head.to_target(ids)
-        hidden = self.last[:, None].expand(-1, k, -1)
-        all_scores, all_tokens = [scores], [tokens]
-        all_parents = [torch.full_like(tokens, -1)]
-        frontier = torch.arange(k, device=self.root.device).expand(rows, -1)  # candidate ids of the nodes to expand
-        words = torch.zeros(rows, k, self.bits.shape[1], dtype=torch.long, device=self.root.device)
-        extent = self.cache.reserve(extent) + shape.depth * k
-        slots = self.cache.lengths[:, None] + torch.arange(k, device=self.root.device)
-        for level in range(shape.depth):
-            words = words | self.bits[level * k : (level + 1) * k]
-            layout = ops.attention_layout(self.cache.lengths, words, k, (level + 1) * k, extent, self.group)
-            positions = (self.cache.lengths + level)[:, None].expand(-1, k)
-            hidden = self._step(tokens, hidden, positions, slots + level * k, layout)
-            logp, ids = ops.topk_expand(head.logits(hidden, ops.linear), k)
-            children = (scores[:, :, None] + logp).flatten(1)
-            child_tokens = head.to_target(ids).flatten(1)
-            all_scores.append(children)
-            all_tokens.append(child_tokens)
-            all_parents.append(frontier.repeat_interleave(k, dim=1))
-            scores, best = stable_topk(children, k)
-            frontier = k + level * k * k + best
-            tokens, above = child_tokens.gather(1, best), best // k
-            hidden, words = hidden[batch, above], words[batch, above]
-        kept, parents, depths, ancestors = ops.tree_build(
-            torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), self.flat_depths, self.root, self.nodes
-        )
-        return TokenTree(kept, parents, depths, ancestors, self.max_path)
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
@@ -112,3 +75,51 @@ class EagleDrafter:
             return self.cache.attend(self.ops, layer, q, layout, self.scale)
 
         return self.head.step(tokens, hidden, positions, attend, self.ops.linear)
+
+
+class EagleDrafter(HeadState):
+    """Dynamic trees of one `shape`, the drafter of EAGLE-2 and EAGLE-3."""
+
+    def __init__(self, head: EagleHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops) -> None:
+        grown = shape.depth * shape.top_k
+        super().__init__(
+            head, nodes=shape.total_tokens, max_path=shape.max_path, grown=grown, rows=rows, capacity=capacity, ops=ops
+        )  # fmt: skip
+        self.shape, device = shape, self.last.device
+        index = torch.arange(shape.candidates, device=device)
+        self.flat_depths = torch.where(index < shape.top_k, 1, 2 + (index - shape.top_k).clamp(min=0) // shape.top_k**2)
+        self.bits = own_bits(max(1, grown), device)
+
+    def propose(self, extent: int) -> TokenTree:
+        """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
+        shape, head, ops, k = self.shape, self.head, self.ops, self.shape.top_k
+        rows = self.root.shape[0]
+        batch = torch.arange(rows, device=self.root.device)[:, None]
+        scores, ids = ops.topk_expand(head.logits(self.last, ops.linear), k)
+        tokens = head.to_target(ids)
+        hidden = self.last[:, None].expand(-1, k, -1)
+        all_scores, all_tokens = [scores], [tokens]
+        all_parents = [torch.full_like(tokens, -1)]
+        frontier = torch.arange(k, device=self.root.device).expand(rows, -1)  # candidate ids of the nodes to expand
+        words = torch.zeros(rows, k, self.bits.shape[1], dtype=torch.long, device=self.root.device)
+        extent = self.cache.reserve(extent) + self.grown
+        slots = self.cache.lengths[:, None] + torch.arange(k, device=self.root.device)
+        for level in range(shape.depth):
+            words = words | self.bits[level * k : (level + 1) * k]
+            layout = ops.attention_layout(self.cache.lengths, words, k, (level + 1) * k, extent, self.group)
+            positions = (self.cache.lengths + level)[:, None].expand(-1, k)
+            hidden = self._step(tokens, hidden, positions, slots + level * k, layout)
+            logp, ids = ops.topk_expand(head.logits(hidden, ops.linear), k)
+            children = (scores[:, :, None] + logp).flatten(1)
+            child_tokens = head.to_target(ids).flatten(1)
+            all_scores.append(children)
+            all_tokens.append(child_tokens)
+            all_parents.append(frontier.repeat_interleave(k, dim=1))
+            scores, best = stable_topk(children, k)
+            frontier = k + level * k * k + best
+            tokens, above = child_tokens.gather(1, best), best // k
+            hidden, words = hidden[batch, above], words[batch, above]
+        kept, parents, depths, ancestors = ops.tree_build(
+            torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), self.flat_depths, self.root, self.nodes
+        )
+        return TokenTree(kept, parents, depths, ancestors, self.max_path)

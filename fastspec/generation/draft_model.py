@@ -1,0 +1,130 @@
+"""Speculative decoding with a draft model: it writes a few tokens, the target judges them in one pass.
+
+Chen et al. (arXiv 2302.01318) and Leviathan et al. (arXiv 2211.17192). In sampled calls the drafts are drawn from the draft model's own
+distribution q, processed as the target's is, and judged by p / q; else they are its most likely tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastspec.generation.protocols import LanguageModel, Ops
+from fastspec.generation.tree import TokenTree, Verdict
+
+Process = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How far a round drafts: `most` tokens, or fewer where going on does not pay.
+
+    A further token, accepted with probability S, is worth its cost c while S / c exceeds the tokens per cost so far,
+    E / T = (1 + sum of S) / (1 + drafted * c), with one target pass as the unit. `cost` is c; 0 always drafts `most` tokens. S is the
+    product of the draft model's own probabilities of its tokens, averaged over the rows that are still running. No clock is read, so the
+    same seed gives the same output.
+    """
+
+    most: int
+    cost: float = 0.0
+
+    def goes_on(self, survival: float, expected: float, drafted: int) -> bool:
+        """Whether to draft one more token after `drafted` ones that yield `expected` tokens, bonus counted."""
+        return drafted < self.most and survival * (1 + drafted * self.cost) > self.cost * expected
+
+
+class ChainDrafter:
+    """Drafts of a draft model with a cache of its own, or (`share`) of one that writes into the target's cache.
+
+    The draft's cache ends before the last two tokens of the text; a round begins by feeding both, so that rows which accepted the whole
+    chain and rows which did not are fed alike. A shared cache ends before the root alone. `branches` - 1 further children, the next best,
+    stand beside every drafted token; then drafts are never drawn at random.
+    """
+
+    def __init__(
+        self, draft: LanguageModel, length: Length, *, branches: int, vocab: int, draft_vocab: int, ops: Ops, process: Process | None
+    ) -> None:
+        self.draft, self.length, self.branches, self.ops = draft, length, branches, ops
+        self.vocab, self.draft_vocab = vocab, draft_vocab
+        self.whole: LanguageModel | None = None
+        self.process = process if branches == 1 else None
+        self.nodes, self.max_path = 1 + length.most * branches, length.most + 1
+
+    def share(self, draft: LanguageModel, whole: LanguageModel) -> None:
+        """Draft with a model that writes behind the committed tokens of `whole`, the target, and has their keys and values already."""
+        self.draft, self.whole = draft, whole
+
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        """Feed the text ids [B, T], of which counts [B] tokens are real, but for its last token."""
+        self.root = root
+        self.alive = torch.ones_like(root, dtype=torch.bool)
+        if self.whole is None:
+            self.draft.prefill(self._known(ids), counts)
+            self.draft.rewind(counts - 1)
+        else:
+            self.draft.rewind(self.whole.lengths)
+        self.previous = ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+
+    def propose(self, extent: int) -> TokenTree:
+        """A chain of drafts below the root, with their alternatives as leaves."""
+        self.base = self.draft.lengths.clone()
+        extent += self.nodes + 1
+        fed = torch.stack((self.previous, self.root), 1) if self.whole is None else self.root[:, None]
+        tokens, parents, q = [self.root[:, None]], [0], []
+        survival, expected, node, drafted = self.alive.float(), 1.0, 0, 0
+        while True:
+            scores = self._feed(fed, extent)
+            chosen, law = self._choose(scores)
+            survival = survival * torch.softmax(scores, -1).gather(1, chosen[:, :1])[:, 0]
+            mean = float(survival.sum() / self.alive.sum().clamp(min=1)) if self.length.cost else 1.0
+            if drafted and not self.length.goes_on(mean, expected, drafted):
+                break
+            tokens.append(chosen)
+            parents += [node] * self.branches
+            node, drafted, expected = len(parents) - self.branches, drafted + 1, expected + mean
+            if law is not None:
+                q.append(law)
+            if drafted == self.length.most:
+                break
+            fed = chosen[:, :1]
+        above = torch.tensor(parents, device=self.root.device).expand(len(self.root), -1)
+        tree = TokenTree.from_parents(torch.cat(tokens, 1), above, self.max_path)
+        if not q:
+            return tree
+        return TokenTree(tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_path, torch.stack((q[0], *q), 1))
+
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+        """Keep what the target accepted in the draft's cache, but for the last token of it, which may have been an alternative."""
+        said = tree.tokens.gather(1, verdict.path)
+        last = said.gather(1, verdict.accepted[:, None])[:, 0]
+        kept = torch.where(active, self.base + verdict.accepted + 1, self.base)
+        self.draft.rewind(kept if self.whole is None else self.whole.lengths)
+        self.previous = torch.where(active, last, self.previous)
+        self.root = torch.where(active, verdict.bonus, self.root)
+        self.alive = active
+
+    def _feed(self, tokens: Tensor, extent: int) -> Tensor:
+        """Append tokens [B, T] to the draft's text -> fp32 scores of what follows, over the target's vocabulary [B, V]."""
+        rows, count = tokens.shape
+        chain = torch.arange(count, device=tokens.device).expand(rows, -1)
+        tree = TokenTree.from_parents(self._known(tokens), (chain - 1).clamp(min=0), count)
+        logits, _ = self.draft.score(tree, extent)
+        taken = torch.full((rows,), count - 1, device=tokens.device)
+        self.draft.commit(Verdict(chain, taken, taken), torch.ones(rows, dtype=torch.bool, device=tokens.device))
+        scores = logits[:, -1, : self.vocab].float()
+        return torch.nn.functional.pad(scores, (0, self.vocab - scores.shape[1]), value=-torch.inf)
+
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Drafts [B, branches] of scores [B, V], and the distribution that they were drawn from, if they were."""
+        if self.process is None:
+            return scores.topk(self.branches, -1).indices, None
+        scores = self.process(scores)
+        drawn = self.ops.categorical(scores, torch.rand(len(scores), device=scores.device))
+        return drawn[:, None], torch.softmax(scores, -1)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Tokens that the draft model has no embedding for are shown to it as another: its drafts are judged all the same."""
+        return tokens.clamp(max=self.draft_vocab - 1)

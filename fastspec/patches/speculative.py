@@ -1,0 +1,161 @@
+"""The assistant `speculative`: a transformers model, or the target's own first layers, as the draft model."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fastspec.config import Speculative
+from fastspec.errors import Unsupported
+from fastspec.generation.draft_model import ChainDrafter, Length
+from fastspec.generation.protocols import Ops
+from fastspec.generation.text_draft import TextDrafter
+from fastspec.patches.adapters import adapter_for, check_supported
+from fastspec.patches.hf_model import HFModel
+
+PADDING = 1024
+"""Two vocabularies whose sizes differ by no more count as one, padded differently, as Qwen's are."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeDecoding:
+    """Decoding with drafts of `draft`; the target itself where `config.early_exit` is set."""
+
+    config: Speculative
+    target: Any
+    draft: Any
+    name: str = "speculative"
+    taps: None = None
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> ChainDrafter:
+        """The drafter of one call; with early exit it takes its cache from the target later, in `attach`."""
+        config = self.config
+        length = Length(config.gamma, 0.0) if config.gamma is not None else Length(config.most, self.cost())
+        room = capacity + length.most + 2
+        model: Any = None
+        if config.early_exit is None:
+            model = HFModel(self.draft, adapter_for(self.draft), rows=rows, capacity=room, tail=2, taps=None, ops=ops)
+        return ChainDrafter(
+            model, length, branches=config.branches, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops,
+            process=process,
+        )  # fmt: skip
+
+    def attach(self, drafter: ChainDrafter, target: HFModel) -> None:
+        """Let the target's own layers draft on its cache."""
+        if self.config.early_exit is not None:
+            early = (target, self.config.early_exit)
+            limit = target.cache.limit
+            drafter.share(
+                HFModel(self.target, target.adapter, rows=0, capacity=limit, tail=0, taps=None, ops=target.ops, early=early), target
+            )
+
+    def cost(self) -> float:
+        """A drafted token in units of a target pass: the ratio of the weights that each reads."""
+        if self.config.early_exit is None:
+            return read_weights(self.draft) / read_weights(self.target)
+        text = self.target.config.get_text_config()
+        head = self.target.get_output_embeddings().weight.numel()
+        return (head + (read_weights(self.target) - head) * self.config.early_exit / text.num_hidden_layers) / read_weights(self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class TextDecoding:
+    """Decoding with drafts of a model that has another tokenizer."""
+
+    config: Speculative
+    pair: Pair
+    name: str = "speculative"
+    taps: None = None
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> TextDrafter:
+        """The drafter of one call. A text may be longer in the draft model's tokens than in the target's: twice as long at most."""
+        draft = self.pair.model
+        gamma = self.config.most if self.config.gamma is None else self.config.gamma
+        room = 2 * capacity + gamma + 2
+
+        def one() -> HFModel:
+            return HFModel(draft, adapter_for(draft), rows=1, capacity=room, tail=2, taps=None, ops=ops)
+
+        return TextDrafter(one, gamma, room, self.pair.tokenizer, self.pair.draft_tokenizer, device)
+
+
+class Pair(NamedTuple):
+    """A draft model, its tokenizer and the target's, where they differ."""
+
+    model: Any
+    draft_tokenizer: Any
+    tokenizer: Any
+
+
+def vocabulary(model: Any) -> int:
+    """Rows of a model's LM head."""
+    return model.get_output_embeddings().weight.shape[0]
+
+
+def read_weights(model: nn.Module) -> int:
+    """Parameters that one pass reads: all but the embedding, unless it is the LM head too."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    whole = sum(p.numel() for p in model.parameters())
+    return whole if embedding.weight is head.weight else whole - embedding.weight.numel()
+
+
+def check_draft(draft: Any, target: Any) -> Any:
+    """The draft model, or the Pair of one with two tokenizers, if it can draft for the target; warns where it is no smaller.
+
+    Raises Unsupported for a model that cannot be decoded with, vocabularies that are not one, and another device.
+    """
+    if isinstance(draft, tuple):
+        if len(draft) != 3 or not all(callable(getattr(t, "decode", None)) for t in draft[1:]):
+            raise Unsupported(
+                "speculative=(draft_model, draft_tokenizer, tokenizer): the draft model, its tokenizer, the target's tokenizer"
+            )
+        draft = Pair(*draft)
+    model = draft.model if isinstance(draft, Pair) else draft
+    check_supported(model)
+    if model is target:
+        raise Unsupported("speculative=model is the target itself: fastspec.Speculative(early_exit=k) drafts with its first k layers")
+    sizes = vocabulary(model), vocabulary(target)
+    if abs(sizes[0] - sizes[1]) > PADDING and not isinstance(draft, Pair):
+        raise Unsupported(
+            f"the draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: give both tokenizers with "
+            f"speculative=(draft_model, draft_tokenizer, tokenizer) (sizes of one vocabulary differ by {PADDING} at most, for padding)"
+        )
+    _same_device(model, target)
+    cost = read_weights(model), read_weights(target)
+    if cost[0] >= cost[1]:
+        warnings.warn(
+            f"the draft model reads {cost[0] / 1e6:.1f} M weights a token and the target {cost[1] / 1e6:.1f} M: drafting will not pay",
+            stacklevel=3,
+        )
+    return draft
+
+
+def _same_device(draft: Any, target: Any) -> None:
+    if draft.device != target.device:
+        raise Unsupported(f"the draft model is on {draft.device} and the target on {target.device}: move one of them with .to(...)")
+
+
+def resolve_speculative(config: Speculative, resources: dict[str, Any], target: Any) -> SpeculativeDecoding | TextDecoding:
+    """The decoding of a config. Raises Unsupported without a draft model, and for an early exit that the target has not."""
+    if config.early_exit is None:
+        draft = resources.get("speculative")
+        if draft is None:
+            raise Unsupported(
+                "assistant 'speculative' has no draft model: fastspec.patch(model, speculative=draft_model) supplies it, or "
+                "fastspec.Speculative(early_exit=k) drafts with the target's first k layers"
+            )
+        _same_device(draft.model if isinstance(draft, Pair) else draft, target)
+        if not isinstance(draft, Pair):
+            return SpeculativeDecoding(config, target, draft)
+        if config.branches > 1:
+            raise Unsupported(f"branches={config.branches}: drafts of a model with another tokenizer are chains")
+        return TextDecoding(config, draft)
+    layers = target.config.get_text_config().num_hidden_layers
+    if config.early_exit >= layers:
+        raise Unsupported(f"early_exit={config.early_exit}: the target has {layers} layers, so at most {layers - 1}")
+    if adapter_for(target) is None:
+        raise Unsupported(f"early_exit needs a model with an adapter, and {type(target).__name__} runs in generic mode")
+    return SpeculativeDecoding(config, target, target)

@@ -1,0 +1,277 @@
+"""N-gram assisted decoding: what it drafts, what it learns and what it keeps, through the front door and below it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import LENGTH, NEVER, free, prompts, same, stats
+from helpers_models import tiny_model
+from test_sampling import law as law_of
+from test_sampling import p_value, padded, sample
+
+import fastspec
+from fastspec.generation.nasd import Growth, NasdDecoding, NasdDrafter, best_size, grow, lay_out
+from fastspec.generation.tree import TokenTree, Verdict
+
+STORAGES: list[Any] = ["ngram", "one_level", "suffix"]
+
+
+def told(*texts: list[int], n: int = 3) -> tuple[fastspec.NgramStorage, Any]:
+    """A storage that has read these texts, and the cursor behind the last one."""
+    storage = fastspec.NgramStorage(n)
+    cursor = storage.start()
+    for text in texts:
+        cursor = storage.start()
+        for token in text:
+            cursor = storage.feed(cursor, token)
+    return storage, cursor
+
+
+def draft(storage: Any, cursor: Any, root: int, **options: Any) -> Growth:
+    return grow(storage, cursor, root, **{"gamma": 8, "nodes": 16, "ends": frozenset(), **options})
+
+
+def chains(growth: Growth) -> set[tuple[int, ...]]:
+    """Every node as the tokens from below the root down to it."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(growth.tokens[1:], growth.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    assert len(set(paths)) == len(paths)
+    return set(paths[1:])
+
+
+# what is drafted
+
+
+def test_a_chain_where_one_continuation_is_known_and_branches_where_several_are():
+    storage, cursor = told([1, 2, 3, 4, 5], [1, 2, 3, 6], [9, 2, 8], [7, 1, 2])
+    growth = draft(storage, cursor, 2)
+    assert growth.tokens[1] == 3  # seen twice after (1, 2)
+    assert chains(growth) == {(3,), (3, 6), (3, 4), (3, 4, 5)}  # the longest known context answers: (9, 2) is another
+    assert growth.chances == sorted(growth.chances, reverse=True)
+    assert growth.parents[growth.tokens.index(6)] == growth.tokens.index(3)
+    assert growth.tokens.index(6) < growth.tokens.index(4)  # of equal counts, the later one first
+
+
+def test_limits_of_a_tree():
+    storage, cursor = told([1, 2, 3, 4, 1, 2, 3, 4, 1, 2])
+    assert draft(storage, cursor, 2, gamma=3).tokens == [2, 3, 4, 1]
+    assert draft(storage, cursor, 2, nodes=3).tokens == [2, 3, 4]
+    assert draft(storage, cursor, 2, ends=frozenset({4})).tokens == [2, 3, 4]
+    assert draft(storage, cursor, 2, ends=frozenset({2})).tokens == [2]
+    assert draft(storage, storage.step(storage.start(), 77), 77).tokens == [77]
+    assert draft(storage, storage.step(storage.start(), 77), 77, guess=True, gamma=4).tokens == [77] * 5
+
+
+def test_contexts_of_one_token_are_stored():
+    storage, _ = told([1, 2, 3], n=2)
+    assert storage.look(storage.step(storage.start(), 2)) == (1, [(3, 1)])
+
+
+def test_the_size_that_promises_most_per_cost():
+    sure, unsure = Growth([0] * 8, [0] * 8, [0.9**i for i in range(8)]), Growth([0] * 8, [0] * 8, [1.0, *[0.01] * 7])
+    costs = {1: 1.0, 4: 1.2, 8: 1.3}
+    assert best_size([sure], costs) == 8
+    assert best_size([unsure], costs) == 1
+    assert best_size([unsure, sure], costs) == 8
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 7, 63, 64, 65, 130])
+def test_a_laid_out_tree_is_the_one_that_its_parents_make(nodes):
+    generator = torch.Generator().manual_seed(nodes)
+    known = [max(1, nodes - 5), nodes]  # the first row is filled up
+    growths = [
+        Growth([int(torch.randint(50, (), generator=generator)) for _ in range(k)],
+               [0] + [int(torch.randint(max(1, i), (), generator=generator)) for i in range(k - 1)], [1.0] * k)
+        for k in known
+    ]  # fmt: skip
+    tree = lay_out(growths, nodes, 9, torch.device("cpu"))
+    expected = TokenTree.from_parents(tree.tokens, tree.parents, 9)
+    for name in ("parents", "depths", "ancestors"):
+        assert torch.equal(getattr(tree, name), getattr(expected, name))
+    for row, growth in enumerate(growths):
+        assert tree.tokens[row, : known[row]].tolist() == growth.tokens[:nodes]
+        assert not tree.parents[row, known[row] :].any()
+
+
+# what is learned
+
+
+def observed(config: fastspec.Nasd, ends: frozenset[int], tokens: list[int], active: bool) -> NasdDrafter:
+    """A drafter after the prompt [1, 2], the root 3, and one round that says tokens; each one's two runners-up are its successors."""
+    storage = fastspec.NgramStorage(3)
+    drafter = NasdDrafter(config, [storage], torch.device("cpu"))
+    drafter.ends = ends
+    drafter.begin(torch.tensor([[1, 2, 0]]), torch.tensor([2]), torch.zeros(1, 3, 0), torch.tensor([3]))
+    drafter.propose(0)
+    count = len(tokens)
+    tree = TokenTree.from_parents(torch.tensor([[3, *tokens[:-1]]]), (torch.arange(count) - 1).clamp(min=0)[None])
+    logits = torch.zeros(1, count, 30)
+    for place, token in enumerate(tokens):
+        logits[0, place, token], logits[0, place, token + 1], logits[0, place, token + 2] = 3.0, 2.0, 1.0
+    path = torch.arange(count)[None]
+    verdict = Verdict(path, torch.tensor([count - 1]), torch.tensor([tokens[-1]]))
+    drafter.observe(tree, verdict, logits, torch.zeros(1, count, 0), torch.tensor([active]), 0)
+    return drafter
+
+
+def known(drafter: NasdDrafter, *context: int) -> list[tuple[int, int]]:
+    storage = drafter.storages[0]
+    cursor = storage.start()
+    for token in context:
+        cursor = storage.step(cursor, token)
+    return storage.look(cursor)[1]
+
+
+def test_accepted_tokens_count_two_and_the_runners_up_one():
+    drafter = observed(fastspec.Nasd(), frozenset(), [10, 20], True)
+    assert known(drafter, 1, 2) == [(3, 1)]  # the prompt has no runners-up
+    assert known(drafter, 2, 3) == known(drafter, 3) == [(10, 2), (11, 1), (12, 1)]
+    assert known(drafter, 3, 10) == [(20, 2), (21, 1), (22, 1)]
+    assert drafter.propose(0).tokens[0, 0] == 20
+    plain = observed(fastspec.Nasd(top_k_filler=1), frozenset(), [10, 20], True)
+    assert known(plain, 3, 10) == [(20, 1)]
+
+
+def test_nothing_is_learned_after_an_end_token_or_from_a_row_that_has_ended():
+    drafter = observed(fastspec.Nasd(), frozenset({10}), [10, 20], True)
+    assert known(drafter, 2, 3) == [(10, 2), (11, 1), (12, 1)]
+    assert known(drafter, 10) == []
+    over = observed(fastspec.Nasd(), frozenset(), [10, 20], False)
+    assert known(over, 3) == []
+    assert over.propose(0).tokens.tolist() == [[3]]
+
+
+@pytest.mark.parametrize("make", [fastspec.NgramStorage, lambda: fastspec.SuffixStorage(1, 3)], ids=["ngram", "suffix"])
+def test_nothing_after_an_end_token_is_kept(pair, make):
+    """A call goes over the end at leisure, so that what follows is known; on a second storage, calls that stop there learn none of it."""
+    inputs = prompts(5)
+    text = free(pair[0], inputs)[0]
+    place = max(i for i, token in enumerate(text) if text.index(token) == i and token not in inputs["input_ids"])
+    options = {"max_new_tokens": LENGTH, "do_sample": False}
+    storage, wide = make(), make()
+    pair[1].generate(**inputs, **options, eos_token_id=NEVER, assistant=fastspec.Nasd(storage=wide))
+    for _ in range(3):
+        same(pair, fastspec.Nasd(storage=storage), inputs, eos_token_id=text[place])
+    after = [each.look(each.step(each.start(), text[place])) for each in (wide, storage)]
+    assert (after[0][0] > 0) == (place < LENGTH - 1)
+    assert after[1] == (0, [])
+
+
+def test_a_second_turn_on_a_cache_counts_the_first(pair):
+    """The cache holds the first turn, and the drafter still reads all of the text."""
+    inputs, more = prompts(7), prompts(2, seed=3)["input_ids"]
+    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6, "return_dict_in_generate": True}
+    one = pair[1].generate(**inputs, **options, assistant="nasd")
+    ids = torch.cat((one.sequences, more), 1)
+    storage = fastspec.NgramStorage(2)
+    two = pair[1].generate(ids, **options, past_key_values=one.past_key_values, assistant=fastspec.Nasd(storage=storage))
+    assert two.sequences.tolist() == pair[0].generate(ids, **options).sequences.tolist()
+    expected = fastspec.NgramStorage(2)
+    cursor = expected.start()
+    for token in ids[0].tolist():
+        cursor = expected.feed(cursor, token)
+    for context, tally in expected.tallies.items():
+        assert all(storage.tallies[context][token] >= times for token, times in tally.items())
+
+
+# through the front door
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("options", [{}, {"gamma": 1}, {"stop_if_unknown": False, "gamma": 3, "total_tokens": 6}, {"top_k_filler": 1},
+                                     {"total_tokens": 70, "gamma": 20}, {"top_k_filler": 200}], ids=str)  # fmt: skip
+def test_greedy(pair, storage, options):
+    config = fastspec.Nasd(storage=storage, **options)
+    same(pair, config, prompts(3, 12, 1, 7), max_new_tokens=40, eos_token_id=NEVER)
+    same(pair, config, prompts(9), max_new_tokens=40, eos_token_id=NEVER)
+
+
+@pytest.mark.parametrize("make", [fastspec.NgramStorage, fastspec.SuffixStorage])
+def test_a_shared_storage_learns_from_call_to_call(pair, make):
+    storage, inputs = make(), prompts(6)
+    config = fastspec.Nasd(storage=storage)
+    rounds = []
+    for _ in range(2):
+        same(pair, config, inputs, max_new_tokens=40, eos_token_id=NEVER)
+        rounds.append(stats(pair[1]).rounds)
+    assert rounds[1] < rounds[0]
+    assert rounds[1] <= 8  # 39 tokens by drafts of up to 8
+    storage.reset()
+    same(pair, config, inputs, max_new_tokens=40, eos_token_id=NEVER)
+    assert stats(pair[1]).rounds == rounds[0]
+
+
+def test_rows_of_a_batch_do_not_learn_from_each_other(pair):
+    """By default every row has its own storage: a row takes the rounds that it takes alone. A shared one serves equal rows at once."""
+    inputs = prompts(6)
+    twice = {name: value.repeat(2, 1) for name, value in inputs.items()}
+    same(pair, "nasd", inputs, max_new_tokens=40, eos_token_id=NEVER)
+    alone = stats(pair[1])
+    same(pair, "nasd", twice, max_new_tokens=40, eos_token_id=NEVER)
+    assert stats(pair[1]).accepted <= 2 * alone.accepted + 8
+    drafter = NasdDecoding(fastspec.Nasd()).drafter(rows=3, capacity=9, device="cpu", ops=None, process=None)
+    assert len({id(storage) for storage in drafter.storages}) == 3
+    same(pair, fastspec.Nasd(storage=fastspec.SuffixStorage()), twice, max_new_tokens=40, eos_token_id=NEVER)
+
+
+def test_rows_that_end_at_different_times(pair):
+    inputs = prompts(5, 3, 8)
+    ends = [row[3 + 4 * i] for i, row in enumerate(free(pair[0], inputs))]
+    for storage in (*STORAGES, fastspec.NgramStorage(), fastspec.SuffixStorage()):
+        for _ in range(2):
+            same(pair, fastspec.Nasd(storage=storage), inputs, eos_token_id=ends, max_new_tokens=30)
+
+
+def test_nasd_needs_nothing_and_drafts_what_repeats(pairs):
+    plain = tiny_model(seed=3)
+    model = fastspec.patch(tiny_model(seed=3))
+    inputs = prompts(9)
+    expected = plain.generate(**inputs, max_new_tokens=80, do_sample=False, eos_token_id=NEVER)
+    assert model.generate(**inputs, max_new_tokens=80, do_sample=False, eos_token_id=NEVER, assistant="nasd").equal(expected)
+    call = fastspec.report(model).last
+    assert call.assistant == "nasd"
+    same(pairs["bigram"], "nasd", inputs, max_new_tokens=120, eos_token_id=NEVER)
+    assert stats(pairs["bigram"][1]).acceptance_length > 2  # a text that depends on its last token alone runs into a loop
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.8}], ids=["rows", "history"])
+@pytest.mark.parametrize("storage", [fastspec.NgramStorage(), fastspec.SuffixStorage()], ids=["ngram", "suffix"])
+def test_sampled_texts_follow_the_law(options, storage):
+    """As tests/test_sampling.py, on a shared storage that learns meanwhile and was told a third of what the model may say: trees with
+    branches, of which some drafts are taken and some refused."""
+    model, ids = fastspec.patch(tiny_model(seed=1)), torch.tensor([[17, 44, 61, 9]])
+    options = {"temperature": 1.7, "top_k": 4, **options}
+    expected: dict[tuple[int, ...], float] = {}
+    for text, chance in law_of(model, ids, options, 3).items():
+        expected[padded(text)] = expected.get(padded(text), 0.0) + chance
+    storage.reset()
+    for text in sorted(expected, key=expected.__getitem__)[::3]:
+        cursor = storage.start()
+        for token in (*ids[0].tolist(), *text):
+            cursor = storage.feed(cursor, token)
+    config = fastspec.Nasd(storage=storage, total_tokens=8, gamma=2, stop_if_unknown=False)  # full trees, which 512 rows do not pay for
+    assert p_value(expected, sample(model, ids, options, config, 3)) > 1e-4
+    call = fastspec.report(model).last
+    assert 0 < call.accepted < call.row_rounds * 2
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"gamma": 0}, "gamma"), ({"gamma": -1}, "gamma"), ({"gamma": 1.5}, "gamma"), ({"gamma": 256}, "gamma"), ({"n": 1}, "n must"),
+        ({"n": 0}, "n must"), ({"n": 65}, "n must"), ({"top_k_filler": 0}, "top_k_filler"), ({"total_tokens": 1}, "total_tokens"),
+        ({"total_tokens": 257}, "total_tokens"), ({"storage": "basic"}, "one_level"), ({"storage": 3}, "NgramStorage"),
+        ({"storage": None}, "NgramStorage"), ({"stop_if_unknown": 1}, "stop_if_unknown"),
+        ({"n": 3, "storage": fastspec.NgramStorage()}, "belongs to the storage"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_out_of_range_are_refused(options, named):
+    with pytest.raises(fastspec.Unsupported, match=named):
+        fastspec.Nasd(**options)

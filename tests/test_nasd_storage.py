@@ -1,0 +1,192 @@
+"""The storages of n-grams and suffixes, held to dictionaries over all contexts; their files; what they cost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import fastspec
+from fastspec.generation.ngram import WIDTH
+
+
+class Naive:
+    """The specification: every context of `least` to `most` tokens by name, with all that was counted after it, in order."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self.least, self.most = least, most
+        self.seen: dict[tuple[int, ...], list[list[int]]] = {}  # context -> [token, count, time of the last count]
+        self.clock = 0
+
+    def contexts(self, text: list[int]) -> list[tuple[int, ...]]:
+        return [tuple(text[len(text) - k :]) for k in range(min(self.most, len(text)), self.least - 1, -1)]
+
+    def feed(self, text: list[int], token: int, fillers: list[int]) -> None:
+        for each in (*fillers, token):
+            self.clock += 1
+            for context in self.contexts(text):
+                known = self.seen.setdefault(context, [])
+                entry = next((entry for entry in known if entry[0] == each), None)
+                if entry is None:
+                    if len(known) == WIDTH:
+                        known.remove(min(known, key=lambda entry: entry[1:]))
+                    entry = [each, 0, 0]
+                    known.append(entry)
+                entry[1:] = entry[1] + 1, self.clock
+
+    def look(self, text: list[int]) -> tuple[int, list[tuple[int, int]]]:
+        for context in self.contexts(text):
+            if context in self.seen:
+                best = sorted(self.seen[context], key=lambda entry: (-entry[1], -entry[2]))
+                return len(context), [(token, times) for token, times, _ in best]
+        return 0, []
+
+
+MAKERS = {
+    "ngram 2": (lambda: fastspec.NgramStorage(2), 1, 1),
+    "ngram 4": (lambda: fastspec.NgramStorage(4), 1, 3),
+    "one level 3": (lambda: fastspec.NgramStorage(3, back_off=False), 2, 2),
+    "suffix": (lambda: fastspec.SuffixStorage(), 1, 32),
+    "suffix 2 to 3": (lambda: fastspec.SuffixStorage(2, 3), 2, 3),
+}
+every_kind = pytest.mark.parametrize("kind", MAKERS)
+# (text, token, fillers): several texts that grow in turn, over few tokens so that contexts come again, or over more than a tally holds
+events = st.integers(2, 12).flatmap(
+    lambda size: st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, size), st.lists(st.integers(0, size), max_size=3, unique=True)), max_size=60
+    )
+)
+
+
+@every_kind
+@settings(max_examples=150, deadline=None)
+@given(events=events, draft=st.lists(st.integers(0, 12), max_size=5))
+def test_a_storage_answers_like_dictionaries_of_all_contexts(kind, events, draft):
+    make, least, most = MAKERS[kind]
+    storage, naive = make(), Naive(least, most)
+    texts: list[list[int]] = [[], [], []]
+    cursors = [storage.start() for _ in texts]
+    for place, token, fillers in events:
+        naive.feed(texts[place], token, fillers)
+        cursors[place] = storage.feed(cursors[place], token, fillers)
+        texts[place].append(token)
+        for text, cursor in zip(texts, cursors, strict=True):
+            assert storage.look(cursor) == naive.look(text)
+    for text, cursor in zip(texts, cursors, strict=True):
+        for token in draft:
+            text, cursor = [*text, token], storage.step(cursor, token)
+            assert storage.look(cursor) == naive.look(text)
+    storage.reset()
+    assert storage.look(storage.step(storage.start(), 1)) == (0, [])
+
+
+def read(storage, text):
+    cursor = storage.start()
+    for token in text:
+        cursor = storage.feed(cursor, token, [token + 1])
+    return cursor
+
+
+def looks(storage):
+    """Answers at every place of a text that is partly known."""
+    cursor, found = storage.start(), []
+    for token in [5, 1, 2, 3, 1, 2, 9, 9, 3, 1, 70000, 2]:
+        cursor = storage.step(cursor, token)
+        found.append(storage.look(cursor))
+    return found
+
+
+@every_kind
+@pytest.mark.parametrize("text", [[], [4], [1, 2, 3, 1, 2, 4, 1, 2, 3, 70000, 1, 2]])
+def test_a_saved_storage_goes_on_where_it_was(kind, text, tmp_path):
+    storage = MAKERS[kind][0]()
+    read(storage, text)
+    storage.save(tmp_path / "s.safetensors")
+    loaded = type(storage).load(tmp_path / "s.safetensors")
+    assert looks(loaded) == looks(storage)
+    assert repr(loaded) == repr(storage)
+    for each in (loaded, storage):
+        read(each, [9, 3, 1, 2, 2, 2])
+    assert looks(loaded) == looks(storage)
+
+
+def changed(path, header=None, **tensors):
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as file:
+        old = file.metadata()
+    held = {**load_file(path), **tensors}
+    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, path, metadata={**old, **(header or {})})
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"header": {"version": "2"}}, {"header": {"kind": "else"}}, {"header": {"format": "pt"}}, {"header": {"n": "x", "min_match": "x"}},
+        {"header": {"n": "1", "min_match": "0"}}, {"sizes": None}, {"sizes": torch.tensor([1, 2])}, {"sizes": torch.zeros(3, 2).long()},
+        {"tokens": torch.tensor([-1] * 40)}, {"counts": torch.tensor([0] * 40)}, {"counts": torch.tensor([0.5])},
+        {"contexts": None, "states": None}, {"contexts": torch.tensor([[-1, 4, -1]]), "states": torch.tensor([[1, -1]])},
+        {"contexts": torch.zeros(0, 1).long(), "edges": torch.tensor([[0, 1, 999]])},
+        {"contexts": torch.tensor([[3, 3]]), "edges": torch.tensor([[0, 3]])},
+        {"contexts": torch.tensor([[2**25] * 3]), "states": torch.tensor([[0, -1], [1, 1]])},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_changed_file_is_refused(kind, change, tmp_path):
+    storage, path = MAKERS[kind][0](), tmp_path / "s.safetensors"
+    read(storage, [1, 2, 3, 1, 2, 4])
+    storage.save(path)
+    changed(path, **change)
+    with pytest.raises(fastspec.CheckpointError, match=r"s\.safetensors"):
+        type(storage).load(path)
+
+
+@every_kind
+def test_a_damaged_missing_or_foreign_file_is_refused(kind, tmp_path):
+    storage, path = MAKERS[kind][0](), tmp_path / "s.safetensors"
+    read(storage, [1, 2, 3, 1, 2, 4])
+    storage.save(path)
+    whole = path.read_bytes()
+    for part in (b"", whole[:7], whole[: len(whole) // 2], whole[:-1], b"\0" * len(whole), whole[20:]):
+        path.write_bytes(part)
+        with pytest.raises(fastspec.CheckpointError):
+            type(storage).load(path)
+    with pytest.raises(fastspec.CheckpointError, match="absent"):
+        type(storage).load(tmp_path / "absent.safetensors")
+    with pytest.raises(fastspec.CheckpointError):
+        type(storage).load(tmp_path)
+    with pytest.raises(fastspec.CheckpointError, match="nowhere"):
+        storage.save(tmp_path / "nowhere" / "s.safetensors")
+    other = fastspec.SuffixStorage() if isinstance(storage, fastspec.NgramStorage) else fastspec.NgramStorage()
+    other.save(path)
+    with pytest.raises(fastspec.CheckpointError, match="load it with that class"):
+        type(storage).load(path)
+
+
+@pytest.mark.parametrize("n", [1, 0, -3, 65, 2.0, True, None, "4"])
+def test_sizes_out_of_range_are_refused(n):
+    with pytest.raises(fastspec.Unsupported, match="n must be"):
+        fastspec.NgramStorage(n)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 2), (1, 0), (1.5, 3)])
+def test_match_lengths_out_of_range_are_refused(sizes):
+    with pytest.raises(fastspec.Unsupported, match="match"):
+        fastspec.SuffixStorage(*sizes)
+
+
+@pytest.mark.parametrize("make", [fastspec.NgramStorage, fastspec.SuffixStorage])
+@pytest.mark.parametrize("text", ["one token", "few tokens"])
+def test_repetitive_texts_cost_no_more_than_others(make, text):
+    """20,000 tokens that match all the way back; a cost that grew with the text would take minutes."""
+    storage = make()
+    tokens = [7] * 20_000 if text == "one token" else [1, 2, 1, 3] * 5_000
+    began = time.perf_counter()
+    cursor = read(storage, tokens)
+    assert storage.look(cursor)[1][0][0] in (7, 1, 2, 3, 8)
+    assert time.perf_counter() - began < 20

@@ -1,0 +1,192 @@
+"""The assistant `speculative`: the target's own tokens and law, whatever the draft model is, and drafts as long as they pay."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import bigram, prompts, same, stats
+from helpers_models import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from test_sampling import CASES, SIGNIFICANCE, law, p_value, padded, sample
+
+import fastspec
+from fastspec import Speculative
+from fastspec.errors import Unsupported
+from fastspec.generation.draft_model import Length
+from fastspec.patches.session import session_of
+from fastspec.patches.speculative import SpeculativeDecoding
+
+CONFIGS = [
+    Speculative(), Speculative(gamma=1), Speculative(gamma=5), Speculative(gamma=4, branches=3), Speculative(most=5, branches=2),
+    Speculative(early_exit=4, gamma=3), Speculative(early_exit=2), Speculative(early_exit=5, gamma=4, branches=2),
+]  # fmt: skip
+NEVER = 1000
+
+
+def patched(target: Any, draft: Any) -> Any:
+    """The target with a draft model, which may be as large as it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*drafting will not pay")
+        return fastspec.patch(target, speculative=draft)
+
+
+@pytest.fixture(scope="module", params=["itself", "another", "smaller vocabulary", "larger vocabulary", "generic"])
+def drafted(request):
+    """(the unpatched target, the same patched) with drafts of a copy of the target, of another model, of other sizes."""
+    drafts = {
+        "itself": lambda: tiny_model(), "another": lambda: tiny_model(seed=3), "smaller vocabulary": lambda: tiny_model(vocab_size=90),
+        "larger vocabulary": lambda: tiny_model(vocab_size=128), "generic": lambda: tiny_model("gpt2"),
+    }  # fmt: skip
+    return tiny_model(), patched(tiny_model(), drafts[request.param]())
+
+
+def test_a_draft_model_as_large_as_the_target_brings_a_warning_with_numbers():
+    with pytest.warns(UserWarning, match=r"reads [\d.]+ M weights a token and the target [\d.]+ M: drafting will not pay"):
+        fastspec.patch(tiny_model(), speculative=tiny_model(seed=1))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("lengths", [(7,), (3, 9, 17)])
+def test_greedy_tokens_are_the_targets(drafted, config, lengths):
+    same(drafted, config, prompts(*lengths))
+    same(drafted, config, prompts(*lengths), eos_token_id=[5, 11, 40], max_new_tokens=33)
+
+
+def test_a_perfect_draft_is_accepted_whole():
+    model = patched(tiny_model(), tiny_model())
+    for gamma, branches in ((1, 1), (3, 1), (4, 3)):
+        model.generate(
+            **prompts(5, 8), do_sample=False, max_new_tokens=41, eos_token_id=NEVER, assistant=Speculative(gamma=gamma, branches=branches)
+        )
+        assert stats(model).acceptance_length == gamma + 1
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model.generate(**prompts(5, 8), do_sample=True, top_k=9, max_new_tokens=33, eos_token_id=NEVER, assistant=Speculative(gamma=3))
+        assert stats(model).acceptance_length == 4  # p = q: nothing is refused
+
+
+def near(target: Any) -> Any:
+    """A draft model that is often right and often wrong."""
+    draft = copy.deepcopy(target)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        draft.lm_head.weight.add_(0.1 * torch.randn_like(draft.lm_head.weight))
+    return draft
+
+
+@pytest.mark.parametrize(
+    "case, config",
+    [
+        ("temperature", Speculative(gamma=2)), ("all four", Speculative(gamma=2)), ("history", Speculative(gamma=2)),
+        ("all four", Speculative(gamma=2, branches=2)), ("all four", Speculative(gamma=2, early_exit=4)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sampled_texts_follow_the_targets_law(case, config):
+    target, options = tiny_model(seed=1), CASES[case]
+    model = patched(target, near(target))
+    ids, length = torch.tensor([[17, 44, 61, 9]]), 3 if "top_k" in options else 2
+    expected: dict[tuple[int, ...], float] = {}
+    for text, chance in law(model, ids, options, length).items():
+        expected[padded(text)] = expected.get(padded(text), 0.0) + chance
+    assert p_value(expected, sample(model, ids, options, config, length)) > SIGNIFICANCE
+    call = stats(model)
+    assert 0 < call.accepted < call.drafted  # some drafts are taken and some are not
+
+
+def test_early_layers_draft_on_the_targets_cache():
+    model = bigram()  # its layers add nothing, so every early exit knows the answer
+    fastspec.patch(model)
+    decoding = SpeculativeDecoding(Speculative(gamma=3, early_exit=2), model, model)
+    made: list[Any] = []
+    attach = SpeculativeDecoding.attach
+
+    def spy(self, drafter, target):
+        attach(self, drafter, target)
+        made.append((drafter, target))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeculativeDecoding, "attach", spy)
+        model.generate(**prompts(4, 6), do_sample=False, max_new_tokens=21, eos_token_id=NEVER, assistant=decoding)
+    assert stats(model).acceptance_length == 4
+    drafter, target = made[0]
+    assert drafter.draft.cache.k.data_ptr() == target.cache.k.data_ptr() and drafter.draft.cache.k.shape[0] == 2
+    assert torch.equal(drafter.draft.lengths, target.lengths)
+
+
+def test_the_next_turn_of_a_chat_is_drafted_with_the_whole_text():
+    plain, model = tiny_model(), patched(tiny_model(), tiny_model())
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": NEVER, "return_dict_in_generate": True}
+    first = model.generate(**prompts(6), max_new_tokens=9, assistant=Speculative(gamma=3), **options)
+    ids = torch.cat((first.sequences, torch.tensor([[7, 8, 9]])), 1)
+    second = model.generate(ids, past_key_values=first.past_key_values, max_new_tokens=13, assistant=Speculative(gamma=3), **options)
+    assert stats(model).acceptance_length == 4
+    expected = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=13, eos_token_id=NEVER)
+    assert second.sequences.tolist() == expected.tolist()
+
+
+@given(st.fractions(0, 1), st.lists(st.fractions(0, 1), max_size=7), st.fractions(Fraction(1, 100), 2))
+def test_one_more_token_is_drafted_where_it_raises_the_yield(chance, before, cost):
+    survivals = [Fraction(1)]
+    for share in before:
+        survivals.append(survivals[-1] * share)
+    drafted, expected, survival = len(before), 1 + sum(survivals[1:]), survivals[-1] * chance
+    rate, next_rate = expected / (1 + drafted * cost), (expected + survival) / (1 + (drafted + 1) * cost)
+    length = Length(8, cost)  # type: ignore[arg-type]
+    assert length.goes_on(survival, expected, drafted) == (next_rate > rate)  # type: ignore[arg-type]
+    assert not length.goes_on(1.0, 1.0, 8)
+
+
+def test_drafts_are_shorter_where_the_draft_model_is_unsure():
+    sure, unsure = (tiny_model(num_hidden_layers=1) for _ in range(2))
+    with torch.no_grad():
+        unsure.lm_head.weight.mul_(0.05)
+        sure.lm_head.weight.mul_(20.0)
+    drafted = []
+    for draft in (sure, unsure):
+        model = patched(tiny_model(), draft)
+        model.generate(**prompts(6), do_sample=False, max_new_tokens=20, eos_token_id=NEVER, assistant="speculative")
+        drafted.append(stats(model).drafted / stats(model).rounds)
+    assert drafted[0] > 1.5 and drafted[1] == 1
+
+
+@pytest.mark.parametrize(
+    "draft, said",
+    [
+        (lambda target: target, "is the target itself"),
+        (lambda target: tiny_model(vocab_size=5000), "vocabulary of 5000 tokens and the target one of 97"),
+        (lambda target: tiny_model().to("meta"), "on meta and the target on cpu"),
+        (lambda target: torch.nn.Linear(2, 2), "takes a transformers model"),
+    ],
+)
+def test_a_draft_model_that_cannot_draft_is_refused(draft, said):
+    target = tiny_model()
+    before = dict(target.__dict__)
+    with pytest.raises(Unsupported, match=said):
+        fastspec.patch(target, speculative=draft(target))
+    assert target.__dict__ == before
+
+
+@pytest.mark.parametrize(
+    "options", [{"gamma": 0}, {"gamma": -1}, {"most": 0}, {"branches": 0}, {"early_exit": 0}, {"gamma": 64, "branches": 4}]
+)
+def test_sizes_that_make_no_draft_are_refused(options):
+    with pytest.raises(Unsupported):
+        Speculative(**options)
+
+
+def test_what_is_missing_is_named():
+    model = fastspec.patch(tiny_model())
+    with pytest.raises(Unsupported, match=r"fastspec\.patch\(model, speculative=draft_model\)"):
+        model.generate(**prompts(3), assistant="speculative")
+    with pytest.raises(Unsupported, match="has 6 layers, so at most 5"):
+        model.generate(**prompts(3), assistant=Speculative(early_exit=6))
+    with pytest.raises(Unsupported, match="generic mode"):
+        fastspec.patch(tiny_model("gpt2")).generate(**prompts(3), assistant=Speculative(early_exit=2))
+    assert session_of(model).resources == {}

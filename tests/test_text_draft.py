@@ -1,0 +1,117 @@
+"""Drafts of a model with another tokenizer: exact for any pair of encodings, and accepted where the texts agree."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import bigram, prompts, same, stats
+from helpers_models import tiny_model
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+import fastspec
+from fastspec import Speculative
+from fastspec.errors import Unsupported
+from fastspec.generation.text_draft import TextDrafter
+from fastspec.generation.tree import TokenTree, Verdict
+
+LETTERS = [chr(code) for code in range(33, 123)]
+
+
+def tokenizer(letters: list[str], merges: list[tuple[str, str]]) -> Any:
+    """One token a letter, and one for each merged pair."""
+    pieces = [*letters, *("".join(pair) for pair in merges)]
+    inner = Tokenizer(BPE({piece: index for index, piece in enumerate(pieces)}, merges))
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+TARGET = tokenizer(LETTERS, [("a", "b"), ("c", "d"), ("ab", "cd"), ("x", "y"), ("y", "z"), ("1", "2"), ("b", "c")])  # 97 tokens
+DRAFT = tokenizer(LETTERS[::-1], [("b", "c"), ("a", "bc"), ("z", "z")])
+
+
+@pytest.mark.parametrize("config", [Speculative(gamma=3), Speculative(most=5)], ids=str)
+@pytest.mark.parametrize("make", [tiny_model, bigram])
+def test_the_tokens_are_the_targets(make, config):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*drafting will not pay")
+        model = fastspec.patch(make(), speculative=(tiny_model(seed=2, vocab_size=93), DRAFT, TARGET))
+    for lengths in ((7,), (3, 9, 17)):
+        same((make(), model), config, prompts(*lengths), eos_token_id=[5, 40])
+    assert stats(model).drafted > 0
+
+
+def test_a_pair_of_one_tokenizer_drafts_what_the_draft_model_says():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*drafting will not pay")
+        model = fastspec.patch(bigram(), speculative=(bigram(), TARGET, TARGET))
+    same((bigram(), model), Speculative(gamma=3), prompts(4, 6), eos_token_id=1000)
+    assert stats(model).acceptance_length > 2  # less than 4 only where a text does not encode to the tokens it came from
+
+
+class Script:
+    """A draft model that writes the letters of one text over and over, and keeps what it was fed."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.fed = DRAFT(text)["input_ids"], []
+
+    def rewind(self, lengths: Tensor) -> None:
+        del self.fed[int(lengths[0]) :]
+
+    def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        self.fed += ids[0].tolist()
+        return self._next(), torch.zeros(1, ids.shape[1], 0)
+
+    def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
+        self.fed += tree.tokens[0].tolist()
+        return self._next()[None], torch.zeros(1, 1, 0)
+
+    def commit(self, verdict: Verdict, active: Tensor) -> None:
+        """Fed already."""
+
+    def _next(self) -> Tensor:
+        last = self.text.index(self.fed[-1]) if self.fed[-1] in self.text else -1
+        return torch.nn.functional.one_hot(torch.tensor([self.text[(last + 1) % len(self.text)]]), 93).float()
+
+
+def test_the_continuation_is_encoded_with_the_text_before_it():
+    made: list[Script] = []
+
+    def model() -> Script:
+        made.append(Script("xyabcdQ"))
+        return made[-1]
+
+    drafter = TextDrafter(model, 4, 100, TARGET, DRAFT, torch.device("cpu"))
+    said = TARGET("Qxy")["input_ids"]
+    drafter.begin(torch.tensor([said[:-1]]), torch.tensor([len(said) - 1]), torch.zeros(1, 1, 0), torch.tensor([said[-1]]))
+    tree = drafter.propose(0)
+    assert [TARGET.decode([token]) for token in tree.tokens[0].tolist()] == ["xy", "abcd", "Q", "x"]  # drafted as abc, d, Q, x
+    before = list(made[0].fed)
+    verdict = Verdict(torch.tensor([[0, 1, *[1] * (tree.max_path - 2)]]), torch.tensor([1]), torch.tensor([LETTERS.index("x")]))
+    drafter.observe(tree, verdict, torch.zeros(1, 1, 97), torch.zeros(1, 1, 0), torch.tensor([True]), 0)
+    assert TARGET.decode(drafter.said[0]) == "Qxyabcdx"
+    drafter.propose(0)
+    assert made[0].fed[: len(before) - 1] == before[:-1]  # what was read is not read again
+
+
+def test_a_text_beyond_the_room_is_not_drafted_for():
+    drafter = TextDrafter(lambda: Script("ab"), 4, 6, TARGET, DRAFT, torch.device("cpu"))
+    drafter.begin(torch.tensor([[3, 4, 5]]), torch.tensor([3]), torch.zeros(1, 3, 0), torch.tensor([6]))
+    assert drafter.propose(0).tokens.tolist() == [[6, 0]]
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(Unsupported, match="give both tokenizers"):
+        fastspec.patch(tiny_model(), speculative=tiny_model(vocab_size=3000))
+    with pytest.raises(Unsupported, match=r"speculative=\(draft_model, draft_tokenizer, tokenizer\)"):
+        fastspec.patch(tiny_model(), speculative=(tiny_model(), DRAFT))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*drafting will not pay")
+        model = fastspec.patch(tiny_model(), speculative=(tiny_model(seed=2), DRAFT, TARGET))
+    with pytest.raises(Unsupported, match="chains"):
+        model.generate(**prompts(3), assistant=Speculative(branches=2))
