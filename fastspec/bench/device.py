@@ -1,0 +1,89 @@
+"""The device that a bench runs on: its name and software, and the floor that reading the weights sets."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import fastspec
+from fastspec.bench.prompts import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The least time of a pass: every weight is read once, at the bandwidth at which this device reads a large tensor."""
+
+    weight_bytes: int
+    bytes_per_second: float
+
+    @classmethod
+    def of(cls, model: Any) -> Floor:
+        """Weights are all parameters but an embedding table that is not the LM head too, of which a pass reads a few rows; a
+        mixture of experts counts whole."""
+        embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        skipped = None if embedding is lm_head else embedding
+        weights = sum(p.numel() * p.element_size() for p in model.parameters() if p is not skipped)
+        return cls(weights, read_bandwidth(model.device))
+
+    @property
+    def milliseconds(self) -> float:
+        return 1e3 * self.weight_bytes / self.bytes_per_second
+
+    @property
+    def row(self) -> Row:
+        return {"weight_bytes": self.weight_bytes, "read_gb_per_s": round(self.bytes_per_second / 1e9, 1)}
+
+
+def read_bandwidth(device: Any, mib: int = 512, times: int = 7) -> float:
+    """Bytes per second, the median of several: a sum on the CPU, a copy on CUDA, which reads and writes each byte."""
+    import torch
+
+    data = torch.ones(mib * 2**18, device=device)
+    cuda = data.is_cuda
+    target = torch.empty_like(data) if cuda else None
+    spent = []
+    for _ in range(times + 1):
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        data.sum() if target is None else target.copy_(data)
+        if cuda:
+            torch.cuda.synchronize()
+        spent.append(time.perf_counter() - start)
+    return data.numel() * 4 * (2 if cuda else 1) / statistics.median(spent[1:])
+
+
+def environment(model: Any) -> Row:
+    """Where and when: what every row carries beside its figures."""
+    import torch
+
+    root = Path(fastspec.__file__).parent.parent
+    found = None
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    return {
+        "device": torch.cuda.get_device_name() if model.device.type == "cuda" else cpu_name(),
+        "dtype": str(model.dtype).removeprefix("torch."), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "transformers": importlib.metadata.version("transformers"), "fastspec": fastspec.__version__, "commit": found,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def cpu_name() -> str:
+    """The processor's name, by Linux' own account where there is one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

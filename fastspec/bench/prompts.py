@@ -1,0 +1,73 @@
+"""Prompt files in Spec-Bench's form, as token ids, in batches of one category."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastspec.demo import encode
+from fastspec.errors import Unsupported
+
+Row = dict[str, Any]
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as token ids, with the category that it is counted in."""
+
+    category: str
+    id: str
+    ids: list[int]
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Rows of a jsonl file in Spec-Bench's form: `turns`, of which the first is asked, or `prompt`; `category` (else the file's name)
+    and `id` (else the line's number). Raises Unsupported for a file or a row that is not of this form."""
+    rows = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise Unsupported(f"could not read the prompts: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            text = row["prompt"] if "prompt" in row else row["turns"][0]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise Unsupported(f'{path}, line {number}: not a JSON object with "prompt" or "turns"') from error
+        rows.append({"category": str(row.get("category", Path(path).stem)), "id": str(row.get("id", number)), "text": text})
+    return rows
+
+
+def encode_rows(rows: list[Row], tokenizer: Any, model: Any, each: int | None, max_new_tokens: int, say: Say) -> list[Prompt]:
+    """The first `each` prompts of every category that the model has positions for, categories in the order of their first prompt."""
+    bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    found: dict[str, list[Prompt]] = {}
+    left = 0
+    for row in rows:
+        group = found.setdefault(row["category"], [])
+        if each is not None and len(group) >= each:
+            continue
+        ids = encode(tokenizer, row["text"], "cpu")["input_ids"][0].tolist()
+        if ids and (bound is None or len(ids) + max_new_tokens <= bound):
+            group.append(Prompt(row["category"], row["id"], ids))
+        else:
+            left += 1
+    if left:
+        say(f"left out: {left} prompts, empty or with no room for {max_new_tokens} new tokens in {bound} positions")
+    if not any(found.values()):
+        raise Unsupported(f"no prompt is left: each is empty, or leaves no room for {max_new_tokens} new tokens in {bound} positions")
+    return [prompt for group in found.values() for prompt in group]
+
+
+def make_batches(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
+    """At most `size` prompts of one category at a time."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.category, []).append(prompt)
+    return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
