@@ -1,4 +1,4 @@
-"""The command line: `fastspec demo`, `fastspec inspect`, `fastspec train`. Torch and transformers load only when a command needs them."""
+"""The command line: `fastspec demo`, `chat`, `bench`, `inspect`, `train`. Torch and transformers load only when a command needs them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -14,6 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastspec.errors import FastSpecError
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class _Commands(typer.core.TyperGroup):
@@ -60,6 +63,78 @@ def demo(
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints must not reach the object's reader
         result = run_demo(prompts=prompt, model=model, head=head, max_new_tokens=max_new_tokens)
     print(json.dumps(result.as_json()))
+
+
+@app.command()
+def chat(
+    prompt: Annotated[list[str] | None, typer.Option(help="Answer this and exit; several make one conversation, commands too.")] = None,
+    model: Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")] = "smollm2-135m-instruct",
+    head: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
+    resource: Annotated[list[str] | None, typer.Option(help="ASSISTANT=SOURCE: the head or draft model of another assistant.")] = None,
+    assistant: Annotated[str | None, typer.Option(help="Who answers; several, comma-separated, are compared.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
+    gamma: Annotated[int | None, typer.Option(min=1, help="Tokens drafted a round by nasd and speculative.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed set before every answer.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Draw the draft tree of every round.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --prompt: print one JSON object, and nothing else, on stdout.")] = False,
+) -> None:
+    """Chat with a model while strategies answer side by side, drafted tokens in colour. See docs/chat.md."""
+    from fastspec.chat import make_settings, run_chat
+
+    if as_json and not prompt:
+        raise typer.BadParameter("the object is made of the answers to --prompt: give that too", param_hint="--json")
+    settings = make_settings(
+        model=model, head=head, resources=resource, assistants=assistant, temperature=temperature, max_new_tokens=max_new_tokens,
+        gamma=gamma, seed=seed, debug=debug,
+    )  # fmt: skip
+    if not as_json:
+        run_chat(settings, Console(highlight=False), prompt)
+        return
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints must not reach the object's reader
+        done = run_chat(settings, Console(quiet=True), prompt)
+    print(json.dumps(done.as_json()))
+
+
+@app.command()
+def bench(
+    prompts: Annotated[list[str], typer.Option(help="jsonl file in Spec-Bench's form; may be given several times.")],
+    model: Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")] = "smollm2-135m-instruct",
+    head: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of an EAGLE head.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Smaller model of the same vocabulary, named as the target.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Methods, comma-separated; by default all that have what they need.")] = None,
+    each: Annotated[int | None, typer.Option(min=1, help="Prompts to take of every category; all by default.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    dtype: Annotated[Dtype | None, typer.Option(help="float32 on the CPU and bfloat16 on CUDA by default.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
+    print_output: Annotated[bool, typer.Option("--print-output", help="Print every method's answers.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Print every method's answers beside transformers' own.")] = False,
+    allow_different: Annotated[bool, typer.Option("--allow-different", help="Exit status 0 though an fp32 answer differs.")] = False,
+) -> None:
+    """Measure assistants beside transformers' own methods on prompt files, outputs compared. See docs/performance.md."""
+    from fastspec.bench import run_bench
+    from fastspec.bench.report import differing, print_differences, print_report, print_texts, rows_without_texts, summarise, writer
+
+    console = Console(highlight=False, stderr=as_json)
+    names = [name.strip() for name in methods.split(",")] if methods else None
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), writer(out) as write:
+        rows = run_bench(
+            prompts=prompts, model=model, head=head, draft_model=draft_model, methods=names, each=each,
+            max_new_tokens=max_new_tokens, dtype=dtype, batch=batch, on_row=write,
+            say=lambda line: console.print(line, style="dim", markup=False),
+        )  # fmt: skip
+    if as_json:
+        print_differences(rows, console)
+        shown = rows if print_output or compare else rows_without_texts(rows)
+        print(json.dumps({"rows": shown, "summary": summarise(rows)}))
+    else:
+        if print_output or compare:
+            print_texts(rows, console, compare)
+        print_report(rows, console)
+    if rows[0]["dtype"] == "float32" and differing(rows) and not allow_different:
+        raise typer.Exit(1)
 
 
 @app.command()

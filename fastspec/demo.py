@@ -77,14 +77,15 @@ class MarkedStreamer:
 
     def __init__(self, tokenizer: Any, console: Console, style: str = "bold green") -> None:
         self.tokenizer, self.console, self.style = tokenizer, console, style
-        self.marks: deque[bool] = deque()
+        self.styles: deque[str | None] = deque()
+        """Styles of the tokens that were announced and not yet put."""
         self.ids: list[int] = []
         self.start, self.read = 0, 0
         self.prompt_seen = False
 
     def on_round(self, tokens: list[int], accepted: int) -> None:
         """`tokens` of one round, the first `accepted` of them drafted."""
-        self.marks.extend(index < accepted for index in range(len(tokens)))
+        self.styles.extend(self.style if index < accepted else None for index in range(len(tokens)))
 
     def put(self, value: Any) -> None:
         """Token ids as a tensor; the first call is the prompt, which is not printed."""
@@ -92,16 +93,16 @@ class MarkedStreamer:
             self.prompt_seen = True
             return
         for token in value.reshape(-1).tolist():
-            self._print(token, self.marks.popleft() if self.marks else False)
+            self._print(token, self.styles.popleft() if self.styles else None)
 
-    def _print(self, token: int, drafted: bool) -> None:
+    def _print(self, token: int, style: str | None) -> None:
         # A character may span tokens, and a token's text may depend on its neighbour: decode from the last settled token on.
         self.ids.append(token)
         before = self.tokenizer.decode(self.ids[self.start : self.read], skip_special_tokens=True)
         after = self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
         if len(after) > len(before) and not after.endswith("\ufffd"):
             text = after[len(before) :]
-            self.console.print(text, style=self.style if drafted else None, end="", markup=False, highlight=False, soft_wrap=True)
+            self.console.print(text, style=style, end="", markup=False, highlight=False, soft_wrap=True)
             self.start, self.read = self.read, len(self.ids)
 
     def end(self) -> None:

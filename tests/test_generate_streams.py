@@ -120,3 +120,24 @@ def test_on_round_tells_which_tokens_were_drafted(pairs):
     assert recorder.rounds[0][1] == 0
     assert max(accepted for _, accepted in recorder.rounds) == 5
     assert all(len(tokens) == accepted + 1 for tokens, accepted in recorder.rounds[:-1])
+
+
+class TreeRecorder(RoundRecorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trees: list[tuple[Any, Any, Tensor]] = []
+
+    def on_tree(self, tree: Any, verdict: Any, logits: Tensor) -> None:
+        assert len(self.rounds) == 1 + len(self.trees)  # before its own round, after the prefill's token
+        self.trees.append((tree, verdict, logits))
+
+
+def test_on_tree_shows_every_rounds_tree(pairs):
+    patched = pairs["random"][1]
+    recorder = streamed(patched, TreeRecorder(), prompts(5), eos_token_id=NEVER, assistant=TREE)
+    assert len(recorder.trees) == len(recorder.rounds) - 1
+    for (tree, verdict, logits), (tokens, accepted) in zip(recorder.trees, recorder.rounds[1:], strict=True):
+        assert verdict.tokens(tree)[0, : len(tokens)].tolist() == tokens
+        assert accepted == min(int(verdict.accepted[0]), len(tokens))
+        assert logits[0, verdict.path[0]].argmax(-1)[: len(tokens)].tolist() == tokens
+    assert streamed(patched, TreeRecorder(), prompts(5, 3), eos_token_id=NEVER, assistant=TREE).trees == []

@@ -1,0 +1,73 @@
+"""The loop of a chat: lines in, answers and tables out. It knows neither a terminal nor where the lines come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from fastspec.chat.commands import execute
+from fastspec.chat.session import BEAMS, Chat, Turn
+from fastspec.chat.view import AnswerStreamer, legend, round_tree, turn_table, verdict_line
+from fastspec.errors import FastSpecError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def converse(chat: Chat, lines: Iterable[str], console: Console, *, strict: bool = False) -> None:
+    """Take lines until they end or /quit: commands start with a slash, everything else is a prompt.
+
+    What goes wrong is one line, and the chat goes on; with `strict` it is raised.
+    """
+    console.print(legend())
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            take(chat, line.rstrip("\n"), console)
+        except KeyboardInterrupt:
+            console.print("\nstopped", style="yellow")
+        except (FastSpecError, RuntimeError, ValueError) as error:  # transformers refuses with ValueError, torch with RuntimeError
+            if strict:
+                raise
+            console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        if chat.over:
+            break
+
+
+def take(chat: Chat, line: str, console: Console) -> None:
+    """One line: run the command, or answer the prompt."""
+    if not line.startswith("/"):
+        respond(chat, line.strip(), console)
+        return
+    shown = execute(chat, line)
+    if isinstance(shown, str):
+        console.print(shown, style="dim", markup=False, highlight=False)
+    elif shown is not None:
+        console.print(shown)
+
+
+def respond(chat: Chat, prompt: str, console: Console) -> Turn:
+    """Answer a prompt with every strategy in turn, and compare them. An interrupt ends the answer at hand and drops the ones after it."""
+    turn = Turn(prompt, chat.settings)
+    for name in chat.strategies():
+        console.print(f"\n[bold]{escape(name)}[/]")
+        streamer = AnswerStreamer(chat.tokenizer, console, trees=chat.settings.debug)
+        answer = chat.answer(prompt, name, streamer)
+        turn.answers.append(answer)
+        if name == BEAMS:
+            console.print(answer.text, markup=False, highlight=False)
+        for number, found in enumerate(streamer.trees or (), 1):
+            console.print(round_tree(chat.tokenizer, number, found), highlight=False)
+        if answer.stopped:
+            console.print("\nstopped", style="yellow")
+            break
+    chat.keep(turn)
+    console.print()
+    console.print(turn_table(turn))
+    told = verdict_line(turn, chat.dtype)
+    if told is not None:
+        console.print(told, highlight=False)
+    return turn

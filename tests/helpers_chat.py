@@ -1,0 +1,46 @@
+"""What the tests of the chat share: a tokenizer of words, a tiny target, a chat and a screen."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from helpers_generate import NEVER
+from helpers_models import tiny_model
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import fastspec
+from fastspec.chat.session import Chat
+from fastspec.chat.settings import Settings
+
+TEMPLATE = "{% for m in messages %}{{ 'w90 ' + m['content'] + ' w91 ' }}{% endfor %}{% if add_generation_prompt %}w92{% endif %}"
+
+
+def tokenizer(template: str | None = TEMPLATE) -> Any:
+    """One word per token id."""
+    words = {f"w{i}": i for i in range(97)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w3", pad_token="w0", eos_token="w5")
+    made.chat_template = template
+    return made
+
+
+def target(made: Any = None) -> Any:
+    """A tiny model that no token ends."""
+    model = made or tiny_model()
+    model.generation_config.eos_token_id = NEVER
+    return model
+
+
+def make_chat() -> Chat:
+    """A chat with a tiny random model, greedy, in which `autoregressive` answers with 12 tokens."""
+    settings = Settings(model="tiny", resources=(), assistants=("autoregressive",), max_new_tokens=12, cache=True)
+    return Chat(fastspec.patch(target()), tokenizer(), settings)
+
+
+def screen() -> Console:
+    """A terminal that is only recorded."""
+    return Console(record=True, width=240, force_terminal=True, file=io.StringIO())

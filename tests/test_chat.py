@@ -1,0 +1,329 @@
+"""The chat on tiny models: its turns, the marks of its tokens, and what stops it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from helpers_chat import TEMPLATE, make_chat, screen, target, tokenizer
+from helpers_generate import LENGTH, Oracle, bigram, seer
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+from rich.console import Console
+from typer.testing import CliRunner
+
+import fastspec
+from fastspec.chat.commands import COMMANDS, execute
+from fastspec.chat.loop import converse, respond
+from fastspec.chat.session import BEAMS, Answer, Chat, Turn
+from fastspec.chat.settings import PLAIN, Settings
+from fastspec.chat.terminal import CommandCompleter, terminal_lines
+from fastspec.chat.view import ACCEPTED, BONUS, OWN, RECOVERED, STYLES, AnswerStreamer, verdict_line
+from fastspec.cli import app
+from fastspec.errors import Unsupported
+from fastspec.generation.tree import TokenTree, Verdict
+
+
+@pytest.fixture
+def chat() -> Chat:
+    return make_chat()
+
+
+def answers(chat: Chat) -> list[list[list[int]]]:
+    return [[answer.tokens for answer in turn.answers] for turn in chat.turns]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_two_turns_with_two_assistants_say_the_same(template: str | None) -> None:
+    model = target(bigram())
+    settings = Settings(model="tiny", resources=(), assistants=("eagle3", "autoregressive", PLAIN), max_new_tokens=LENGTH, cache=True)
+    chat = Chat(fastspec.patch(model, eagle3=seer(model)), tokenizer(template), settings)
+    console = screen()
+    converse(chat, ["w10 w11", "w12 w13"], console)
+    text = console.export_text()
+    assert "error" not in text
+    assert text.count("The 3 greedy answers are identical") == 2
+    assert "acceptance" in text and "tokens/s" in text
+    for turn in chat.turns:
+        first, second, third = turn.answers
+        assert first.tokens == second.tokens == third.tokens
+        assert len(first.tokens) == LENGTH
+        assert first.acceptance_length > 3 and first.accepted > 0
+        assert (second.acceptance_length, second.drafted, third.acceptance_length) == (1.0, 0, 1.0)
+    assert [turn["role"] for turn in chat.conversation] == ["user", "assistant"] * 2
+    assert all(answer.reused > 0 for answer in chat.turns[1].answers)
+
+
+def test_differing_answers_are_named() -> None:
+    made = [Answer(name, tokens, "", 1.0) for name, tokens in (("a", [1, 2, 3]), ("b", [1, 9, 3]), ("c", [1, 2]))]
+    turn = Turn("", Settings(), made)
+    assert verdict_line(turn, "float32") == "b differs from a from token 2 on; c differs from a from token 3 on."
+    assert "bfloat16" in (verdict_line(turn, "bfloat16") or "")
+    assert verdict_line(Turn("", Settings(processor="multinomial"), made), "float32") is None
+    assert verdict_line(Turn("", Settings(), made[:1]), "float32") is None
+
+
+@pytest.mark.parametrize("line", ["/cache off", "/chat off"])
+def test_the_cache_changes_no_text(chat: Chat, line: str) -> None:
+    prompts = ["w10 w11", "w12", "w13 w14"]
+    execute(chat, line)
+    execute(chat, "/assistant autoregressive,transformers")
+    converse(chat, prompts, screen())
+    expected = answers(chat)
+    reused = {answer.reused > 0 for turn in chat.turns[1:] for answer in turn.answers}
+    assert reused == {line != "/cache off"}
+    execute(chat, "/reset")
+    execute(chat, "/cache")
+    converse(chat, prompts, screen())
+    assert answers(chat) == expected
+
+
+def test_what_the_cache_no_longer_shares_is_cut_off(chat: Chat) -> None:
+    respond(chat, "w10 w11", screen())
+    chat.conversation[1]["content"] = "w20 w21"  # the answer, said anew in other words
+    turn = respond(chat, "w12", screen())
+    ids = chat._encode([*chat.conversation[:2], {"role": "user", "content": "w12"}])
+    expected = chat.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    assert turn.answers[0].tokens == expected[0, ids.shape[1] :].tolist()
+    assert 0 < turn.answers[0].reused < ids.shape[1]
+
+
+def test_a_seed_repeats_a_sampled_answer(chat: Chat) -> None:
+    converse(chat, ["/temperature 1", "/seed 3", "w9", "/reset", "w9"], screen())
+    first = chat.turns[0].answers[0].tokens
+    converse(chat, ["/reset", "w9"], screen())
+    assert chat.turns[0].answers[0].tokens == first
+    converse(chat, ["/reset", "/seed 4", "w9"], screen())
+    assert chat.turns[0].answers[0].tokens != first
+
+
+def test_beam_search_answers_besides_and_is_not_compared(chat: Chat) -> None:
+    console = screen()
+    converse(chat, ["/beams 2", "w10 w11"], console)
+    turn = chat.turns[0]
+    assert [answer.strategy for answer in turn.answers] == ["autoregressive", BEAMS]
+    ids = chat._encode([{"role": "user", "content": "w10 w11"}])
+    mask = torch.ones_like(ids)
+    expected = chat.model.generate(ids, attention_mask=mask, max_new_tokens=12, num_beams=2, do_sample=False)
+    assert turn.answers[1].tokens == expected[0, ids.shape[1] :].tolist()
+    assert turn.identical(turn.answers[1]) is None
+    assert turn.answers[1].text in console.export_text()
+
+
+def drafted(chat: Chat, wrong: int | None, **settings: Any) -> tuple[AnswerStreamer, Answer, Console]:
+    """An answer for which an oracle drafts six tokens a round, all right but the one at index `wrong` of the text."""
+    chat.settings = chat.settings.replace(max_new_tokens=15, **settings)
+    text = chat.answer("w10 w11", PLAIN, AnswerStreamer(chat.tokenizer, screen())).tokens
+    if wrong is not None:
+        text = [*text[:wrong], (text[wrong] + 1) % 97, *text[wrong + 1 :]]
+    chat.own = {"oracle": Oracle([text], {0})}
+    console = screen()
+    streamer = AnswerStreamer(chat.tokenizer, console, trees=True)
+    return streamer, chat.answer("w10 w11", "oracle", streamer), console
+
+
+def test_marks_of_a_known_drafter(chat: Chat) -> None:
+    streamer, answer, console = drafted(chat, wrong=4)
+    expected = [OWN] + [ACCEPTED] * 3 + [RECOVERED] + [ACCEPTED] * 6 + [BONUS] + [ACCEPTED] * 3
+    assert streamer.marks == expected
+    assert streamer.ids == answer.tokens
+    stats = fastspec.report(chat.model).last
+    assert (answer.accepted, answer.drafted, answer.acceptance_length) == (stats.accepted, stats.drafted, stats.acceptance_length)
+    assert (streamer.accepted, streamer.drafted, streamer.acceptance_length) == (stats.accepted, stats.drafted, stats.acceptance_length)
+    styled = console.export_text(styles=True)
+    words = answer.text.split()
+    for place, code in ((1, "1;32"), (4, "1;33"), (11, "1;36")):
+        assert f"\x1b[{code}m {words[place]}\x1b[0m" in styled
+    assert f" {words[0]}\x1b" not in styled
+    assert len({STYLES[mark] for mark in (ACCEPTED, RECOVERED, BONUS, OWN)}) == 4
+
+
+def test_plain_tokens_are_the_targets_own(chat: Chat) -> None:
+    for name in ("autoregressive", PLAIN):
+        streamer = AnswerStreamer(chat.tokenizer, screen())
+        chat.answer("w10", name, streamer)
+        assert set(streamer.marks) <= {OWN}
+
+
+def test_a_draft_of_an_end_token_is_no_rejected_one(chat: Chat) -> None:
+    tree = TokenTree.from_parents(torch.tensor([[9, 5]]), torch.tensor([[0, 0]]))
+    streamer = AnswerStreamer(chat.tokenizer, screen())
+    streamer.on_tree(tree, Verdict(torch.tensor([[0, 0]]), torch.tensor([0]), torch.tensor([5])), None)
+    streamer.on_round([5], 0)
+    assert streamer.marks == [BONUS]
+
+
+def test_debug_draws_the_tree_of_every_round(chat: Chat) -> None:
+    drafted(chat, wrong=4, debug=True)
+    chat.settings = chat.settings.replace(assistants=("oracle",))
+    console = screen()
+    turn = respond(chat, "w10 w11", console)
+    text = console.export_text()
+    words = turn.answers[0].text.split()
+    assert "round 1: 3 of 6 drafted tokens accepted" in text and "round 2: 6 of 6" in text
+    assert f"'{words[4]}' p=" in text and "<- recovered" in text and "<- bonus" in text and "<- accepted" in text
+
+
+def test_probabilities_of_a_tree_are_the_models(chat: Chat) -> None:
+    streamer, answer, _ = drafted(chat, wrong=4)
+    ids = chat._encode([{"role": "user", "content": "w10 w11"}])
+    said = torch.tensor([answer.tokens])
+    probabilities = chat.model(torch.cat((ids, said), 1)).logits[0].softmax(-1)
+    first = streamer.trees[0]
+    at = ids.shape[1] + 1 + len(first.path) - 2  # the last accepted token: what follows it is the recovered one
+    assert first.last == answer.tokens[4]
+    assert first.notes[-1] == f"p={probabilities[at, first.last]:.2f}"
+
+
+def interrupt_after(monkeypatch, count: int) -> None:
+    real = AnswerStreamer.put
+
+    def put(self: AnswerStreamer, value: Any) -> None:
+        real(self, value)
+        if len(self.ids) == count:
+            monkeypatch.setattr(AnswerStreamer, "put", real)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(AnswerStreamer, "put", put)
+
+
+@pytest.mark.parametrize("name", ["autoregressive", PLAIN])
+def test_an_interrupt_stops_the_answer_and_leaves_the_chat_usable(chat: Chat, monkeypatch, name: str) -> None:
+    execute(chat, f"/assistant {name}")
+    respond(chat, "w10", screen())
+    whole = chat.turns[0].answers[0].tokens
+    chat.reset()
+    interrupt_after(monkeypatch, 3)
+    execute(chat, f"/assistant {name},transformers")
+    console = screen()
+    converse(chat, ["w10", "w11"], console)
+    first, second = chat.turns
+    assert [answer.tokens for answer in first.answers] == [whole[:3]]
+    assert first.answers[0].stopped and not second.answers[0].stopped
+    assert "stopped" in console.export_text()
+    assert chat.conversation[1]["content"] == first.answers[0].text
+    assert [answer.strategy for answer in second.answers] == chat.strategies()
+    assert all(second.identical(answer) for answer in second.answers[1:])
+
+
+def test_an_answer_stopped_before_its_first_token_is_forgotten(chat: Chat, monkeypatch) -> None:
+    interrupt_after(monkeypatch, 0)
+    converse(chat, ["w10", "w11"], screen())
+    assert [turn.prompt for turn in chat.turns] == ["w11"]
+
+
+def test_an_error_is_one_line_and_the_chat_goes_on(chat: Chat) -> None:
+    console = screen()
+    converse(chat, ["/nonsense", "w9 " * 600, "w10"], console)
+    text = console.export_text()
+    assert text.count("error: ") == 2 and "max_position_embeddings" in text
+    assert [turn.prompt for turn in chat.turns] == ["w10"]
+    with pytest.raises(Unsupported, match="nonsense"):
+        converse(chat, ["/nonsense"], console, strict=True)
+
+
+def test_a_space_before_the_slash_makes_a_prompt(chat: Chat) -> None:
+    converse(chat, ["", "  ", " /w9"], screen())
+    assert [turn.prompt for turn in chat.turns] == ["/w9"]
+
+
+def test_save_writes_conversation_and_statistics(chat: Chat, tmp_path) -> None:
+    path = tmp_path / "chat.json"
+    converse(chat, ["/assistant autoregressive,transformers", "w10", f"/save {path}"], screen())
+    saved = json.loads(path.read_text())
+    assert saved["conversation"] == chat.conversation
+    assert saved["settings"]["processor"] == "greedy"
+    mine, plain = saved["turns"][0]["answers"]
+    assert mine["tokens"] == chat.turns[0].answers[0].tokens and mine["tokens_per_second"] > 0
+    assert (mine["identical"], plain["identical"]) == (None, True)
+
+
+def completions(chat: Chat, text: str) -> list[str]:
+    return [found.text for found in CommandCompleter(chat).get_completions(Document(text), CompleteEvent())]
+
+
+def test_completion(chat: Chat) -> None:
+    assert completions(chat, "/") == [f"/{name}" for name in COMMANDS]
+    assert completions(chat, "/te") == ["/temperature"]
+    assert completions(chat, "/storage s") == ["suffix"]
+    assert completions(chat, "/assistant eagle3,auto") == ["autoregressive"]
+    assert completions(chat, "/assistant eagle3 x") == completions(chat, "hello") == completions(chat, "/nonsense a") == []
+
+
+def test_a_terminal_is_read_until_ctrl_d(chat: Chat) -> None:
+    with create_pipe_input() as pipe:
+        pipe.send_text("w10 w11\rthrown away\x03/length 5\rw12\x1b\rw13\r\x04w14\r")
+        converse(chat, terminal_lines(chat, input=pipe, output=DummyOutput()), screen())
+    assert [turn.prompt for turn in chat.turns] == ["w10 w11", "w12\nw13"]
+    assert len(chat.turns[1].answers[0].tokens) == 5
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Runs `fastspec chat` on the tiny model."""
+    monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(), tokenizer()))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    fixed = ("chat", "--model", "tiny", "--max-new-tokens", "8")
+    return lambda *arguments, **options: CliRunner().invoke(app, [*fixed, *arguments], **options)
+
+
+def test_prompts_on_the_command_line(command) -> None:
+    done = command("--prompt", "w10", "--prompt", "/length 4", "--prompt", "w11", "--assistant", "autoregressive,transformers")
+    assert done.exit_code == 0, done.output
+    assert done.output.count("The 2 greedy answers are identical") == 2
+    assert "acceptance" in done.output and "\x1b" not in done.output
+
+
+def test_json_is_one_object(command) -> None:
+    done = command("--prompt", "w10", "--json", "--temperature", "0.5", "--seed", "1")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["model"] == "tiny" and len(found["turns"]) == 1
+    assert found["settings"]["processor"] == "multinomial"
+    assert found["turns"][0]["answers"][0]["strategy"] == "nasd"
+
+
+def test_assistants_beside_each_other(command) -> None:
+    names = "transformers,speculative,nasd"
+    with pytest.warns(UserWarning, match="will not pay"):  # the draft model is as large as the target
+        done = command("--prompt", "w10 w11 w10", "--json", "--resource", "speculative=small", "--gamma", "3", "--assistant", names)
+    assert done.exit_code == 0, done.output
+    _, speculative, nasd = json.loads(done.stdout)["turns"][0]["answers"]
+    assert speculative["identical"] is nasd["identical"] is True
+    assert speculative["acceptance_length"] == 4.0  # the draft model is the target's twin: all three drafts, and the bonus token
+
+
+def test_lines_on_standard_input(command) -> None:
+    done = command(input="w10\n/nonsense\n/quit\nw11\n")
+    assert done.exit_code == 0, done.output
+    assert "unknown command /nonsense" in done.output
+    assert done.output.count("tokens/s") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--json"], 2, "--prompt"),
+        (["--prompt", "/nonsense"], 1, "unknown command"),
+        (["--assistant", "eagle3", "--prompt", "w9"], 1, "/resource eagle3"),
+        (["--resource", "eagle2", "--prompt", "w9"], 1, "ASSISTANT=SOURCE"),
+        (["--resource", "nasd=x", "--prompt", "w9"], 1, "takes no resource"),
+        (["--temperature", "-1"], 2, "temperature"),
+    ],
+)
+def test_bad_options(command, arguments: list[str], status: int, words: str) -> None:
+    done = command(*arguments)
+    assert done.exit_code == status
+    assert words in done.output and "Traceback" not in done.output
+
+
+def test_the_command_line_imports_no_more_than_it_needs() -> None:
+    code = "import fastspec.cli, fastspec.chat, sys; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers", "prompt_toolkit"} & set(modules)
