@@ -110,7 +110,7 @@ class Patching(RuleBasedStateMachine):
         subject = self.pick(index)
         assert torch.equal(subject.model.generate(PROMPT, **OPTIONS), subject.expected())
 
-    @rule(index=st.integers(0, 2), name=st.sampled_from(["eagle3", "autoregressive"]))
+    @rule(index=st.integers(0, 2), name=st.sampled_from(["eagle3", "autoregressive", "nasd"]))
     def generate_assisted(self, index: int, name: str) -> None:
         subject = self.pick(index)
         session = session_of(subject.model)

@@ -78,17 +78,11 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
     )
 
 
-def needed(name: str, resources: dict[str, Any], what: str) -> Any:
-    """The resource of an assistant; raises Unsupported, with the call that supplies it, where there is none."""
-    found = resources.get(name)
-    if found is None:
-        raise Unsupported(f"assistant {name!r} has no {what}: fastspec.patch(model, {name}={what.replace(' ', '_')}) supplies it")
-    return found
-
-
 def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> EagleHead:
-    """The head of an EAGLE assistant, on the model's device and in its dtype."""
-    head: EagleHead = needed(name, resources, "path or hub id or head")
+    """The head of an EAGLE assistant, on the model's device and in its dtype. Raises Unsupported where there is none."""
+    head: EagleHead | None = resources.get(name)
+    if head is None:
+        raise Unsupported(f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it")
     if head.fc.weight.device != model.device or head.fc.weight.dtype != model.dtype:
         fresh = moved(head, model)  # the model was moved or cast since it was patched
         resources.update({each: fresh for each, held in resources.items() if held is head})
