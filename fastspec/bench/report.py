@@ -152,7 +152,7 @@ def _table(first: str, titles: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column(first, no_wrap=True)
     for title in titles:
-        table.add_column(title, justify="right", no_wrap=title == "by position")
+        table.add_column(title, justify="right", no_wrap=title == "by position", overflow="fold")
     return table
 
 
