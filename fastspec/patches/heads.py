@@ -155,6 +155,16 @@ def _embedding(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> nn.Module
     return nn.Embedding.from_pretrained(own, freeze=True)
 
 
+def _check_values(head: EagleHead, vocab_size: int) -> None:
+    """Raise CheckpointError, as for a file, where a module holds NaN, or draft ids that are no token of the target."""
+    for name, parameter in head.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise CheckpointError(f"this EagleHead's {name} contains NaN or infinite values: its training diverged")
+    tokens = head.to_target(torch.arange(len(head.d2t), device=head.d2t.device))
+    if bool((tokens < 0).any()) or bool((tokens >= vocab_size).any()):
+        raise CheckpointError(f"this EagleHead's d2t leads outside the target's vocabulary of {vocab_size} tokens")
+
+
 def _bind_module(head: EagleHead, target: PreTrainedModel) -> EagleHead:
     sizes, bound, weight = Sizes.of(target), head.__dict__["_embed_tokens"], head.fc.weight
     own = getattr(bound, "weight", None)
@@ -166,6 +176,7 @@ def _bind_module(head: EagleHead, target: PreTrainedModel) -> EagleHead:
             f"this EagleHead is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.device}: "
             "call head.to(target.device, target.dtype) first"
         )
+    _check_values(head, sizes.vocab_size)
     twin = copy.copy(head)  # shares every weight; its binding is this patch's own, and the user's head keeps its former one
     if twin.inv_freq is None:
         twin.set_rope(*scaled_rope(head.config))
