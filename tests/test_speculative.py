@@ -18,7 +18,9 @@ from test_sampling import CASES, SIGNIFICANCE, law, p_value, padded, sample
 import fastspec
 from fastspec import Speculative
 from fastspec.errors import Unsupported
-from fastspec.generation.draft_model import Length
+from fastspec.generation.draft_model import ChainDrafter, Length
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
 from fastspec.patches.speculative import SpeculativeDecoding
 
@@ -98,6 +100,43 @@ def test_sampled_texts_follow_the_targets_law(case, config):
     assert p_value(expected, sample(model, ids, options, config, length)) > SIGNIFICANCE
     call = stats(model)
     assert 0 < call.accepted < call.drafted  # some drafts are taken and some are not
+
+
+class Dice:
+    """A draft model of four tokens whose next token depends on the last one alone."""
+
+    SCORES = torch.tensor([[3.0, 1.0, 0.0, -1.0], [0.5, 0.4, 0.3, 0.0], [0.0, 4.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+
+    def __init__(self) -> None:
+        self.lengths = torch.zeros(1, dtype=torch.long)
+
+    def prefill(self, ids: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.SCORES[ids[:, -1]], ids[..., None][..., :0]
+
+    def score(self, tree: TokenTree, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.SCORES[tree.tokens], tree.tokens[..., None][..., :0]
+
+    def commit(self, verdict: Verdict, active: torch.Tensor) -> None:
+        self.lengths += verdict.accepted + 1
+
+    def rewind(self, lengths: torch.Tensor) -> None:
+        self.lengths = lengths
+
+
+def test_whether_to_draft_on_does_not_depend_on_what_would_be_drawn():
+    """Else unlikely drafts would be dropped, and the drafts' law would not be the q that judges them."""
+    went_on: dict[tuple[int, ...], set[bool]] = {}
+    for seed in range(400):
+        torch.manual_seed(seed)
+        drafter = ChainDrafter(Dice(), Length(4, 0.1), branches=1, vocab=4, draft_vocab=4, ops=TORCH, process=lambda scores: scores)
+        drafter.begin(torch.tensor([[1, 2]]), torch.tensor([2]), torch.zeros(1, 2, 0), torch.tensor([1]))
+        tree = drafter.propose(0)
+        drafts = tuple(tree.tokens[0, 1:].tolist())
+        assert tree.q is not None and torch.equal(tree.q[0, 1:], Dice.SCORES[tree.tokens[0, :-1]].softmax(-1))
+        for count in range(1, min(len(drafts), 3) + 1):
+            went_on.setdefault(drafts[:count], set()).add(count < len(drafts))
+    assert all(len(answers) == 1 for answers in went_on.values())
+    assert {True, False} == set().union(*went_on.values())  # some texts are drafted on and some are not
 
 
 def test_early_layers_draft_on_the_targets_cache():

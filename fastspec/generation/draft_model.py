@@ -24,8 +24,8 @@ class Length:
 
     A further token, accepted with probability S, is worth its cost c while S / c exceeds the tokens per cost so far,
     E / T = (1 + sum of S) / (1 + drafted * c), with one target pass as the unit. `cost` is c; 0 always drafts `most` tokens. S is the
-    product of the draft model's own probabilities of its tokens, averaged over the rows that are still running. No clock is read, so the
-    same seed gives the same output.
+    product of the draft model's highest probabilities so far, averaged over the rows that are still running: known before the token is
+    drawn, as it must be where drafts are drawn. No clock is read, so the same seed gives the same output.
     """
 
     most: int
@@ -77,15 +77,19 @@ class ChainDrafter:
         survival, expected, node, drafted = self.alive.float(), 1.0, 0, 0
         while True:
             scores = self._feed(fed, extent)
-            chosen, law = self._choose(scores)
-            survival = survival * torch.softmax(scores, -1).gather(1, chosen[:, :1])[:, 0]
-            mean = float(survival.sum() / self.alive.sum().clamp(min=1)) if self.length.cost else 1.0
-            if drafted and not self.length.goes_on(mean, expected, drafted):
-                break
+            scores = scores if self.process is None else self.process(scores)
+            law = torch.softmax(scores, -1)
+            mean = 1.0
+            if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its law
+                survival = survival * law.amax(-1)
+                mean = float(survival.sum() / self.alive.sum().clamp(min=1))
+                if drafted and not self.length.goes_on(mean, expected, drafted):
+                    break
+            chosen = self._choose(scores)
             tokens.append(chosen)
             parents += [node] * self.branches
             node, drafted, expected = len(parents) - self.branches, drafted + 1, expected + mean
-            if law is not None:
+            if self.process is not None:
                 q.append(law)
             if drafted == self.length.most:
                 break
@@ -117,13 +121,11 @@ class ChainDrafter:
         scores = logits[:, -1, : self.vocab].float()
         return torch.nn.functional.pad(scores, (0, self.vocab - scores.shape[1]), value=-torch.inf)
 
-    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Drafts [B, branches] of scores [B, V], and the distribution that they were drawn from, if they were."""
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Drafts [B, branches] of scores [B, V]: the best, or one drawn."""
         if self.process is None:
-            return scores.topk(self.branches, -1).indices, None
-        scores = self.process(scores)
-        drawn = self.ops.categorical(scores, torch.rand(len(scores), device=scores.device))
-        return drawn[:, None], torch.softmax(scores, -1)
+            return scores.topk(self.branches, -1).indices
+        return self.ops.categorical(scores, torch.rand(len(scores), device=scores.device))[:, None]
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens that the draft model has no embedding for are shown to it as another: its drafts are judged all the same."""
