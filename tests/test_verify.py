@@ -244,3 +244,13 @@ def test_tokens_of_probability_zero_are_never_drawn(uniform, size):
     far = torch.zeros(1, size)
     far[:, : size - 1] = 200.0  # the last token is finite and its probability underflows to 0
     assert size == 1 or int(categorical(far, torch.tensor([uniform]))) < size - 1
+
+
+@given(st.integers(1, 70), st.integers(1, 3))
+@settings(max_examples=20, deadline=None)
+def test_a_chain_is_the_tree_of_its_parents(nodes, rows):
+    tokens = torch.arange(rows * nodes).view(rows, nodes)
+    chain, tree = TokenTree.chain(tokens), TokenTree.from_parents(tokens, (torch.arange(nodes) - 1).clamp(min=0).expand(rows, -1))
+    for name in ("tokens", "parents", "depths", "ancestors"):
+        assert torch.equal(getattr(chain, name), getattr(tree, name))
+    assert chain.max_path == tree.max_path == nodes

@@ -96,7 +96,7 @@ class Chat:
             fastspec.unpatch(self.model)
             try:
                 _patch(self.model, settings)
-            except BaseException:
+            except BaseException:  # an interrupt too must leave the model patched as it was
                 _patch(self.model, before)
                 raise
         else:

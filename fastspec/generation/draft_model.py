@@ -94,11 +94,10 @@ class ChainDrafter:
             if drafted == self.length.most:
                 break
             fed = chosen[:, :1]
+        if self.branches == 1:
+            return TokenTree.chain(torch.cat(tokens, 1), self.max_path, torch.stack((q[0], *q), 1) if q else None)
         above = torch.tensor(parents, device=self.root.device).expand(len(self.root), -1)
-        tree = TokenTree.from_parents(torch.cat(tokens, 1), above, self.max_path)
-        if not q:
-            return tree
-        return TokenTree(tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_path, torch.stack((q[0], *q), 1))
+        return TokenTree.from_parents(torch.cat(tokens, 1), above, self.max_path)
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Keep what the target accepted in the draft's cache, but for the last token of it, which may have been an alternative."""
@@ -112,12 +111,10 @@ class ChainDrafter:
 
     def _feed(self, tokens: Tensor, extent: int) -> Tensor:
         """Append tokens [B, T] to the draft's text -> fp32 scores of what follows, over the target's vocabulary [B, V]."""
-        rows, count = tokens.shape
-        chain = torch.arange(count, device=tokens.device).expand(rows, -1)
-        tree = TokenTree.from_parents(self._known(tokens), (chain - 1).clamp(min=0), count)
+        tree = TokenTree.chain(self._known(tokens))
         logits, _ = self.draft.score(tree, extent)
-        taken = torch.full((rows,), count - 1, device=tokens.device)
-        self.draft.commit(Verdict(chain, taken, taken), torch.ones(rows, dtype=torch.bool, device=tokens.device))
+        last = tree.depths[:, -1]
+        self.draft.commit(Verdict(tree.depths, last, last), torch.ones_like(self.alive))
         scores = logits[:, -1, : self.vocab].float()
         return torch.nn.functional.pad(scores, (0, self.vocab - scores.shape[1]), value=-torch.inf)
 

@@ -44,8 +44,7 @@ class TextDrafter:
         drafted = [self._draft(row) if going else [] for row, going in enumerate(self.active)]
         width = max(1, *map(len, drafted))
         tokens = [[said[-1], *draft, *[0] * (width - len(draft))] for said, draft in zip(self.said, drafted, strict=True)]
-        above = (torch.arange(width + 1, device=self.device) - 1).clamp(min=0).expand(len(tokens), -1)
-        return TokenTree.from_parents(torch.tensor(tokens, device=self.device), above, self.max_path)
+        return TokenTree.chain(torch.tensor(tokens, device=self.device), self.max_path)
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Append what the target said."""

@@ -49,6 +49,14 @@ class TokenTree:
         return cls(tokens, parents, depths, ancestor_words(parents, nodes), max_path or int(depths.max()) + 1)
 
     @classmethod
+    def chain(cls, tokens: Tensor, max_path: int | None = None, q: Tensor | None = None) -> TokenTree:
+        """A chain of tokens [B, N], the root first; nothing is read back from the device."""
+        rows, nodes = tokens.shape
+        index = torch.arange(nodes, device=tokens.device)
+        parents, depths = ((index - shift).clamp(min=0).expand(rows, -1) for shift in (1, 0))
+        return cls(tokens, parents, depths, ancestor_words(parents, nodes), max_path or nodes, q)
+
+    @classmethod
     def root_only(cls, root: Tensor) -> TokenTree:
         """The tree of plain decoding: one node per row, root [B]."""
         zero = torch.zeros_like(root)[:, None]

@@ -56,7 +56,7 @@ def final_norm(target: Any) -> nn.Module | None:
 
 @torch.no_grad()
 def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
-    """Start the head from the target's own parts; docs/training.md has the losses measured from this start and from others.
+    """Start the head from the target's own parts; docs/training.md has the loss measured from it.
 
     LM head and final norm are the target's, the norm times SOFTEN; `fc` passes the highest tap through; attention and feed-forward
     begin near zero. Only where the widths agree: otherwise all matrices start at random.
