@@ -321,7 +321,7 @@ MUTANTS = {
     "residual not renormalised": ("rest / total", "rest"),
     "accepts with p": ("uniform[:, i] * chance <", "uniform[:, i] <"),
     "forgets the new node's p": ("torch.where(taken[:, None], probs[:, i], p)", "p"),
-    "bonus from the whole p": ("ops.categorical(p.log(),", "ops.categorical(probs[torch.arange(rows), node].log(),"),
+    "bonus from the whole p": ("ops.pick(p.log(),", "ops.pick(probs[torch.arange(rows), node].log(),"),
     "accepts what was not drawn": ("tried & (chance > 0)", "tried"),
     "tries every node": ("tree.parents[:, i] == node", "tree.parents[:, i] >= 0"),
     "one uniform for all": ("uniform[:, i] * chance", "uniform[:, 0] * chance"),

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers import LlamaConfig, MixtralConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels import reference as ops
@@ -133,13 +134,34 @@ def test_stable_topk_prefers_the_lower_index(size, count, seed):
 
 @given(st.sampled_from([3, 7, 63, 65]), st.integers(1, 3), st.floats(0.1, 60.0), SEEDS)
 @DRAWN
-def test_topk_expand_gives_log_probabilities(vocab, count, scale, seed):
+def test_topk_logprobs(vocab, count, scale, seed):
     logits = torch.randn(2, 3, vocab, generator=torch.Generator().manual_seed(seed)) * scale
-    values, ids = ops.topk_expand(logits, count)
+    values, ids = ops.topk_logprobs(logits, count)
     wanted = logits.double().log_softmax(-1)
     torch.testing.assert_close(values.double(), wanted.gather(-1, ids), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(values.double(), wanted.topk(count).values, rtol=1e-5, atol=1e-4)
     assert values.dtype == torch.float32 and values.max() <= 0.0
+
+
+@given(st.sampled_from([7, 63, 65]), st.integers(1, 4), st.integers(1, 3), st.booleans(), SEEDS)
+@DRAWN
+def test_topk_expand_ranks_the_children_of_a_frontier(vocab, nodes, count, product, seed):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(2, nodes, 5, generator=generator), torch.randn(vocab, 5, generator=generator)
+    scores, d2t = -torch.rand(2, nodes, generator=generator), torch.randint(0, 40, (vocab,), generator=generator)
+    logits = hidden @ weight.T
+    children, tokens, best, index = ops.topk_expand(*((hidden, weight) if product else (logits, None)), scores, count, d2t)
+    logp = logits.double().log_softmax(-1)
+    for row in range(2):
+        grown = []
+        for node in range(nodes):
+            values, ids = logp[row, node].topk(count)
+            said = zip(values.tolist(), ids.tolist(), strict=True)
+            grown += [(float(scores[row, node]) + value, token + int(d2t[token])) for value, token in said]
+        torch.testing.assert_close(children[row].double(), torch.tensor([g[0] for g in grown]).double(), rtol=1e-5, atol=1e-5)
+        assert tokens[row].tolist() == [g[1] for g in grown]
+        order = sorted(range(len(grown)), key=lambda i: -float(children[row, i]))[:count]
+        assert index[row].tolist() == order and torch.equal(best[row], children[row, order])
 
 
 def candidates(rows: int, top_k: int, depth: int, steps: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -217,14 +239,53 @@ def test_posterior_walk(nodes, rows, seed):
 
 @given(st.integers(1, 9), st.sampled_from([2, 8, 16]), SEEDS)
 @DRAWN
-def test_rope_is_that_of_transformers(nodes, size, seed):
+def test_rope_cache_rotates_as_transformers_does_and_fills_the_slots(nodes, size, seed):
     generator = torch.Generator().manual_seed(seed)
-    q, k = torch.randn(2, nodes, 4, size, generator=generator), torch.randn(2, nodes, 2, size, generator=generator)
+    heads = [torch.randn(2, nodes, count, size, generator=generator) for count in (4, 2, 2)]
     rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * size, num_attention_heads=4, head_dim=size))
-    cos, sin = rotary(q, torch.randint(0, 400, (2, nodes), generator=generator))
-    wanted = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    for x, theirs in zip((q, k), wanted, strict=True):
-        assert torch.equal(ops.rope(x, cos, sin), theirs.transpose(1, 2))
-    longer = torch.cat((q, q + 1), -1)  # only the first channels turn
-    assert torch.equal(ops.rope(longer, cos, sin)[..., size:], q + 1)
-    assert torch.equal(ops.rope(longer, cos, sin)[..., :size], wanted[0].transpose(1, 2))
+    positions = torch.randint(0, 400, (2, nodes), generator=generator)
+    cos, sin = rotary(heads[0], torch.arange(400)[None])
+    wanted = apply_rotary_pos_emb(*(x.transpose(1, 2) for x in heads[:2]), *rotary(heads[0], positions))
+    tables = cos[0, :, : size // 2], sin[0, :, : size // 2]
+    slots = torch.stack([torch.randperm(12, generator=generator)[:nodes] for _ in range(2)])
+    row = torch.arange(2)[:, None]
+    for extra in (0, 2):  # channels behind the rotated ones stay
+        wide = [torch.cat((x, x[..., :extra] + 1), -1) for x in heads]
+        k, v = (torch.full((2, 2, 12, size + extra), torch.nan) for _ in range(2))
+        q = ops.rope_cache(torch.cat([x.flatten(2) for x in wide], -1), *tables, positions, k, v, slots)
+        assert torch.equal(q[..., :size], wanted[0].transpose(1, 2)) and torch.equal(q[..., size:], wide[0][..., size:])
+        assert torch.equal(k[row, :, slots][..., :size], wanted[1].transpose(1, 2)) and torch.equal(v[row, :, slots], wide[2])
+        assert int(torch.isfinite(k[:, 0, :, 0]).sum()) == 2 * nodes
+
+
+@given(st.sampled_from([1, 7, 64]), st.booleans(), SEEDS)
+@DRAWN
+def test_rms_norm_is_that_of_transformers(size, summed, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = (torch.randn(2, 3, size, generator=generator) for _ in range(2))
+    theirs = LlamaRMSNorm(size, 1e-5)
+    theirs.weight.data = torch.randn(size, generator=generator)
+    whole = x + residual if summed else x
+    wide = torch.full((2, 3, size + 4), torch.nan)
+    for out in (None, wide[..., 2 : 2 + size]):
+        normed, total = ops.rms_norm(x, theirs.weight.detach(), 1e-5, residual if summed else None, out)
+        assert torch.equal(normed, theirs(whole).detach()) and torch.equal(total, whole)
+    assert torch.equal(wide[..., 2 : 2 + size], normed) and bool(wide[..., :2].isnan().all())
+
+
+@given(st.sampled_from([1, 5, 16]), SEEDS)
+@DRAWN
+def test_swiglu_and_experts_are_those_of_transformers(tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    config = MixtralConfig(hidden_size=12, intermediate_size=20, num_local_experts=5, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    theirs = MixtralExperts(config)
+    for parameter in theirs.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    x = torch.randn(tokens, 12, generator=generator)
+    weights, chosen = torch.randn(tokens, 5, generator=generator).softmax(-1).topk(2)
+    got = ops.experts(x, theirs.gate_up_proj.detach(), theirs.down_proj.detach(), chosen, weights)
+    torch.testing.assert_close(got, theirs(x, chosen, weights).detach(), rtol=1e-5, atol=1e-5)  # fp32 sums in another order
+    gate, up = (torch.randn(tokens, 20, generator=generator) for _ in range(2))
+    wanted = torch.nn.functional.silu(gate) * up  # vectorised otherwise: an ulp of each factor
+    torch.testing.assert_close(ops.swiglu(torch.cat((gate, up), -1)), wanted, rtol=4 * torch.finfo(torch.float32).eps, atol=0.0)

@@ -41,13 +41,20 @@ class TreeCache:
     def __init__(
         self, layers: int, rows: int, kv_heads: int, capacity: int, tail: int, size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.limit, self.tail = capacity, tail
-        need = 2 * dtype.itemsize * layers * rows * kv_heads * (capacity + tail) * size
-        if need > _memory(device):  # the system may grant it, and kill the process later
-            raise _too_large(capacity, rows, need, device)
+        self.tail = tail
         self.k = torch.zeros((layers, rows, kv_heads, 0, size), dtype=dtype, device=device)
         self.v = self.k.clone()
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.open(capacity)
+
+    def open(self, capacity: int) -> None:
+        """Begin a call of at most `capacity` tokens a row on the buffers that are there, with every row empty."""
+        self.limit = capacity
+        layers, rows, heads, _, size = self.k.shape
+        need = 2 * self.k.element_size() * layers * rows * heads * (capacity + self.tail) * size
+        if need > _memory(self.k.device):  # the system may grant it, and kill the process later
+            raise _too_large(capacity, rows, need, self.k.device)
+        self.lengths.zero_()
         self.reserve(min(capacity, FIRST_SLOTS))
 
     @property
@@ -55,11 +62,16 @@ class TreeCache:
         """Slots per row that the buffers hold now."""
         return self.k.shape[3]
 
+    @property
+    def bound(self) -> int:
+        """Committed tokens per row that the buffers have room for now."""
+        return self.slots - self.tail
+
     def reserve(self, committed: int) -> int:
-        """Make room for this many committed tokens per row and the tail; returns how many committed tokens are in bounds."""
-        committed = min(committed, self.limit)
-        if committed + self.tail > self.slots:
-            wanted = min(max(committed, 2 * (self.slots - self.tail)), self.limit) + self.tail
+        """Make room for this many committed tokens per row, the call's capacity at most, and the tail; returns how many of them are
+        in bounds."""
+        if min(committed, self.limit) > self.bound:
+            wanted = min(max(committed, 2 * self.bound), self.limit) + self.tail
             layers, rows, heads, held, size = self.k.shape
             try:
                 for name in ("k", "v"):
@@ -69,7 +81,7 @@ class TreeCache:
             except (MemoryError, RuntimeError) as error:
                 need = 2 * self.k.element_size() * layers * rows * heads * wanted * size
                 raise _too_large(wanted, rows, need, self.k.device) from error
-        return committed
+        return min(committed, self.bound)
 
     def write(self, ops: Ops, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k, v [B, N, Hkv, D] of one layer at slots [B, N]."""
@@ -87,9 +99,9 @@ class TreeCache:
         self.grow((verdict.accepted + 1) * active)
 
     def grow(self, counts: Tensor) -> None:
-        """Count the next counts [B] slots of every row as committed. A row whose last round went beyond the capacity has ended:
-        it stays at the bound, so that the trees still written behind it stay inside the buffers."""
-        self.lengths.add_(counts).clamp_(max=self.limit)
+        """Count the next counts [B] slots of every row as committed. A row whose last round went beyond them
+        has ended: it stays at the bound, so that the trees still written behind it stay inside the buffers."""
+        self.lengths.add_(counts).clamp_(max=self.bound)
 
 
 class LayerView(TreeCache):
@@ -99,8 +111,7 @@ class LayerView(TreeCache):
     """
 
     def __init__(self, whole: TreeCache, layers: int) -> None:
-        self.whole, self.layers = whole, layers
-        self.limit, self.tail = whole.limit, whole.tail
+        self.whole, self.layers, self.tail = whole, layers, whole.tail
         self.lengths = whole.lengths.clone()
 
     @property
@@ -112,6 +123,11 @@ class LayerView(TreeCache):
     def v(self) -> Tensor:  # type: ignore[override]
         """Values [layers, B, Hkv, C, D], as they are now."""
         return self.whole.v[: self.layers]
+
+    @property
+    def limit(self) -> int:  # type: ignore[override]
+        """The capacity of the whole cache."""
+        return self.whole.limit
 
     def reserve(self, committed: int) -> int:
         """As of the whole cache."""

@@ -122,7 +122,7 @@ class ChainDrafter:
         """Drafts [B, branches] of scores [B, V]: the best, or one drawn."""
         if self.process is None:
             return scores.topk(self.branches, -1).indices
-        return self.ops.categorical(scores, torch.rand(len(scores), device=scores.device))[:, None]
+        return self.ops.pick(scores, torch.rand(len(scores), device=scores.device))[:, None]
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens that the draft model has no embedding for are shown to it as another: its drafts are judged all the same."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fastspec.generation.protocols import Drafter, LanguageModel, Ops
+from fastspec.generation.rounds import Rounds, timed
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import RowProcessor, choose, walk, walk_drawn, walk_with_history
-
-EXTENT_BUCKET = 128
+from fastspec.generation.verify import RowProcessor, choose, walk_with_history
 
 
 @dataclass(slots=True)
@@ -25,8 +22,8 @@ class Request:
     `context` is the whole text in the same form, where the target's cache holds a part of it already: drafters that read no features
     get it. `history[b]` [T_b] is what a history-dependent processor sees of row b before its first new token, `limit` the number
     of new tokens, `ends` the end tokens. Rows that `stop` ends before the others go on, as in transformers, where there are
-    no end tokens; else they are over. `process_rows` maps scores [R, V] -> [R, V] where no processor looks at the
-    history; else `process_at` is called level by level of the walk. `stop(row, new_tokens)` is asked after every token, and
+    no end tokens; else they are over. `process_at` is called level by level of the walk where processors look at the history; all others
+    belong to the rounds. `stop(row, new_tokens)` is asked after every token, and
     `emit(row, tokens, accepted, done)` is told of every round; before that `watch(tree, verdict, logits)` sees the round's tree and
     the target's raw logits [B, N, V] of its nodes, on the device.
     """
@@ -36,8 +33,6 @@ class Request:
     history: list[Tensor]
     limit: int
     ends: frozenset[int]
-    sample: bool
-    process_rows: Callable[[Tensor], Tensor] | None
     process_at: RowProcessor | None
     stop: Callable[[int, list[int]], bool] | None = None
     emit: Callable[[int, list[int], int, bool], None] | None = None
@@ -117,97 +112,68 @@ class _Run:
         self.stats.emitted = sum(map(len, self.out.tokens))
 
 
-def decode(target: LanguageModel, drafter: Drafter | None, request: Request, ops: Ops, name: str) -> Outcome:
+def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
     """Run a call to its end; without a drafter every round is one token."""
+    target, drafter = rounds.target, rounds.drafter
     stats = Stats(assistant=name, rows=request.prompts.shape[0])
     began = time.perf_counter()
     run = _Run(request, stats)
-    with _timed(stats, "prefill"):
+    with timed(stats, "prefill"):
         logits, features = target.prefill(request.prompts, request.counts)
-        root, scores = _first(request, logits, ops)
+        root, scores = _first(rounds, request, logits)
         if drafter is not None:
             whole = request.context if request.context is not None and not features.shape[-1] else (request.prompts, request.counts)
             drafter.begin(*whole, features, root)
+        rounds.begin(root)
     del features
     for row, token in enumerate(root.tolist()):
         one = slice(row, row + 1)
         run.take(row, [token], 0, scores[one] if request.keep_scores else None, logits[one] if request.keep_logits else None)
     longest = int(target.lengths.max())
     while any(run.active):
-        extent = -(-longest // EXTENT_BUCKET) * EXTENT_BUCKET
-        root, most = _round(target, drafter, root, run, ops, extent)
-        longest += most
+        rounds.activate(run.active)
+        decide = None if request.process_at is None else lambda: _decide(rounds, request, run)
+        longest += _take(rounds.step(longest, stats, decide), rounds, run)
     run.finish()
     stats.seconds = time.perf_counter() - began
     return run.out
 
 
-def _first(request: Request, logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+def _first(rounds: Rounds, request: Request, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The first token of every row from the prefill's logits [B, V] -> tokens [B], processed scores [B, V]."""
     if request.process_at is None:
-        assert request.process_rows is not None
-        scores = request.process_rows(logits.float())
+        scores = rounds.processed(logits)
     else:
         scores = request.process_at(list(range(logits.shape[0])), torch.stack(request.history), logits.float())
-    return choose(scores[:, None], _uniform(request, (scores.shape[0], 1), scores.device), ops)[:, 0], scores
+    uniform = rounds.uniform((scores.shape[0], 1))
+    return choose(scores[:, None], uniform, rounds.ops)[:, 0], scores.float()
 
 
-def _round(target: LanguageModel, drafter: Drafter | None, root: Tensor, run: _Run, ops: Ops, extent: int) -> tuple[Tensor, int]:
-    """One round of every row -> next roots [B] and the largest number of tokens any row gained."""
-    request, stats = run.request, run.stats
-    active = torch.tensor(run.active, device=root.device)
-    with _timed(stats, "draft"):
-        tree = TokenTree.root_only(root) if drafter is None else drafter.propose(extent)
-    with _timed(stats, "score"):
-        logits, features = target.score(tree, extent)
-    with _timed(stats, "choose"):
-        verdict, along = _decide(tree, logits, request, run, ops)
-    with _timed(stats, "commit"):
-        target.commit(verdict, active)
-        if drafter is not None:
-            drafter.observe(tree, verdict, logits, features, active, extent)
-        tokens = verdict.tokens(tree)
-        packed = torch.cat((verdict.accepted[:, None], tokens), 1).tolist()  # the round's one read-back
+def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
+    """Hand a round's tokens to their rows -> the largest number of tokens that any row gained."""
+    request, stats, verdict = run.request, run.stats, rounds.verdict
     if request.watch is not None:
-        request.watch(tree, verdict, logits)
+        request.watch(rounds.tree, verdict, rounds.logits)
     for row, (accepted, *said) in enumerate(packed):
         if not run.active[row]:
             continue
         stats.row_rounds += 1
-        stats.drafted += tree.tokens.shape[1] - 1
+        stats.drafted += rounds.tree.tokens.shape[1] - 1
         stats.accepted += accepted
         stats.count_accepted(accepted)
         stats.round_tokens += accepted + 1
         path = verdict.path[row, : accepted + 1]
-        scores = along(row, path) if request.keep_scores else None
-        run.take(row, said[: accepted + 1], accepted, scores, logits[row, path].float() if request.keep_logits else None)
+        scores = rounds.along(row, path) if request.keep_scores else None
+        run.take(row, said[: accepted + 1], accepted, scores, rounds.logits[row, path].float() if request.keep_logits else None)
     stats.rounds += 1
-    return torch.where(active, verdict.bonus, root), max(p[0] for p in packed) + 1
+    return max(entry[0] for entry in packed) + 1
 
 
-def _decide(
-    tree: TokenTree, logits: Tensor, request: Request, run: _Run, ops: Ops
-) -> tuple[Verdict, Callable[[int, Tensor], Tensor]]:
-    """The verdict on a scored tree, and the processed scores along a row's path."""
-    uniform = _uniform(request, tree.tokens.shape, logits.device)
-    if request.process_at is None:
-        assert request.process_rows is not None
-        scores = request.process_rows(logits.flatten(0, 1).float()).view_as(logits)
-        if tree.q is not None and uniform is not None:
-            return walk_drawn(tree, scores, tree.q, uniform, ops), lambda row, path: scores[row, path]
-        return walk(tree, choose(scores, uniform, ops), ops), lambda row, path: scores[row, path]
+def _decide(rounds: Rounds, request: Request, run: _Run) -> tuple[Verdict, Tensor]:
+    """The verdict on a scored tree by processors that look at the history, and the processed scores along its path [B, P, V]."""
+    assert request.process_at is not None
+    tree, logits = rounds.tree, rounds.logits
     history = [torch.cat((h, h.new_tensor(run.out.tokens[b]))) for b, h in enumerate(request.history)]
     left = [run.limit - len(said) if active else 0 for said, active in zip(run.out.tokens, run.active, strict=True)]
-    verdict, kept = walk_with_history(tree, logits, uniform, history, request.process_at, left, run.over, ops)
-    return verdict, lambda row, path: kept[row, : path.shape[0]]
-
-
-def _uniform(request: Request, shape: tuple[int, ...] | torch.Size, device: torch.device) -> Tensor | None:
-    return torch.rand(shape, device=device) if request.sample else None
-
-
-@contextmanager
-def _timed(stats: Stats, phase: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    stats.phases[phase] = stats.phases.get(phase, 0.0) + time.perf_counter() - start
+    uniform = rounds.uniform(tree.tokens.shape)
+    return walk_with_history(tree, logits, uniform, history, request.process_at, left, run.over, rounds.ops)

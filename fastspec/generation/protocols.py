@@ -31,11 +31,18 @@ class Ops:
     cache_write: Callable[..., None]
     kv_block_copy: Callable[..., None]
     linear: Callable[..., Tensor]
-    rope: Callable[..., Tensor]
-    topk_expand: Callable[..., tuple[Tensor, Tensor]]
+    rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    rope_cache: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    topk_logprobs: Callable[..., tuple[Tensor, Tensor]]
+    topk_expand: Callable[..., tuple[Tensor, ...]]
     tree_build: Callable[..., tuple[Tensor, ...]]
+    pick: Callable[..., Tensor]
     posterior_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    categorical: Callable[..., Tensor]
+    experts: Callable[..., Tensor] | None = None
+    """A mixture of experts; None leaves it to the model's own module."""
+    captures: bool = False
+    """Whether passes and rounds are captured as CUDA graphs, and weights that read one input packed."""
 
 
 class LanguageModel(Protocol):

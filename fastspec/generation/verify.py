@@ -21,7 +21,7 @@ RowProcessor = Callable[[list[int], Tensor, Tensor], Tensor]
 
 def choose(scores: Tensor, uniform: Tensor | None, ops: Ops) -> Tensor:
     """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N] -> [B, N]."""
-    return scores.argmax(-1) if uniform is None else ops.categorical(scores, uniform)
+    return ops.pick(scores, uniform)
 
 
 def walk(tree: TokenTree, picks: Tensor, ops: Ops) -> Verdict:
@@ -54,7 +54,7 @@ def walk_drawn(tree: TokenTree, scores: Tensor, q: Tensor, uniform: Tensor, ops:
         path = path.scatter(1, accepted[:, None], node[:, None])
     steps = torch.arange(tree.max_path, device=scores.device)
     path = torch.where(steps > accepted[:, None], node[:, None], path)
-    return Verdict(path, accepted, ops.categorical(p.log(), uniform[:, 0]))
+    return Verdict(path, accepted, ops.pick(p.log(), uniform[:, 0]))
 
 
 def walk_with_history(

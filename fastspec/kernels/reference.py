@@ -6,6 +6,7 @@ W 64-bit words. All lengths are tensors on the device; no op waits for the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,13 +81,64 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, N, H, D] by cos, sin [B, N, R] over its first R channels (neox halves, computed in x's dtype)."""
-    size = cos.shape[-1]
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    turn, keep = x[..., :size], x[..., size:]
-    half = torch.cat((-turn[..., size // 2 :], turn[..., : size // 2]), dim=-1)
-    return torch.cat((turn * cos + half * sin, keep), dim=-1) if keep.shape[-1] else turn * cos + half * sin
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Root-mean-square norm of x [..., H], or of x + residual [..., H], by weight [H] -> the norm, and what was normed.
+
+    The sum is rounded to x's dtype before it is normed; the norm is computed in fp32 and rounded before the weight is applied, as the
+    Llama family does. `out` [..., H], whose last dimension is contiguous, receives the norm where it is given.
+    """
+    summed = x if residual is None else x + residual
+    wide = summed.float()
+    normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (normed, summed) if out is None else (out.copy_(normed), summed)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of gate_up [..., 2 * I], the gate first -> [..., I]; silu is rounded to the dtype before the product."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def rope_cache(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D].
+
+    qkv [B, N, (Hq + 2 * Hkv) * D] holds queries, keys, values; k_cache, v_cache [B, Hkv, C, D] of one layer take row b's node n at
+    slots [B, N] int64. cos, sin [P, R / 2] are tables by position, positions [B, N] int64 index them: the first R channels are
+    rotated in neox halves, computed in fp32 and rounded once. q_norm, k_norm [D] are the weights of an RMS norm over each head, with
+    `rms_norm`'s numerics, before the rotation.
+    """
+    kv_heads, size = k_cache.shape[1], k_cache.shape[3]
+    heads = qkv.unflatten(-1, (-1, size))
+    q, k, v = heads.split((heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps)[0], rms_norm(k, k_norm, eps)[0]
+    c, s = cos[positions][:, :, None].float(), sin[positions][:, :, None].float()
+    q, k = _rotate(q, c, s), _rotate(k, c, s)
+    cache_write(k_cache, v_cache, k, v, slots)
+    return q
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """A mixture of SwiGLU experts: x [T, H], gate_up [E, 2 * I, H], down [E, H, I], chosen [T, K] int64, weights [T, K] -> [T, H].
+
+    Row t is the sum over its K experts of weights[t, k] * down(silu(gate) * up), each product rounded to x's dtype, the weighted sum in
+    fp32 and rounded once.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(gate_up.shape[0]):
+        share = (weights.float() * (chosen == expert)).sum(1, keepdim=True)  # no index is read back: a round waits for nothing
+        out += share * F.linear(swiglu(F.linear(x, gate_up[expert])), down[expert]).float()
+    return out.to(x.dtype)
 
 
 def stable_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -95,10 +147,26 @@ def stable_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[:, :count], order[:, :count]
 
 
-def topk_expand(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def topk_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities (fp32) and ids of the `count` likeliest tokens of logits [..., V] -> two [..., count]."""
     values, ids = torch.topk(logits.float(), count, dim=-1)
     return (values - torch.logsumexp(logits.float(), dim=-1, keepdim=True)).clamp(max=0.0), ids
+
+
+def topk_expand(
+    hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, *, product: Callable[..., Tensor] = linear
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Expand every node of a frontier by its `count` likeliest tokens, and rank the children.
+
+    hidden [B, M, H] times the LM head weight [V, H] gives the logits (weight=None: hidden [B, M, V] are the logits); scores [B, M]
+    fp32 are the nodes' cumulative log-probabilities; d2t [V] int64 is what a draft id adds to itself to become the target's.
+    Returns the children's cumulative scores and target ids [B, M * count], each node's in falling order, and the `count` best of them,
+    the next frontier: scores in falling order and indices into the children [B, count], the lower index first among equals.
+    """
+    logp, ids = topk_logprobs(hidden if weight is None else product(hidden, weight, None), count)
+    children = (scores[:, :, None] + logp).flatten(1)
+    best, index = stable_topk(children, count)
+    return children, (ids + d2t[ids]).flatten(1), best, index
 
 
 def tree_build(scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, ...]:
@@ -167,3 +235,8 @@ def categorical(logits: Tensor, uniform: Tensor) -> Tensor:
     index = torch.searchsorted(mass, level.contiguous(), right=True).squeeze(-1)
     last = logits.shape[-1] - 1 - torch.isfinite(logits).int().flip(-1).argmax(-1)
     return torch.minimum(index, last)
+
+
+def pick(scores: Tensor, uniform: Tensor | None) -> Tensor:
+    """One token per row of scores [..., V] -> [...] int64: the argmax (the lowest id among equals), or a draw by uniform [...] in [0, 1)."""
+    return scores.argmax(-1) if uniform is None else categorical(scores, uniform)

@@ -13,11 +13,12 @@ from typing import Any
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.stats import Stats
-from fastspec.patches.adapters import check_supported, mode_of
+from fastspec.patches.adapters import adapter_for, check_supported, mode_of
 from fastspec.patches.backends import choose_backend
 from fastspec.patches.compat import drop_capturing_hooks, has_capturing_hooks
 from fastspec.patches.generate import generate
 from fastspec.patches.heads import load_heads
+from fastspec.patches.layers import pack_model
 from fastspec.patches.session import STATE, PatchSession, session_of
 from fastspec.patches.speculative import check_draft
 
@@ -31,8 +32,10 @@ def patch(
 
     `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of a head
     that ships with fastspec ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
-    `speculative` is a smaller transformers model with the target's tokenizer, on its device. `backend` is "auto" or "torch".
-    Only this instance is changed, and nothing in its forward pass; without `assistant=` it does what it did.
+    `speculative` is a smaller transformers model with the target's tokenizer, on its device. `backend` is "auto", "triton" or "torch".
+    Only this instance is changed, and nothing in its forward pass; without `assistant=` it does what it did. On CUDA the weights of
+    layers that read one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
+    values, names and shapes stay.
 
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
@@ -43,11 +46,13 @@ def patch(
     resources: dict[str, Any] = {**load_heads({"eagle": eagle, "eagle2": eagle2, "eagle3": eagle3}, model)}
     if speculative is not None:
         resources["speculative"] = check_draft(speculative, model)
-    choose_backend(backend, model.device.type)  # refuses an unknown name
+    choose_backend(backend, model.device.type, adapted=adapter_for(model) is not None)  # refuses what cannot be
     session = PatchSession(backend, resources, has_capturing_hooks(model))
     try:
         session.set(model, STATE, session)
         session.set(model, "generate", types.MethodType(generate, model))
+        if session.ops(model).captures:
+            session.packed += pack_model(model)
     except BaseException:  # an interrupt too must not leave the model half patched
         session.undo(force=True)
         raise
@@ -92,6 +97,8 @@ class Report:
     dtype: str
     assistants: tuple[str, ...]
     calls: tuple[Stats, ...] = field(default=())
+    kernels: dict[str, int] = field(default_factory=dict)
+    """Calls of each op from Python since the patch; what a captured round repeats is counted by `Stats.replays` of its call."""
 
     @property
     def last(self) -> Stats | None:
@@ -124,9 +131,10 @@ def report(model: Any) -> Report:
     return Report(
         model=type(model).__name__,
         mode=mode_of(model),
-        backend=session.ops(model.device.type).name,
+        backend=session.ops(model).name,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         assistants=("autoregressive", "nasd", *session.resources),
         calls=tuple(session.calls),
+        kernels=dict(session.kernels),
     )

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
 
 from fastspec.errors import Unsupported
 from fastspec.generation.protocols import Ops
@@ -15,22 +23,81 @@ TORCH = Ops(
     cache_write=reference.cache_write,
     kv_block_copy=reference.kv_block_copy,
     linear=reference.linear,
-    rope=reference.rope,
+    rms_norm=reference.rms_norm,
+    rope_cache=reference.rope_cache,
+    swiglu=reference.swiglu,
+    topk_logprobs=reference.topk_logprobs,
     topk_expand=reference.topk_expand,
     tree_build=reference.tree_build,
+    pick=reference.pick,
     posterior_walk=reference.posterior_walk,
-    categorical=reference.categorical,
 )
 
-TORCH_ONEDNN = replace(TORCH, name="torch+onednn", linear=cpu.linear)
+TORCH_ONEDNN = replace(
+    TORCH, name="torch+onednn", linear=cpu.linear, topk_expand=partial(reference.topk_expand, product=cpu.linear)
+)
 """Plain torch, with the linear layers of the CPU through oneDNN."""
 
 
-def choose_backend(name: str, device_type: str) -> Ops:
-    """The kernels of a backend name; "auto" is plain torch on CUDA and torch with oneDNN on the CPU, where torch carries it.
+@cache
+def triton_ops() -> Ops:
+    """The Triton kernels. Imports triton, and raises Unsupported where it is missing."""
+    try:
+        from fastspec.kernels import experts, kv_block_copy, linear, posterior_eval, rms_norm, rope_cache, swiglu, topk_expand, tree_build
+        from fastspec.kernels import tree_attention as attention
+    except ImportError as error:
+        raise Unsupported(f'backend="triton" needs the package triton ({error}): install it, or patch with backend="torch"') from error
+    return replace(
+        TORCH,
+        name="triton",
+        attention_layout=attention.attention_layout,
+        tree_attention=attention.tree_attention,
+        kv_block_copy=kv_block_copy.kv_block_copy,
+        linear=linear.linear,
+        rms_norm=rms_norm.rms_norm,
+        rope_cache=rope_cache.rope_cache,
+        swiglu=swiglu.swiglu,
+        topk_expand=topk_expand.topk_expand,
+        tree_build=tree_build.tree_build,
+        pick=posterior_eval.pick,
+        posterior_walk=posterior_eval.posterior_walk,
+        experts=experts.experts,
+        captures=torch.cuda.is_available(),
+    )
 
-    Raises Unsupported for an unknown name.
+
+NAMES = ("auto", "torch", "triton")
+
+
+def choose_backend(name: str, device_type: str, adapted: bool = True) -> Ops:
+    """The kernels of a backend name on a device; `adapted` says whether the model has an adapter.
+
+    "auto" is Triton on CUDA for a model with an adapter, where triton is installed; plain torch on CUDA else; and torch with oneDNN on
+    the CPU, where torch carries it. Raises Unsupported for an unknown name, and for "triton" where its kernels cannot run.
     """
-    if name not in ("auto", "torch"):
-        raise Unsupported(f'backend={name!r} on {device_type}: accepted are "auto" and "torch"')
+    if name not in NAMES:
+        raise Unsupported(f"backend={name!r} on {device_type}: accepted are {', '.join(map(repr, NAMES))}")
+    if name == "auto" and device_type == "cuda":
+        return triton_ops() if adapted and find_spec("triton") is not None else TORCH
+    if name == "triton":
+        if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise Unsupported(f'backend="triton" needs a CUDA device, and the model is on {device_type}: use backend="auto"')
+        if not adapted:
+            raise Unsupported('backend="triton" needs a model with an adapter, and this one runs in generic mode: use backend="auto"')
+        return triton_ops()
     return TORCH_ONEDNN if name == "auto" and device_type == "cpu" and cpu.available() else TORCH
+
+
+def counted(ops: Ops, counts: Counter[str]) -> Ops:
+    """The same ops, each of which counts its calls under its name."""
+
+    def counting(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return run(*args, **options)
+
+        return call
+
+    held: dict[str, Any] = {field.name: getattr(ops, field.name) for field in fields(ops)}
+    changed: dict[str, Any] = {name: counting(name, run) for name, run in held.items() if callable(run)}
+    return replace(ops, **changed)

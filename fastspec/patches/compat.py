@@ -72,6 +72,17 @@ def rope_bound(config: Any) -> int | None:
     return config.max_position_embeddings if kind == "dynamic" else None
 
 
+def rope_tables(rotary: Any, model: Any, count: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [count, R / 2] of the first positions, in the model's dtype, as its rotary module makes them.
+
+    Transformers' modules repeat each angle for both halves of a head.
+    """
+    positions = torch.arange(count, device=model.device)[None]
+    cos, sin = rotary(torch.zeros(1, dtype=model.dtype, device=model.device), positions)
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+
 def is_capturing_hook(hook: Any) -> bool:
     """Whether a forward hook is transformers' own, left on layers by the first output_hidden_states=True and idle otherwise.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.loop import Outcome, Request, decode
+from fastspec.generation.rounds import Rounds
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.adapters import adapter_for
 from fastspec.patches.assistants import resolve
 from fastspec.patches.cache import export_span, import_past
 from fastspec.patches.compat import fill_cache, is_out_of_memory, own_stop_strings, read_cache
+from fastspec.patches.engines import weights_of
 from fastspec.patches.hf_model import HFModel
+from fastspec.patches.layers import pack_model
 from fastspec.patches.refusals import refuse_arguments, refuse_prepared, refuse_prompts
-from fastspec.patches.selection import Ending, Streaming, make_processors
+from fastspec.patches.selection import Ending, Streaming, make_processors, signature
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 
 
@@ -39,6 +43,8 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
     if assistant is None:
         return original(*args, **kwargs)
     decoding = resolve(assistant, session.resources, self)
+    if session.ops(self).captures:
+        session.packed += pack_model(self)  # nothing to do unless the model was moved since it was patched
     given = inspect.signature(type(self).generate).bind_partial(self, *args, **kwargs).arguments
     given = {name: value for name, value in (given | given.pop("kwargs", {})).items() if value is not self}
     refuse_arguments(given, self.generation_config)
@@ -70,7 +76,7 @@ class _Call:
         criteria: Any, config: Any, model_kwargs: dict[str, Any],
     ) -> None:  # fmt: skip
         self.model, self.session, self.decoding, self.config, self.processors = model, session, decoding, config, processors
-        self.ids, self.ops = ids.to(model.device), session.ops(model.device.type)
+        self.ids, self.ops = ids.to(model.device), session.ops(model)
         self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
         self.handed_in = given.get("past_key_values") is not None  # the cache is the user's own, to be filled in place
         self.cache = model_kwargs.get("past_key_values")
@@ -104,12 +110,12 @@ class _Call:
         new = self.keep.shape[1] - self.past_length  # tokens of the prompt that the cache does not hold
         prompts, counts = _compact(self.ids[:, -new:], self.keep[:, -new:])
         limit = self.ending.limit
-        rows, taps = prompts.shape[0], self.decoding.taps
+        rows = prompts.shape[0]
         capacity = int(self.keep[:, : self.past_length].sum(1).max()) + prompts.shape[1] + limit
         process_rows, process_at = make_processors(self.processors, self.ids)
         streaming = Streaming(self.streamer, rows, self._pad()) if self.streamer is not None else None
         request = Request(
-            prompts, counts, list(self.ids), limit, self.ending.ends, bool(self.config.do_sample), process_rows, process_at,
+            prompts, counts, list(self.ids), limit, self.ending.ends, process_at,
             context=_compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None,
             stop=self.ending.stop, emit=streaming.emit if streaming else None,
             watch=streaming.watch if streaming else None,
@@ -117,8 +123,8 @@ class _Call:
             keep_logits=bool(self.config.return_dict_in_generate and self.config.output_logits),
         )  # fmt: skip
         try:
-            target, drafter = self._parts(rows, capacity, taps, process_rows if self.config.do_sample else None)
-            outcome = decode(target, drafter, request, self.ops, self.decoding.name)
+            rounds, key = self._rounds(rows, capacity, process_rows)
+            outcome = decode(rounds, request, self.decoding.name)
         except RuntimeError as error:
             if isinstance(error, FastSpecError) or not is_out_of_memory(error):
                 raise
@@ -129,7 +135,30 @@ class _Call:
         if streaming is not None:
             streaming.end()
         self.session.calls.append(outcome.stats)
-        return self._output(outcome, target, counts)
+        output = self._output(outcome, rounds.target, counts)
+        if key is not None:
+            self.session.engines.put(key, rounds)
+        return output
+
+    def _rounds(self, rows: int, capacity: int, process: Any) -> tuple[Rounds, Any]:
+        """The rounds of this call, from the pool where they were captured before, and the key to put them back under."""
+        sample, engines = bool(self.config.do_sample), self.session.engines
+        key = rounds = None
+        if self.ops.captures:
+            drawn = signature(self.processors) if process is not None else None
+            key = self.decoding, rows, sample, drawn, weights_of(self.model)
+            rounds = engines.take(key) if isinstance(self.decoding, Hashable) else None
+        if rounds is None:
+            engines.make_room()
+            target, drafter = self._parts(rows, capacity, self.decoding.taps, process if sample else None)
+            rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process)
+        else:
+            for part in (rounds.target, rounds.drafter):
+                if part is not None:
+                    part.open(capacity)
+        if self.past is not None:
+            import_past(rounds.target.cache, self.past, self.keep[:, : self.past_length])
+        return rounds, key if rounds.captured else None
 
     def _parts(self, rows: int, capacity: int, taps: tuple[int, ...] | None, process: Any) -> tuple[HFModel, Any]:
         ops = self.ops
@@ -141,8 +170,6 @@ class _Call:
         attach = getattr(self.decoding, "attach", None)
         if attach is not None:
             attach(drafter, target)
-        if self.past is not None:
-            import_past(target.cache, self.past, self.keep[:, : self.past_length])
         return target, drafter
 
     def _pad(self) -> int:

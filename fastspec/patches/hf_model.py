@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.cache import LayerView, TreeCache
+from fastspec.generation.capture import Captured, capturing
 from fastspec.generation.protocols import Ops
+from fastspec.generation.stack import LayerParts, Places, attend
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.patches.adapters import Adapter, is_foreign
-from fastspec.patches.compat import cache_geometry, rope_bound
+from fastspec.patches.adapters import Adapter
+from fastspec.patches.compat import cache_geometry, position_limit, rope_bound, rope_tables
+from fastspec.patches.layers import layer_parts, norm_of, product_of
 
 PREFILL_CHUNK = 512
 
@@ -32,12 +36,8 @@ class HFModel:
         early: tuple[HFModel, int] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.adapter, self.taps, self.ops = model, adapter, taps, ops
-        bound = rope_bound(model.config)
-        if bound is not None and capacity > bound:
-            raise Unsupported(
-                f"the call may reach {capacity} tokens, and past {bound} this model's rotary frequencies depend on the length of the text "
-                f"({model.config.get_text_config().rope_parameters['rope_type']}): ask for at most {bound}, prompt included"
-            )
+        self.bound = rope_bound(model.config)
+        self._check(capacity)
         layers, kv_heads, size = cache_geometry(model.config)
         self.cache: TreeCache
         if early is None:
@@ -48,6 +48,33 @@ class HFModel:
             self.cache = LayerView(early[0].cache, self.depth)
         heads = model.config.get_text_config().num_attention_heads
         self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
+        self.tables: tuple[Tensor, Tensor] | None = None
+        self.layers: list[LayerParts] = []
+        self.passes: dict[int, tuple[TokenTree, Captured[tuple[Tensor, Tensor]]]] = {}  # nodes -> a captured pass over as many
+        self.alone = ops.captures and adapter is not None
+        """Whether a pass is captured by itself; a round that is captured as a whole sets it to False."""
+        if adapter is not None:
+            self._take(adapter)
+
+    def _take(self, parts: Adapter) -> None:
+        """Read the model's parts."""
+        decoder, ops = getattr(self.model, parts.decoder), self.ops
+        self.layers = [layer_parts(parts, layer, ops) for layer in getattr(decoder, parts.layers)[: self.depth]]
+        self.norm = norm_of(getattr(decoder, parts.norm), ops)
+        self.vocabulary = product_of((getattr(self.model, parts.lm_head),), ops)
+
+    def open(self, capacity: int) -> None:
+        """Begin another call of the same rows, of at most `capacity` tokens each."""
+        self._check(capacity)
+        self.cache.open(capacity)
+
+    def _check(self, capacity: int) -> None:
+        if self.bound is not None and capacity > self.bound:
+            kind = self.model.config.get_text_config().rope_parameters["rope_type"]
+            raise Unsupported(
+                f"the call may reach {capacity} tokens, and past {self.bound} this model's rotary frequencies depend on the length of the "
+                f"text ({kind}): ask for at most {self.bound}, prompt included"
+            )
 
     @property
     def lengths(self) -> Tensor:
@@ -65,7 +92,7 @@ class HFModel:
             part = ids[:, begin : begin + PREFILL_CHUNK]
             width = part.shape[1]
             steps = start[:, None] + begin + torch.arange(width, device=ids.device)
-            self.cache.reserve(done + begin + width)
+            self.reserve(done + begin + width)
             layout = self.ops.attention_layout(start + begin, None, width, width, done + begin + width, self.group)
             want = counts - 1 - begin
             inside = (want >= 0) & (want < width)
@@ -76,18 +103,43 @@ class HFModel:
         assert last is not None
         return last, torch.cat(features, 1)
 
+    def reserve(self, committed: int) -> int:
+        """Make room for this many committed tokens; returns how many of them are in bounds."""
+        committed = self.cache.reserve(committed)
+        count = self._positions()
+        if self.adapter is not None and (self.tables is None or len(self.tables[0]) < count):
+            self.tables = rope_tables(getattr(getattr(self.model, self.adapter.decoder), self.adapter.rotary), self.model, count)
+        return committed
+
+    def _positions(self) -> int:
+        """How many positions are told apart: nodes past the length limit are never emitted, and a position table may end there."""
+        last = position_limit(self.model.config) if self.adapter is None else self.bound
+        return min(self.cache.slots, self.cache.slots if last is None else last)
+
     def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
-        """Score every node of a tree -> logits [B, N, V], features [B, N, F]."""
+        """Score every node of a tree -> logits [B, N, V], features [B, N, F].
+
+        Where passes are captured, the result lies in memory that the next pass over as many nodes writes again.
+        """
+        extent = self.reserve(extent)
+        if not self.alone or capturing():
+            return self._score(tree, extent)
+        nodes = tree.tokens.shape[1]
+        if nodes not in self.passes:
+            held = replace(tree, **{name: getattr(tree, name).clone() for name in ("tokens", "depths", "ancestors")}, q=None)
+            self.passes[nodes] = held, Captured(lambda: self._score(held, self.cache.bound))
+        held, run = self.passes[nodes]
+        for name in ("tokens", "depths", "ancestors"):
+            getattr(held, name).copy_(getattr(tree, name))
+        return run(self.cache.slots)
+
+    def _score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
         nodes = tree.tokens.shape[1]
         base = self.cache.lengths[:, None]
         slots = base + torch.arange(nodes, device=base.device)
-        layout = self.ops.attention_layout(
-            self.cache.lengths, tree.ancestors, nodes, nodes, self.cache.reserve(extent) + nodes, self.group
-        )
-        # Nodes past the length limit are never emitted, and a position table may end there.
-        positions = (base + tree.depths).clamp(max=self.cache.limit - 1)
-        logits, features = self._forward(tree.tokens, positions, slots, layout, None)
-        return logits, features
+        layout = self.ops.attention_layout(self.cache.lengths, tree.ancestors, nodes, nodes, extent + nodes, self.group)
+        positions = (base + tree.depths).clamp(max=self._positions() - 1)
+        return self._forward(tree.tokens, positions, slots, layout, None)
 
     def commit(self, verdict: Verdict, active: Tensor) -> None:
         """Keep the accepted path of the active rows."""
@@ -108,41 +160,21 @@ class HFModel:
         self, parts: Adapter, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         decoder = getattr(self.model, parts.decoder)
-        hidden = getattr(decoder, parts.embed)(tokens)
-        cos, sin = getattr(decoder, parts.rotary)(hidden, positions)
+        assert self.tables is not None
+        places = Places(*self.tables, positions, slots, layout)
+        change: Tensor | None = None  # what the last layer adds to the sum so far
+        total = getattr(decoder, parts.embed)(tokens)
         kept = {}
-        for index, layer in enumerate(getattr(decoder, parts.layers)[: self.depth]):
+        for index, layer in enumerate(self.layers):
+            assert layer.input_norm is not None
+            x, total = layer.input_norm(total) if change is None else layer.input_norm(change, total)
             if self.taps and index in self.taps:
-                kept[index] = hidden
-            hidden = hidden + self._attention(parts, layer, index, getattr(layer, parts.input_norm)(hidden), cos, sin, slots, layout)
-            hidden = hidden + self._mlp(parts, getattr(layer, parts.mlp), getattr(layer, parts.mlp_norm)(hidden))
-        hidden = getattr(decoder, parts.norm)(hidden)
+                kept[index] = total
+            x, total = layer.mlp_norm(attend(self.ops, layer, self.cache, index, x, places), total)
+            change = layer.mlp(x)
+        hidden, _ = self.norm(change, total)
         kept[self.depth] = hidden
-        logits = self._linear(getattr(self.model, parts.lm_head), hidden if pick is None else hidden[pick])
-        return logits, self._features(kept, hidden)
-
-    def _attention(
-        self, parts: Adapter, layer: nn.Module, index: int, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, layout: Any
-    ) -> Tensor:
-        attn: Any = getattr(layer, parts.attention)
-        q, k, v = (self._linear(proj, x).unflatten(-1, (-1, attn.head_dim)) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
-        if parts.qk_norm:
-            q, k = attn.q_norm(q), attn.k_norm(k)
-        q, k = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin)
-        self.cache.write(self.ops, index, k, v, slots)
-        return self._linear(attn.o_proj, self.cache.attend(self.ops, index, q, layout, attn.scaling).flatten(-2))
-
-    def _mlp(self, parts: Adapter, mlp: Any, x: Tensor) -> Tensor:
-        if parts.gated_mlp and hasattr(mlp, "gate_proj") and not is_foreign(mlp):
-            return self._linear(mlp.down_proj, mlp.act_fn(self._linear(mlp.gate_proj, x)) * self._linear(mlp.up_proj, x))
-        mixed = mlp(x)
-        return mixed[0] if isinstance(mixed, tuple) else mixed
-
-    def _linear(self, module: nn.Module, x: Tensor) -> Tensor:
-        """A plain linear layer through the backend; one that is quantised, hooked or replaced keeps its own forward."""
-        if type(module) is nn.Linear and not is_foreign(module):
-            return self.ops.linear(x, module.weight, module.bias)
-        return module(x)
+        return self.vocabulary(hidden if pick is None else hidden[pick]), self._features(kept, hidden)
 
     def _forward_generic(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fastspec.errors import Unsupported
 from fastspec.generation.verify import RowProcessor
+from fastspec.patches.engines import plain_value
 
 # Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at once.
 BLIND = tuple(
@@ -76,6 +77,11 @@ def make_processors(processors: lp.LogitsProcessorList, ids: Tensor) -> tuple[Ca
         return torch.stack([process_one(*entry) for entry in zip(rows, texts, scores, strict=True)])
 
     return None, process_at
+
+
+def signature(processors: lp.LogitsProcessorList) -> Hashable:
+    """What tells one list of processors that look at no history from another: their kinds and their settings."""
+    return tuple((type(p), tuple((name, plain_value(value)) for name, value in sorted(vars(p).items()))) for p in processors)
 
 
 class Ending:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 import enum
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from fastspec.errors import PatchConflict, Unsupported
+from fastspec.generation.packing import unpack
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stats import Stats
-from fastspec.patches.backends import choose_backend
+from fastspec.patches.adapters import adapter_for
+from fastspec.patches.backends import choose_backend, counted
+from fastspec.patches.engines import Engines
 
 
 class Absent(enum.Enum):
@@ -88,10 +93,15 @@ class PatchSession:
     log: list[Change] = field(default_factory=list)
     turn: Turn = field(default_factory=Turn)
     calls: deque[Stats] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
+    kernels: Counter[str] = field(default_factory=Counter)
+    """How often each op was called from Python; a captured round repeats its calls without Python."""
+    engines: Engines = field(default_factory=Engines)
+    packed: list[nn.Parameter] = field(default_factory=list)
+    """Parameters that became views of a packed buffer."""
 
-    def ops(self, device_type: str) -> Ops:
-        """The backend's kernels for the device that the model is on now: it may have moved since it was patched."""
-        return choose_backend(self.backend, device_type)
+    def ops(self, model: Any) -> Ops:
+        """The backend's kernels for a model as it is now: it may have moved, or been hooked, since it was patched."""
+        return counted(choose_backend(self.backend, model.device.type, adapted=adapter_for(model) is not None), self.kernels)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here
@@ -124,6 +134,10 @@ class PatchSession:
             if change.ours:
                 change.undo()
         self.log.clear()
+        self.engines.clear()
+        for parameter in self.packed:
+            unpack(parameter)
+        self.packed.clear()
         return names
 
 

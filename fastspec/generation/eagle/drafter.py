@@ -13,9 +13,11 @@ from torch import Tensor
 from fastspec.config import TreeShape
 from fastspec.generation.cache import TreeCache
 from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.eagle.program import HeadProgram
 from fastspec.generation.protocols import Ops
+from fastspec.generation.stack import Places
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.kernels.reference import own_bits, stable_topk
+from fastspec.kernels.reference import own_bits
 
 PREFILL_CHUNK = 512
 
@@ -28,18 +30,32 @@ class HeadState:
     head's own states and live in the provisional tail, `grown` slots of it, from which nothing is kept.
     """
 
+    static = True
+
     def __init__(self, head: EagleHead, *, nodes: int, max_path: int, grown: int, rows: int, capacity: int, ops: Ops) -> None:
         config = head.config
         weight = head.fc.weight
-        self.head, self.ops = head, ops
+        self.head, self.ops, self.program = head, ops, HeadProgram(head, ops)
         self.nodes, self.max_path, self.grown = nodes, max_path, grown
         self.cache = TreeCache(
             config.num_hidden_layers, rows, config.num_key_value_heads, capacity, max(grown, max_path), config.head_dim,
             dtype=weight.dtype, device=weight.device,
         )  # fmt: skip
-        self.last = torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device)
+        self.tables = self.program.tables(self.cache.slots)
+        self.last, self.readout = (torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self.root = torch.zeros(rows, dtype=torch.long, device=weight.device)
-        self.scale, self.group = config.head_dim**-0.5, config.num_attention_heads // config.num_key_value_heads
+        self.group = config.num_attention_heads // config.num_key_value_heads
+
+    def open(self, capacity: int) -> None:
+        """Begin another call of the same rows."""
+        self.cache.open(capacity)
+
+    def reserve(self, committed: int) -> int:
+        """Make room for this many pairs; returns how many of them are in bounds."""
+        committed = self.cache.reserve(committed)
+        if len(self.tables[0]) != self.cache.slots:
+            self.tables = self.program.tables(self.cache.slots)
+        return committed
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the prompt's pairs: ids [B, T], counts [B] real tokens, features [B, T, F], root [B] the first new token."""
@@ -49,7 +65,7 @@ class HeadState:
         for start in range(0, ids.shape[1], PREFILL_CHUNK):
             part = slice(start, start + PREFILL_CHUNK)
             width = following[:, part].shape[1]
-            self.cache.reserve(start + width)
+            self.reserve(start + width)
             self._extend(following[:, part], features[:, part], (counts - start).clamp(0, width), start + width)
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
@@ -57,24 +73,20 @@ class HeadState:
         row = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
         self.root.copy_(torch.where(active, verdict.bonus, self.root))
         counts = (verdict.accepted + 1) * active
-        self._extend(verdict.tokens(tree), features[row, verdict.path], counts, self.cache.reserve(extent) + self.max_path)
+        self._extend(verdict.tokens(tree), features[row, verdict.path], counts, self.reserve(extent) + self.max_path)
 
     def _extend(self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int) -> None:
         width = tokens.shape[1]
         steps = self.cache.lengths[:, None] + torch.arange(width, device=tokens.device)
         layout = self.ops.attention_layout(self.cache.lengths, None, width, width, extent, self.group)
-        hidden = self._step(tokens, self.head.fuse(features.to(self.last.dtype), self.ops.linear), steps, steps, layout)
+        found = self._step(tokens, self.program.fuse(features.to(self.last.dtype)), steps, steps, layout)
         row = torch.arange(tokens.shape[0], device=tokens.device)
-        newest = hidden[row, (counts - 1).clamp(min=0)]
-        self.last.copy_(torch.where((counts > 0)[:, None], newest, self.last))
+        for kept, states in zip((self.last, self.readout), found, strict=True):
+            kept.copy_(torch.where((counts > 0)[:, None], states[row, (counts - 1).clamp(min=0)], kept))
         self.cache.grow(counts)
 
-    def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, layout: object) -> Tensor:
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.cache.write(self.ops, layer, k, v, slots)
-            return self.cache.attend(self.ops, layer, q, layout, self.scale)
-
-        return self.head.step(tokens, hidden, positions, attend, self.ops.linear)
+    def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, layout: object) -> tuple[Tensor, Tensor]:
+        return self.program.step(tokens, hidden, self.cache, Places(*self.tables, positions, slots, layout))
 
 
 class EagleDrafter(HeadState):
@@ -86,36 +98,33 @@ class EagleDrafter(HeadState):
             head, nodes=shape.total_tokens, max_path=shape.max_path, grown=grown, rows=rows, capacity=capacity, ops=ops
         )  # fmt: skip
         self.shape, device = shape, self.last.device
-        index = torch.arange(shape.candidates, device=device)
-        self.flat_depths = torch.where(index < shape.top_k, 1, 2 + (index - shape.top_k).clamp(min=0) // shape.top_k**2)
+        k, index = shape.top_k, torch.arange(shape.candidates, device=device)
+        self.flat_depths = torch.where(index < k, 1, 2 + (index - k).clamp(min=0) // k**2)
         self.bits = own_bits(max(1, grown), device)
+        self.places = torch.arange(k, device=device)
+        self.start = torch.zeros(rows, 1, dtype=torch.float32, device=device)
 
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
-        shape, head, ops, k = self.shape, self.head, self.ops, self.shape.top_k
-        rows = self.root.shape[0]
+        shape, ops, k = self.shape, self.ops, self.shape.top_k
+        rows, lengths = self.root.shape[0], self.cache.lengths
         batch = torch.arange(rows, device=self.root.device)[:, None]
-        scores, ids = ops.topk_expand(head.logits(self.last, ops.linear), k)
-        tokens = head.to_target(ids)
-        hidden = self.last[:, None].expand(-1, k, -1)
+        scores, tokens, _, _ = self.program.expand(self.readout[:, None], self.start, k)
+        hidden = self.last[:, None].repeat(1, k, 1)
         all_scores, all_tokens = [scores], [tokens]
         all_parents = [torch.full_like(tokens, -1)]
-        frontier = torch.arange(k, device=self.root.device).expand(rows, -1)  # candidate ids of the nodes to expand
+        frontier = self.places.expand(rows, -1)  # candidate ids of the nodes to expand
         words = torch.zeros(rows, k, self.bits.shape[1], dtype=torch.long, device=self.root.device)
-        extent = self.cache.reserve(extent) + self.grown
-        slots = self.cache.lengths[:, None] + torch.arange(k, device=self.root.device)
+        extent = self.reserve(extent) + self.grown
         for level in range(shape.depth):
             words = words | self.bits[level * k : (level + 1) * k]
-            layout = ops.attention_layout(self.cache.lengths, words, k, (level + 1) * k, extent, self.group)
-            positions = (self.cache.lengths + level)[:, None].expand(-1, k)
-            hidden = self._step(tokens, hidden, positions, slots + level * k, layout)
-            logp, ids = ops.topk_expand(head.logits(hidden, ops.linear), k)
-            children = (scores[:, :, None] + logp).flatten(1)
-            child_tokens = head.to_target(ids).flatten(1)
+            layout = ops.attention_layout(lengths, words, k, (level + 1) * k, extent, self.group)
+            positions = (lengths + level)[:, None].expand(-1, k)
+            hidden, readout = self._step(tokens, hidden, positions, lengths[:, None] + (level * k + self.places), layout)
+            children, child_tokens, scores, best = self.program.expand(readout, scores, k)
             all_scores.append(children)
             all_tokens.append(child_tokens)
             all_parents.append(frontier.repeat_interleave(k, dim=1))
-            scores, best = stable_topk(children, k)
             frontier = k + level * k * k + best
             tokens, above = child_tokens.gather(1, best), best // k
             hidden, words = hidden[batch, above], words[batch, above]

@@ -1,8 +1,8 @@
 """The drafting heads of EAGLE-1, EAGLE-2 and EAGLE-3, as one module.
 
 A head turns the target's hidden state at position t and the token at t + 1 into an estimate of the hidden state at t + 1, again and
-again. It holds no KV cache, no mask and no kernel: every attention and every product go through the callbacks `attend` and `linear` of
-whoever calls `step`, so that the same module serves prefill, tree drafting in static buffers, and training.
+again. It holds no KV cache and no mask: every attention goes through the callback `attend` of whoever calls `step`. Training and tests run
+this module; drafting runs its weights through a backend's ops (`drafter.py`).
 
 Letters: B rows, T positions, H head width, H_t target width, Hq / Hkv query / key heads, D head_dim, V vocabulary, V_d draft vocabulary.
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _default_rope() -> dict[str, Any]:
@@ -98,11 +97,6 @@ class HeadConfig:
             raise ValueError("own_lm_head=False uses the target's LM head: draft_vocab_size and hidden_size must be the target's")
 
 
-def apply(linear: Product, layer: nn.Linear, x: Tensor) -> Tensor:
-    """A linear layer through somebody's product."""
-    return linear(x, layer.weight, layer.bias)
-
-
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32 and returned in the input's dtype."""
 
@@ -132,13 +126,13 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(d, c.rms_norm_eps) if c.qk_norm else None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor], linear: Product
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        q, k, v = (apply(linear, proj, x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return apply(linear, self.o_proj, mixed.flatten(-2))
+        return self.o_proj(mixed.flatten(-2))
 
 
 class SwiGLU(nn.Module):
@@ -151,8 +145,8 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
-    def forward(self, x: Tensor, linear: Product) -> Tensor:
-        return apply(linear, self.down_proj, F.silu(apply(linear, self.gate_proj, x)) * apply(linear, self.up_proj, x))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -178,7 +172,6 @@ class Layer(nn.Module):
         cos: Tensor,
         sin: Tensor,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-        linear: Product,
     ) -> Tensor:
         residual = hidden
         if self.hidden_norm is not None and self.input_layernorm is not None:
@@ -187,8 +180,8 @@ class Layer(nn.Module):
             x = torch.cat((self.input_layernorm(embedded), normed), -1)
         else:
             x = hidden if self.input_layernorm is None else self.input_layernorm(hidden)
-        hidden = residual + self.self_attn(x, cos, sin, attend, linear)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden), linear)
+        hidden = residual + self.self_attn(x, cos, sin, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class EagleHead(nn.Module):
@@ -230,7 +223,7 @@ class EagleHead(nn.Module):
         self.inv_freq = inv_freq.detach().to(self.fc.weight.device if not self.fc.weight.is_meta else "cpu", torch.float32)
         self.rope_scale = float(scale)
 
-    def fuse(self, features: Tensor, linear: Product = F.linear) -> Tensor:
+    def fuse(self, features: Tensor) -> Tensor:
         """Target features [B, T, taps * H_t] -> hidden states [B, T, H] that `step` takes; the identity for kind "eagle"."""
         if self.config.kind == "eagle":
             return features
@@ -239,33 +232,33 @@ class EagleHead(nn.Module):
         if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), -1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        return apply(linear, self.fc, features)
+        return self.fc(features)
 
-    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, linear: Product = F.linear) -> Tensor:
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One pass of the head.
 
         tokens [B, T] target ids, hidden [B, T, H] (from `fuse`, or what the last `step` returned), positions [B, T] int64.
         `attend(layer, q [B, T, Hq, D], k [B, T, Hkv, D], v [B, T, Hkv, D]) -> [B, T, Hq, D]` stores k and v where it likes and attends;
-        q and k come normed and rotated. `linear(x, weight, bias)` multiplies.
+        q and k come normed and rotated.
         Returns [B, T, H]: what `logits` takes and what is fed back into the next step.
         """
         embed = self.__dict__["_embed_tokens"]
         if embed is None:
             raise RuntimeError("the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first")
         embedded = embed(tokens).to(hidden.dtype)
-        cos, sin = self._rotary(positions)
+        cos, sin = self.rotary(positions)
         if self.config.kind == "eagle":
-            hidden = apply(linear, self.fc, torch.cat((embedded, hidden), -1))
+            hidden = self.fc(torch.cat((embedded, hidden), -1))
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, embedded, cos, sin, _of_layer(attend, index), linear)
+            hidden = layer(hidden, embedded, cos, sin, _of_layer(attend, index))
         return self.norm(hidden) if self.norm is not None and self.config.norm_output else hidden
 
-    def logits(self, hidden: Tensor, linear: Product = F.linear) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """What `step` returned -> logits over the draft vocabulary [..., V_d]."""
         if self.norm is not None and not self.config.norm_output:
             hidden = self.norm(hidden)
         if self.lm_head is not None:
-            return apply(linear, self.lm_head, hidden)
+            return self.lm_head(hidden)
         lm_head = self.__dict__["_target_lm_head"]
         if lm_head is None:
             raise RuntimeError("the head is not bound to a target: call head.bind(embed_tokens, target.get_output_embeddings()) first")
@@ -275,7 +268,8 @@ class EagleHead(nn.Module):
         """Draft ids -> the target's token ids; `d2t` holds offsets."""
         return draft_ids + self.d2t[draft_ids]
 
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 cos and sin [..., 1, R / 2] of positions [...]."""
         if self.inv_freq is None:
             kind = self.config.rope_parameters.get("rope_type")
             raise RuntimeError(f"rope_type {kind!r} needs its frequencies: call head.set_rope(inv_freq, scale) first")

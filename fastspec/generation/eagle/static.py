@@ -110,11 +110,11 @@ class StaticDrafter(HeadState):
 
     def propose(self, extent: int) -> TokenTree:
         """The next tree's tokens; `extent` bounds the committed pairs of any row."""
-        extent = self.cache.reserve(extent) + self.grown
+        extent = self.reserve(extent) + self.grown
         tokens, q = [self.root[:, None]], []
-        hidden = self.last[:, None]
+        hidden, readout = self.last[:, None], self.readout[:, None]
         for depth, level in enumerate(self.levels):
-            logits = self.head.logits(hidden, self.ops.linear)
+            logits = self.program.logits(readout)
             ids, chances = self._children(logits, level.count)
             below = self.head.to_target(ids).flatten(1)[:, level.children]
             tokens.append(below)
@@ -127,7 +127,8 @@ class StaticDrafter(HeadState):
             words = level.words.expand(below.shape[0], -1, -1)
             layout = self.ops.attention_layout(self.cache.lengths, words, width, level.start + width, extent, self.group)
             positions = (self.cache.lengths + depth)[:, None].expand(-1, width)
-            hidden = self._step(below[:, level.fed], hidden[:, level.above], positions, self.cache.lengths[:, None] + steps, layout)
+            slots = self.cache.lengths[:, None] + steps
+            hidden, readout = self._step(below[:, level.fed], hidden[:, level.above], positions, slots, layout)
         drawn = torch.cat((torch.zeros_like(q[0][:, :1]), *q), 1) if q else None
         tree = self.tree
         return TokenTree(torch.cat(tokens, 1), tree.parents, tree.depths, tree.ancestors, self.max_path, drawn)
@@ -135,7 +136,7 @@ class StaticDrafter(HeadState):
     def _children(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
         """Logits [B, n, V] -> ids [B, n, count] in the order of their ranks and, where they are drawn, q [B, n, count, V]."""
         if self.process is None:
-            return self.ops.topk_expand(logits, count)[1], None
+            return self.ops.topk_logprobs(logits, count)[1], None
         scores = self.process(logits.flatten(0, 1).float()).view(logits.shape)
         probs = torch.softmax(scores, -1)
         return draw_distinct(probs, torch.empty_like(probs).exponential_(), count)

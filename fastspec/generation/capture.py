@@ -1,0 +1,56 @@
+"""A program of static tensors as a CUDA graph: run as it is the first time, captured the second, replayed from then on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Captured(Generic[Result]):
+    """Calls `program` and returns its result; with the same `key` as before, from a graph.
+
+    The program reads and writes tensors that stay where they are, and its result lies in the graph's own memory: the next replay
+    writes over it. `key` is whatever else it depends on, such as the size of a buffer; when it changes the graph is dropped.
+    The first run of a key is a real one: it compiles kernels and fills the libraries' workspaces, which cannot be done while capturing.
+    """
+
+    def __init__(self, program: Callable[[], Result]) -> None:
+        self.program = program
+        self.key: Any = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.result: Result | None = None
+        self.replays = 0
+
+    def __call__(self, key: Any) -> Result:
+        """Run the program once."""
+        if key != self.key:
+            self.key, self.graph, self.result = key, None, None
+            return self.program()
+        if self.graph is None:
+            self._capture()
+        assert self.graph is not None
+        self.graph.replay()
+        self.replays += 1
+        return self.result  # type: ignore[return-value]
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        gc.disable()  # a collection may free CUDA memory, which ends a capture
+        try:
+            with torch.cuda.graph(graph):
+                self.result = self.program()
+        finally:
+            if collecting:
+                gc.enable()
+        self.graph = graph
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,122 @@
+"""A head's weights, run by a backend's ops: what drafting calls in place of the module's own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.generation.cache import TreeCache
+from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.packing import pack
+from fastspec.generation.protocols import Ops
+from fastspec.generation.stack import LayerParts, Norm, Places, attend, gated, is_plain, product, rms
+
+
+class HeadProgram:
+    """The passes of one head. Where the backend captures, the head's weights that read one input are packed."""
+
+    def __init__(self, head: EagleHead, ops: Ops) -> None:
+        config = head.config
+        self.head, self.ops, self.config = head, ops, config
+        if ops.captures:
+            layer: Any
+            for layer in head.layers:
+                attn, mlp = layer.self_attn, layer.mlp
+                pack((attn.q_proj, attn.k_proj, attn.v_proj))
+                pack((mlp.gate_proj, mlp.up_proj))
+        self.layers = [self._parts(index) for index in range(config.num_hidden_layers)]
+        self.fc = product(ops, (head.fc,))
+        self.norm = None if head.norm is None else self._norm(head.norm)
+        target_head = head.__dict__["_target_lm_head"]
+        self.vocabulary = head.lm_head if head.lm_head is not None else target_head
+        plain = self.vocabulary is not None and is_plain(self.vocabulary) and self.vocabulary.bias is None
+        self.weight = self.vocabulary.weight.detach() if plain else None
+
+    def _norm(self, module: Any) -> Norm:
+        return rms(self.ops, module.weight, module.eps)
+
+    def _parts(self, index: int) -> LayerParts:
+        layer: Any = self.head.layers[index]
+        attn, mlp, config = layer.self_attn, layer.mlp, self.config
+        return LayerParts(
+            input_norm=None if layer.input_layernorm is None else self._norm(layer.input_layernorm),
+            qkv=product(self.ops, (attn.q_proj, attn.k_proj, attn.v_proj)),
+            out=product(self.ops, (attn.o_proj,)),
+            mlp_norm=self._norm(layer.post_attention_layernorm),
+            mlp=gated(self.ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+            scale=config.head_dim**-0.5,
+            q_norm=None if attn.q_norm is None else attn.q_norm.weight,
+            k_norm=None if attn.k_norm is None else attn.k_norm.weight,
+            eps=config.rms_norm_eps,
+        )
+
+    def tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """fp32 cos and sin [count, R / 2] of the first positions."""
+        cos, sin = self.head.rotary(torch.arange(count, device=self.head.fc.weight.device))
+        return cos[:, 0].contiguous(), sin[:, 0].contiguous()
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [B, T, F] -> hidden states [B, T, H], as `EagleHead.fuse`."""
+        head = self.head
+        if self.config.kind == "eagle":
+            return features
+        if head.input_norm is not None:
+            features = self._norm(head.input_norm)(features)[0]
+        if head.fc_norm is not None:
+            normed = torch.empty_like(features)
+            width = self.config.target_hidden_size
+            for index, module in enumerate(head.fc_norm):
+                part = slice(index * width, (index + 1) * width)
+                self._norm(module)(features[..., part], out=normed[..., part])
+            features = normed
+        return self.fc(features)
+
+    def step(self, tokens: Tensor, hidden: Tensor, cache: TreeCache, places: Places) -> tuple[Tensor, Tensor]:
+        """One pass, as `EagleHead.step`: tokens [B, T], hidden [B, T, H] -> the states fed back, and what the LM head reads, [B, T, H]."""
+        embed = self.head.__dict__["_embed_tokens"]
+        if embed is None:
+            raise RuntimeError("the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first")
+        embedded = embed(tokens).to(hidden.dtype)
+        if self.config.kind == "eagle":
+            hidden = self.fc(torch.cat((embedded, hidden), -1))
+        change: Tensor | None = None  # what the last layer's feed-forward adds, not yet added
+        for index, part in enumerate(self.layers):
+            if self.config.kind == "eagle3" and index == 0:
+                x, total = self._joined(embedded, hidden)
+            elif part.input_norm is None:
+                x, total = hidden, hidden
+            else:
+                x, total = part.input_norm(hidden if change is None else change, None if change is None else total)
+            mixed = attend(self.ops, part, cache, index, x, places)
+            x, total = part.mlp_norm(mixed, total)
+            change = part.mlp(x)
+        assert change is not None
+        if self.norm is None:
+            state = total + change
+            return state, state
+        normed, state = self.norm(change, total)
+        return (normed if self.config.norm_output else state), normed
+
+    def _joined(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The first layer's input [B, T, 2 * H] of an EAGLE-3 head, and its residual [B, T, H]."""
+        layer: Any = self.head.layers[0]
+        width = hidden.shape[-1]
+        x = hidden.new_empty(*hidden.shape[:-1], 2 * width)
+        self._norm(layer.input_layernorm)(embedded, out=x[..., :width])
+        normed, _ = self._norm(layer.hidden_norm)(hidden, out=x[..., width:])
+        return x, normed if layer.norm_before_residual else hidden
+
+    def logits(self, readout: Tensor) -> Tensor:
+        """What `step` returned second -> logits over the draft vocabulary [..., V_d]."""
+        if self.weight is not None:
+            return self.ops.linear(readout, self.weight, None)
+        if self.vocabulary is None:
+            raise RuntimeError("the head is not bound to a target: call head.bind(embed_tokens, target.get_output_embeddings()) first")
+        return self.vocabulary(readout)
+
+    def expand(self, readout: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with logits that a foreign LM head made."""
+        x = readout if self.weight is not None else self.logits(readout)
+        return self.ops.topk_expand(x, self.weight, scores, count, self.head.d2t)  # type: ignore[return-value]

@@ -1,0 +1,51 @@
+"""Linear layers that read the same input, as one product: their weights lie one after another in one buffer.
+
+The parameters stay the model's own and become views of the buffer, so nothing is held twice. Whether they do is read from the
+storages whenever a product is made: a model that was moved, cast or copied since has separate weights again, and is multiplied so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def joint(parts: Sequence[Tensor]) -> Tensor | None:
+    """One view [sum of rows, ...] of tensors [rows, ...] that lie one after another in one storage, or None."""
+    first, at = parts[0], parts[0].storage_offset()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype
+        if not same or part.storage_offset() != at or not part.is_contiguous() or part.shape[1:] != first.shape[1:]:
+            return None
+        at += part.numel()
+    rows = sum(part.shape[0] for part in parts)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def pack(layers: Sequence[nn.Linear]) -> list[nn.Parameter]:
+    """Lay the weights, and the biases, of these layers one after another; returns the parameters that were moved.
+
+    Nothing is done where some have a bias and some have none, or the layers differ in input width, dtype or device.
+    """
+    weights: list[Any] = [layer.weight for layer in layers]
+    biases: list[Any] = [layer.bias for layer in layers if layer.bias is not None]
+    kinds = {(weight.dtype, weight.device, weight.shape[1]) for weight in weights}
+    if len(kinds) > 1 or len(biases) not in (0, len(layers)):
+        return []
+    moved: list[nn.Parameter] = []
+    for group in (weights, biases):
+        if group and joint(group) is None:
+            whole = torch.cat([parameter.detach() for parameter in group])
+            for parameter, part in zip(group, whole.split([parameter.shape[0] for parameter in group]), strict=True):
+                parameter.data = part
+            moved += group
+    return moved
+
+
+def unpack(parameter: nn.Parameter) -> None:
+    """Give a parameter a storage of its own again."""
+    if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
+        parameter.data = parameter.detach().clone()

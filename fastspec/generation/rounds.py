@@ -1,0 +1,182 @@
+"""The rounds of a call as a program on static tensors: draft, score, choose, commit, and one small tensor for the host.
+
+The same lines run as they are on the CPU and are captured as a CUDA graph where the backend captures. What a round leaves (the tree,
+the logits, the verdict) is valid until the next one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastspec.generation.capture import Captured
+from fastspec.generation.protocols import Drafter, LanguageModel, Ops
+from fastspec.generation.stats import Stats
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.verify import choose, walk, walk_drawn
+
+EXTENT_BUCKET = 128
+Process = Callable[[Tensor], Tensor]
+Decide = Callable[[], tuple[Verdict, Tensor]]
+LEFT = ("tree", "logits", "features", "scores", "verdict", "packed")
+"""What a round leaves behind; see `Rounds`."""
+
+
+class Rounds:
+    """A target and a drafter, and what a round passes from one part to the next.
+
+    `sample` draws the target's tokens, else they are the likeliest; `process` maps scores [R, V] as the call's processors do, None without
+    any. Rounds are captured where the backend captures and the drafter is static: its passes wait for nothing and keep their
+    tensors in place.
+    """
+
+    def __init__(
+        self, target: LanguageModel, drafter: Drafter | None, ops: Ops, *, rows: int, sample: bool, process: Process | None
+    ) -> None:
+        # beyond the protocols, what is captured has a cache, and is opened and given room
+        self.target, self.drafter = cast(Any, target), cast(Any, drafter)
+        self.ops, self.sample, self.process = ops, sample, process
+        device = target.lengths.device
+        self.root = torch.zeros(rows, dtype=torch.long, device=device)
+        self.active = torch.ones(rows, dtype=torch.bool, device=device)
+        self.running = [True] * rows
+        self.tree: TokenTree
+        self.logits: Tensor
+        self.scores: Tensor
+        self.verdict: Verdict
+        self.features: Tensor
+        self.packed: Tensor
+        self.kept: Tensor | None = None
+        """Where the choice was the host's: processed scores [B, P, V] along the path."""
+        self.captured: dict[str, Captured[dict[str, Any]]] = {}
+        if getattr(drafter, "static", drafter is None) and getattr(target, "alone", False):
+            self.target.alone = False
+            programs = {"round": self._round, "front": self._front, "back": self._back}
+            self.captured = {name: Captured(partial(self._left, program)) for name, program in programs.items()}
+
+    def begin(self, root: Tensor) -> None:
+        """Start after a prompt whose first new tokens are root [B]."""
+        self.root.copy_(root)
+        self.activate([True] * len(self.running))
+
+    def activate(self, running: list[bool]) -> None:
+        """Say which rows go on."""
+        if running != self.running:
+            self.running = list(running)
+            self.active.copy_(torch.tensor(running))
+
+    def uniform(self, shape: tuple[int, ...] | torch.Size) -> Tensor | None:
+        """Random numbers in [0, 1) where the call samples."""
+        return torch.rand(shape, device=self.root.device) if self.sample else None
+
+    def processed(self, logits: Tensor) -> Tensor:
+        """logits [..., V] as the processors leave them: fp32, or untouched where there are none."""
+        return logits if self.process is None else self.process(logits.flatten(0, -2).float()).view(logits.shape)
+
+    def along(self, row: int, path: Tensor) -> Tensor:
+        """Processed scores [len(path), V] of nodes on a row's path."""
+        return self.scores[row, path].float() if self.kept is None else self.kept[row, : path.shape[0]]
+
+    def step(self, longest: int, stats: Stats, decide: Decide | None = None) -> list[list[int]]:
+        """One round, where no row has more than `longest` committed tokens -> per row the number of accepted drafts, and the tokens.
+
+        `decide` makes the verdict in place of the round's own choice.
+        """
+        extent = self._reserve(-(-longest // EXTENT_BUCKET) * EXTENT_BUCKET)
+        if not self.captured:
+            return self._stepwise(extent, stats, decide)
+        if decide is None:
+            with timed(stats, "round"):
+                return self._run("round", stats).tolist()
+        with timed(stats, "draft and score"):
+            self._run("front", stats)
+        with timed(stats, "choose"):
+            verdict, self.kept = decide()
+            self.verdict = self._held(verdict)
+        with timed(stats, "commit"):
+            return self._run("back", stats).tolist()
+
+    def _run(self, name: str, stats: Stats) -> Tensor:
+        """A part of the round from its graph; what it leaves lies where the graph has it."""
+        captured = self.captured[name]
+        before = captured.replays
+        left = captured(tuple(part.cache.slots for part in (self.target, self.drafter) if part is not None))
+        stats.replays += captured.replays - before
+        self.__dict__.update(left)
+        return self.packed
+
+    def _left(self, program: Callable[[int], None]) -> dict[str, Any]:
+        program(self.target.cache.bound)
+        return {name: self.__dict__[name] for name in LEFT if name in self.__dict__}
+
+    def _stepwise(self, extent: int, stats: Stats, decide: Decide | None) -> list[list[int]]:
+        with timed(stats, "draft"):
+            self._draft(extent)
+        with timed(stats, "score"):
+            self._score(extent)
+        with timed(stats, "choose"):
+            if decide is None:
+                self._choose()
+            else:
+                self.verdict, self.kept = decide()
+        with timed(stats, "commit"):
+            self._back(extent)
+            return self.packed.tolist()  # the round's one read-back
+
+    def _round(self, extent: int) -> None:
+        self._front(extent)
+        self._choose()
+        self._back(extent)
+
+    def _front(self, extent: int) -> None:
+        self._draft(extent)
+        self._score(extent)
+
+    def _draft(self, extent: int) -> None:
+        self.tree = TokenTree.root_only(self.root) if self.drafter is None else self.drafter.propose(extent)
+
+    def _score(self, extent: int) -> None:
+        self.logits, self.features = self.target.score(self.tree, extent)
+
+    def _choose(self) -> None:
+        uniform, tree = self.uniform(self.tree.tokens.shape), self.tree
+        self.scores, self.kept = self.processed(self.logits), None
+        if tree.q is not None and uniform is not None:
+            self.verdict = walk_drawn(tree, self.scores, tree.q, uniform, self.ops)
+        else:
+            self.verdict = walk(tree, choose(self.scores, uniform, self.ops), self.ops)
+
+    def _back(self, extent: int) -> None:
+        self.target.commit(self.verdict, self.active)
+        if self.drafter is not None:
+            self.drafter.observe(self.tree, self.verdict, self.logits, self.features, self.active, extent)
+        self.root.copy_(torch.where(self.active, self.verdict.bonus, self.root))
+        self.packed = torch.cat((self.verdict.accepted[:, None], self.verdict.tokens(self.tree)), 1)
+
+    def _held(self, verdict: Verdict) -> Verdict:
+        """A verdict of the host's in the tensors that the captured rest of the round reads."""
+        held = self.__dict__.setdefault("_host_verdict", verdict)
+        for name in ("path", "accepted", "bonus"):
+            getattr(held, name).copy_(getattr(verdict, name))
+        return held
+
+    def _reserve(self, committed: int) -> int:
+        """Make room in the target's and the drafter's buffers; returns how many committed tokens are in bounds."""
+        if getattr(self.drafter, "static", False):
+            self.drafter.reserve(committed)
+        reserve = getattr(self.target, "reserve", None)
+        return committed if reserve is None else reserve(committed)
+
+
+@contextmanager
+def timed(stats: Stats, phase: str) -> Iterator[None]:
+    """Add the host's seconds to a phase."""
+    start = time.perf_counter()
+    yield
+    stats.phases[phase] = stats.phases.get(phase, 0.0) + time.perf_counter() - start

@@ -1,0 +1,84 @@
+"""A decoder layer as data, run by a backend's ops: the target's layers and those of an EAGLE head are one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.generation.cache import TreeCache
+from fastspec.generation.packing import joint
+from fastspec.generation.protocols import Ops
+
+Product = Callable[[Tensor], Tensor]
+Norm = Callable[..., tuple[Tensor, Tensor]]
+"""(x, residual=None, out=None) -> (the norm of their sum, the sum), as `Ops.rms_norm`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """One decoder layer: what multiplies, what norms, and the sizes that attention needs."""
+
+    input_norm: Norm | None
+    qkv: Product
+    out: Product
+    mlp_norm: Norm
+    mlp: Product
+    scale: float
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the nodes of one pass stand: tables cos, sin [P, R / 2], positions and slots [B, N], and the attention's layout."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    slots: Tensor
+    layout: Any
+
+
+def attend(ops: Ops, part: LayerParts, cache: TreeCache, index: int, x: Tensor, places: Places) -> Tensor:
+    """The attention block on a normed input x [B, N, H] -> [B, N, H]; keys and values are written at the nodes' slots."""
+    k, v = cache.k[index], cache.v[index]
+    q = ops.rope_cache(
+        part.qkv(x), places.cos, places.sin, places.positions, k, v, places.slots, part.q_norm, part.k_norm, part.eps
+    )  # fmt: skip
+    return part.out(ops.tree_attention(q, k, v, places.layout, part.scale).flatten(-2))
+
+
+def rms(ops: Ops, weight: Tensor, eps: float) -> Norm:
+    """A root-mean-square norm through the backend."""
+
+    def norm(x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return ops.rms_norm(x, weight, eps, residual, out)
+
+    return norm
+
+
+def product(ops: Ops, layers: Sequence[nn.Linear]) -> Product:
+    """Plain linear layers over one input, their outputs side by side; one product where their weights are packed."""
+    weight = joint([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    bias = joint(biases) if biases else None
+    if weight is not None and (bias is not None) == bool(biases) and len(biases) in (0, len(layers)):
+        return lambda x: ops.linear(x, weight, bias)
+    return lambda x: torch.cat([ops.linear(x, layer.weight, layer.bias) for layer in layers], -1)
+
+
+def gated(ops: Ops, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Product:
+    """The SwiGLU feed-forward of plain linear layers."""
+    gate_up, out = product(ops, (gate, up)), product(ops, (down,))
+    return lambda x: out(ops.swiglu(gate_up(x)))
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is torch's own linear layer, with nobody else having a say in its forward."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooks and "forward" not in module.__dict__

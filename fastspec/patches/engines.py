@@ -1,0 +1,59 @@
+"""Buffers and captured rounds that are kept between calls: a bounded pool per patched model."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastspec.generation.rounds import Rounds
+
+KEPT = 4
+
+
+class Engines:
+    """The rounds of the last few kinds of call, the least recently used dropped first. A deep copy starts empty."""
+
+    def __init__(self) -> None:
+        self.held: OrderedDict[Hashable, Rounds] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engines:
+        return Engines()
+
+    def take(self, key: Hashable) -> Rounds | None:
+        """The rounds of a kind of call, taken out of the pool: a call that fails does not put them back."""
+        return self.held.pop(key, None)
+
+    def put(self, key: Hashable, rounds: Rounds) -> None:
+        """Keep the rounds of a call that has ended."""
+        self.held[key] = rounds
+        while len(self.held) > KEPT:
+            self.held.popitem(last=False)
+
+    def make_room(self) -> None:
+        """Drop one before another is made, so that no more than the bound ever exist."""
+        while len(self.held) >= KEPT:
+            self.held.popitem(last=False)
+
+    def clear(self) -> None:
+        """Free everything."""
+        self.held.clear()
+
+
+def weights_of(model: nn.Module) -> Hashable:
+    """Where a model's weights lie and what has a say in its modules: a captured round is good for these alone."""
+    places = tuple(parameter.data_ptr() for parameter in model.parameters())
+    hooked = tuple(
+        index for index, module in enumerate(model.modules())
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    )  # fmt: skip
+    return places, hooked
+
+
+def plain_value(value: Any) -> Hashable:
+    """A processor's attribute as something that can be compared."""
+    if isinstance(value, Tensor):
+        return (str(value.dtype), tuple(value.flatten().tolist()))
+    return tuple(map(plain_value, value)) if isinstance(value, (list, tuple)) else value
