@@ -14,9 +14,10 @@ from fastspec.config import Autoregressive, Eagle1, Eagle2, Eagle3, Nasd, Specul
 from fastspec.errors import CheckpointError, FastSpecError, PatchConflict, Unsupported
 
 if TYPE_CHECKING:
+    from fastspec.generation.clock import Profile
     from fastspec.generation.ngram import NgramStorage
     from fastspec.generation.suffix import SuffixStorage
-    from fastspec.patches.api import Report, patch, patched, report, unpatch
+    from fastspec.patches.api import Report, patch, patched, profile, report, unpatch
     from fastspec.patches.frontier import frontier_generate
     from fastspec.patches.heads import load_head
 
@@ -26,13 +27,13 @@ _LAZY = {
     "patch": "fastspec.patches.api", "unpatch": "fastspec.patches.api", "patched": "fastspec.patches.api",
     "report": "fastspec.patches.api", "Report": "fastspec.patches.api", "load_head": "fastspec.patches.heads",
     "frontier_generate": "fastspec.patches.frontier", "NgramStorage": "fastspec.generation.ngram",
-    "SuffixStorage": "fastspec.generation.suffix",
+    "SuffixStorage": "fastspec.generation.suffix", "profile": "fastspec.patches.api", "Profile": "fastspec.generation.clock",
 }  # fmt: skip
 
 __all__ = [
     "Autoregressive", "CheckpointError", "Eagle1", "Eagle2", "Eagle3", "FastSpecError", "Nasd", "NgramStorage",
-    "PatchConflict", "Report", "Speculative", "SuffixStorage", "TreeShape", "Unsupported", "__version__",
-    "frontier_generate", "load_head", "patch", "patched", "report", "unpatch",
+    "PatchConflict", "Profile", "Report", "Speculative", "SuffixStorage", "TreeShape", "Unsupported", "__version__",
+    "frontier_generate", "load_head", "patch", "patched", "profile", "report", "unpatch",
 ]  # fmt: skip
 
 

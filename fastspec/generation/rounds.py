@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.capture import Captured
+from fastspec.generation.clock import Clock
 from fastspec.generation.protocols import Drafter, LanguageModel, Ops
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
@@ -52,6 +53,8 @@ class Rounds:
         self.verdict: Verdict
         self.features: Tensor
         self.packed: Tensor
+        self.clock: Clock | None = None
+        """Takes the parts of every round down where a profile is wanted."""
         self.kept: Tensor | None = None
         """Where the choice was the host's: processed scores [B, P, V] along the path."""
         self.captured: dict[str, Captured[dict[str, Any]]] = {}
@@ -89,6 +92,14 @@ class Rounds:
         `decide` makes the verdict in place of the round's own choice.
         """
         extent = self._reserve(-(-longest // EXTENT_BUCKET) * EXTENT_BUCKET)
+        if self.clock is None:
+            return self._step(extent, stats, decide)
+        self.clock.start()
+        packed = self._step(extent, stats, decide)
+        self.clock.close()
+        return packed
+
+    def _step(self, extent: int, stats: Stats, decide: Decide | None) -> list[list[int]]:
         if not self.captured:
             return self._stepwise(extent, stats, decide)
         if decide is None:
@@ -106,14 +117,17 @@ class Rounds:
         """A part of the round from its graph; what it leaves lies where the graph has it."""
         captured = self.captured[name]
         before = captured.replays
-        left = captured(tuple(part.cache.slots for part in (self.target, self.drafter) if part is not None))
+        left = captured((self.clock, *(part.cache.slots for part in (self.target, self.drafter) if part is not None)))
         stats.replays += captured.replays - before
         self.__dict__.update(left)
+        if self.clock is not None:
+            self.clock.marks = left["marks"]
         return self.packed
 
     def _left(self, program: Callable[[int], None]) -> dict[str, Any]:
         program(self.target.cache.bound)
-        return {name: self.__dict__[name] for name in LEFT if name in self.__dict__}
+        left = {name: self.__dict__[name] for name in LEFT if name in self.__dict__}
+        return left if self.clock is None else left | {"marks": self.clock.marks}
 
     def _stepwise(self, extent: int, stats: Stats, decide: Decide | None) -> list[list[int]]:
         with timed(stats, "draft"):
@@ -138,11 +152,21 @@ class Rounds:
         self._draft(extent)
         self._score(extent)
 
+    def _mark(self, name: str) -> None:
+        if self.clock is not None:
+            self.clock.mark(name)
+
     def _draft(self, extent: int) -> None:
+        if self.clock is not None:
+            self.clock.open()
+            if hasattr(self.drafter, "mark"):
+                self.drafter.mark = self._mark
         self.tree = TokenTree.root_only(self.root) if self.drafter is None else self.drafter.propose(extent)
+        self._mark("draft")
 
     def _score(self, extent: int) -> None:
         self.logits, self.features = self.target.score(self.tree, extent)
+        self._mark("score")
 
     def _choose(self) -> None:
         uniform, tree = self.uniform(self.tree.tokens.shape), self.tree
@@ -151,12 +175,15 @@ class Rounds:
             self.verdict = walk_drawn(tree, self.scores, tree.q, uniform, self.ops)
         else:
             self.verdict = walk(tree, choose(self.scores, uniform, self.ops), self.ops)
+        self._mark("choose")
 
     def _back(self, extent: int) -> None:
         self.target.commit(self.verdict, self.active)
+        self._mark("commit")
         if self.drafter is not None:
             self.drafter.observe(self.tree, self.verdict, self.logits, self.features, self.active, extent)
         self.root.copy_(torch.where(self.active, self.verdict.bonus, self.root))
+        self._mark("observe")
         self.packed = torch.cat((self.verdict.accepted[:, None], self.verdict.tokens(self.tree)), 1)
 
     def _held(self, verdict: Verdict) -> Verdict:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.errors import PatchConflict, Unsupported
+from fastspec.generation.clock import Profile
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import adapter_for, check_supported, mode_of
@@ -84,6 +85,24 @@ def patched(model: Any, **options: Any) -> Iterator[Any]:
         yield model
     finally:
         unpatch(model)
+
+
+@contextmanager
+def profile(model: Any) -> Iterator[Profile]:
+    """`with fastspec.profile(model) as p:` times the parts of every round of the assisted calls in the block.
+
+    The parts are draft (EAGLE-2 and EAGLE-3: by depth), score, choose, commit, observe and host, in milliseconds; `print(p)` shows a table
+    and `p.write_trace(path)` writes a trace for Perfetto. On CUDA the times are those of events in the stream, inside captured rounds
+    too. Raises Unsupported for an unpatched model.
+    """
+    session = session_of(model)
+    if session is None:
+        raise Unsupported(f"this {type(model).__name__} is not patched: nothing to profile before fastspec.patch(model)")
+    before, session.profile = session.profile, Profile()
+    try:
+        yield session.profile
+    finally:
+        session.profile = before
 
 
 @dataclass(frozen=True, slots=True)

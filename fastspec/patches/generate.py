@@ -12,6 +12,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.clock import Clock
 from fastspec.generation.loop import Outcome, Request, decode
 from fastspec.generation.rounds import Rounds
 from fastspec.generation.tree import TokenTree
@@ -158,6 +159,7 @@ class _Call:
                     part.open(capacity)
         if self.past is not None:
             import_past(rounds.target.cache, self.past, self.keep[:, : self.past_length])
+        rounds.clock = None if self.session.profile is None else Clock(self.session.profile, self.model.device)
         return rounds, key if rounds.captured else None
 
     def _parts(self, rows: int, capacity: int, taps: tuple[int, ...] | None, process: Any) -> tuple[HFModel, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from fastspec.errors import PatchConflict, Unsupported
+from fastspec.generation.clock import Profile
 from fastspec.generation.packing import unpack
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stats import Stats
@@ -95,6 +96,8 @@ class PatchSession:
     calls: deque[Stats] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
     kernels: Counter[str] = field(default_factory=Counter)
     """How often each op was called from Python; a captured round repeats its calls without Python."""
+    profile: Profile | None = None
+    """Where the parts of every round are taken down, inside `fastspec.profile`."""
     engines: Engines = field(default_factory=Engines)
     packed: list[nn.Parameter] = field(default_factory=list)
     """Parameters that became views of a packed buffer."""

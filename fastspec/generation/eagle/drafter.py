@@ -7,6 +7,8 @@ The static trees of EAGLE-1 are in `static.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,8 @@ class HeadState:
         self.last, self.readout = (torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self.root = torch.zeros(rows, dtype=torch.long, device=weight.device)
         self.group = config.num_attention_heads // config.num_key_value_heads
+        self.mark: Callable[[str], None] = lambda name: None
+        """Told when a level of the tree is drafted."""
 
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows."""
@@ -113,6 +117,7 @@ class EagleDrafter(HeadState):
         hidden = self.last[:, None].repeat(1, k, 1)
         all_scores, all_tokens = [scores], [tokens]
         all_parents = [torch.full_like(tokens, -1)]
+        self.mark("draft 0")
         frontier = self.places.expand(rows, -1)  # candidate ids of the nodes to expand
         words = torch.zeros(rows, k, self.bits.shape[1], dtype=torch.long, device=self.root.device)
         extent = self.reserve(extent) + self.grown
@@ -126,6 +131,7 @@ class EagleDrafter(HeadState):
             all_tokens.append(child_tokens)
             all_parents.append(frontier.repeat_interleave(k, dim=1))
             frontier = k + level * k * k + best
+            self.mark(f"draft {level + 1}")
             tokens, above = child_tokens.gather(1, best), best // k
             hidden, words = hidden[batch, above], words[batch, above]
         kept, parents, depths, ancestors = ops.tree_build(

@@ -1,0 +1,83 @@
+"""Root-mean-square norm, of a sum where there is a residual: one program per row, the whole row in registers.
+
+x, residual, out [..., H] with rows a fixed distance apart, weight [H]; R rows in all.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_SIZE = 32768
+
+
+@triton.jit
+def _rms_norm(
+    p_x, p_residual, p_weight, p_out, p_sum, stride_x, stride_residual, stride_out, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, BLOCK)
+    m_h = o_h < SIZE
+    b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)  # asked for first: it does not wait for the row
+    b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
+    dtype = b_x.dtype
+    if ADD:
+        b_residual = tl.load(p_residual + row * stride_residual + o_h, mask=m_h, other=0.0)
+        b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
+        tl.store(p_sum + row * SIZE + o_h, b_x, mask=m_h)
+    b_wide = b_x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(b_wide * b_wide, 0) / SIZE + eps)
+    b_normed = (b_wide * scale).to(dtype).to(tl.float32)
+    tl.store(p_out + row * stride_out + o_h, (b_normed * b_weight).to(dtype), mask=m_h)
+
+
+def rows_of(x: Tensor, name: str) -> Tensor:
+    """x [..., H] as [R, H], a view: the last dimension contiguous, the rows a fixed distance apart."""
+    if x.dim() == 0 or (x.stride(-1) != 1 and x.shape[-1] > 1):
+        raise ValueError(f"{name} has strides {x.stride()}: its last dimension must be contiguous; pass {name}.contiguous()")
+    try:
+        return x.view(-1, x.shape[-1])
+    except RuntimeError:
+        raise ValueError(
+            f"{name} {list(x.shape)} has strides {x.stride()}: its rows must lie a fixed distance apart, as in a contiguous tensor or a"
+            f" slice of its last dimension; pass {name}.contiguous()"
+        ) from None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`reference.rms_norm`: the norm of x [..., H], or of x + residual, by weight [H] -> the norm and what was normed, both [..., H].
+
+    x, residual and out may be views whose last dimension is contiguous and whose rows lie a fixed distance apart; all have the same
+    dtype (fp32, fp16 or bf16), and H is at most 32768. Without a residual the second result is x itself. `out` must not overlap the inputs
+    in part; it may be x or the residual.
+    """
+    size = x.shape[-1]
+    if not 0 < size <= MAX_SIZE:
+        raise ValueError(f"x has rows of {size}; 1 to {MAX_SIZE} are accepted")
+    if weight.shape != (size,) or not weight.is_contiguous():
+        raise ValueError(f"weight is {list(weight.shape)} with strides {weight.stride()}; [{size}] contiguous is accepted")
+    normed = x.new_empty(x.shape) if out is None else out
+    for name, other in (("residual", residual), ("out", normed)):
+        if other is not None and other.shape != x.shape:
+            raise ValueError(f"{name} is {list(other.shape)}; it must have the shape of x, {list(x.shape)}")
+    for name, other in (("weight", weight), ("residual", residual), ("out", normed)):
+        if other is not None and other.dtype != x.dtype:
+            raise ValueError(f"{name} is {other.dtype}; it must have the dtype of x, {x.dtype}")
+    x_rows, out_rows = rows_of(x, "x"), rows_of(normed, "out")
+    residual_rows = x_rows if residual is None else rows_of(residual, "residual")
+    summed = x if residual is None else x.new_empty(x.shape)
+    if x.numel() == 0:
+        return normed, summed
+    block = max(16, triton.next_power_of_2(size))
+    _rms_norm[(len(x_rows),)](
+        x_rows, residual_rows, weight, out_rows, summed, x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), eps,
+        SIZE=size, BLOCK=block, ADD=residual is not None, num_warps=_warps(block, x.element_size()),
+    )  # fmt: skip
+    return normed, summed
+
+
+def _warps(block: int, itemsize: int) -> int:
+    """Two loads of 16 bytes per thread where the row is long enough: few enough warps for a quick reduction."""
+    return min(16, max(1, block * itemsize // (32 * 16 * 2)))

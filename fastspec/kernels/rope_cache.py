@@ -1,0 +1,143 @@
+"""From packed projections to attention's inputs in one launch: head norms, rotation, the cache's new keys and values, the queries.
+
+B rows, N nodes per row, Hq query heads, Hkv key heads, D head size, C cache slots, R rotated channels, P positions of the table.
+A program takes up to HEADS heads of one node, all queries, all keys or all values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS = 8
+
+
+@triton.jit
+def _turn_heads(
+    p_in, p_out, p_cos, p_sin, p_weight, eps, o_head, m_head, stride_out,
+    SIZE: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate heads that lie SIZE apart at p_in, and write them stride_out apart at p_out.
+
+    A head is read as its two rotated halves and the REST that is not rotated (REST_BLOCK = 0: none).
+    """
+    o_half = tl.arange(0, HALF_BLOCK)
+    m_half = o_half < HALF
+    m_turn = m_head[:, None] & m_half[None, :]
+    p_a = p_in + o_head[:, None] * SIZE + o_half[None, :]
+    b_a = tl.load(p_a, mask=m_turn, other=0.0)
+    b_b = tl.load(p_a + HALF, mask=m_turn, other=0.0)
+    b_cos = tl.load(p_cos + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
+    b_sin = tl.load(p_sin + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
+    dtype = b_a.dtype
+    b_a = b_a.to(tl.float32)
+    b_b = b_b.to(tl.float32)
+    if REST_BLOCK > 0:
+        o_rest = 2 * HALF + tl.arange(0, REST_BLOCK)
+        m_rest = m_head[:, None] & (o_rest < SIZE)[None, :]
+        b_rest = tl.load(p_in + o_head[:, None] * SIZE + o_rest[None, :], mask=m_rest, other=0.0).to(tl.float32)
+    if NORM:
+        b_square = tl.sum(b_a * b_a + b_b * b_b, 1)
+        if REST_BLOCK > 0:
+            b_square += tl.sum(b_rest * b_rest, 1)
+        b_scale = tl.rsqrt(b_square / SIZE + eps)[:, None]
+        b_wa = tl.load(p_weight + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
+        b_wb = tl.load(p_weight + HALF + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
+        b_a = ((b_a * b_scale).to(dtype).to(tl.float32) * b_wa).to(dtype).to(tl.float32)
+        b_b = ((b_b * b_scale).to(dtype).to(tl.float32) * b_wb).to(dtype).to(tl.float32)
+        if REST_BLOCK > 0:
+            b_wr = tl.load(p_weight + o_rest, mask=o_rest < SIZE, other=0.0).to(tl.float32)[None, :]
+            b_rest = (b_rest * b_scale).to(dtype).to(tl.float32) * b_wr
+    p_a_out = p_out + o_head[:, None] * stride_out + o_half[None, :]
+    tl.store(p_a_out, (b_a * b_cos - b_b * b_sin).to(dtype), mask=m_turn)
+    tl.store(p_a_out + HALF, (b_b * b_cos + b_a * b_sin).to(dtype), mask=m_turn)
+    if REST_BLOCK > 0:
+        tl.store(p_out + o_head[:, None] * stride_out + o_rest[None, :], b_rest.to(dtype), mask=m_rest)
+
+
+@triton.jit(do_not_specialize=["nodes", "stride_positions_b", "stride_positions_n", "stride_slots_b", "stride_slots_n"])
+def _rope_cache(
+    p_qkv, p_cos, p_sin, p_positions, p_slots, p_q, p_k, p_v, p_q_norm, p_k_norm, eps, nodes,
+    stride_qkv_b, stride_qkv_n, stride_cos, stride_sin, stride_positions_b, stride_positions_n, stride_slots_b, stride_slots_n,
+    stride_k_b, stride_k_h, stride_k_c, stride_v_b, stride_v_h, stride_v_c,
+    HQ: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    node = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    Q_PARTS: tl.constexpr = (HQ + HEADS - 1) // HEADS
+    KV_PARTS: tl.constexpr = (HKV + HEADS - 1) // HEADS
+    o_block = tl.arange(0, HEADS).to(tl.int64)
+    position = tl.load(p_positions + row * stride_positions_b + node * stride_positions_n)
+    slot = tl.load(p_slots + row * stride_slots_b + node * stride_slots_n)
+    p_in = p_qkv + row * stride_qkv_b + node * stride_qkv_n
+    p_c = p_cos + position * stride_cos
+    p_s = p_sin + position * stride_sin
+    if part < Q_PARTS:
+        o_head = part * HEADS + o_block
+        p_out = p_q + (row * nodes + node) * (HQ * SIZE)
+        _turn_heads(p_in, p_out, p_c, p_s, p_q_norm, eps, o_head, o_head < HQ, SIZE, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM)
+    elif part < Q_PARTS + KV_PARTS:
+        o_head = (part - Q_PARTS) * HEADS + o_block
+        p_out = p_k + row * stride_k_b + slot * stride_k_c
+        p_keys = p_in + HQ * SIZE
+        _turn_heads(p_keys, p_out, p_c, p_s, p_k_norm, eps, o_head, o_head < HKV, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM)
+    else:
+        o_head = (part - Q_PARTS - KV_PARTS) * HEADS + o_block
+        o_d = tl.arange(0, SIZE_BLOCK)
+        m_v = (o_head < HKV)[:, None] & (o_d < SIZE)[None, :]
+        b_v = tl.load(p_in + (HQ + HKV) * SIZE + o_head[:, None] * SIZE + o_d[None, :], mask=m_v, other=0.0)
+        tl.store(p_v + row * stride_v_b + slot * stride_v_c + o_head[:, None] * stride_v_h + o_d[None, :], b_v, mask=m_v)
+
+
+def rope_cache(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """`reference.rope_cache`: norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D], contiguous.
+
+    qkv [B, N, (Hq + 2 * Hkv) * D] and one layer's k_cache, v_cache [B, Hkv, C, D], all of one dtype (fp32, fp16, bf16), are views of any
+    strides whose last dimension is contiguous; so are the tables cos, sin [P, R / 2] (fp32, fp16, bf16). positions, slots [B, N] int64
+    are of any strides. q_norm, k_norm [D] contiguous, of qkv's dtype, are given together or not at all. Positions must be below P,
+    slots below C and different within a row: the kernel does not look.
+    """
+    batch, nodes, width = qkv.shape
+    kv_heads, size, half = k_cache.shape[1], k_cache.shape[3], cos.shape[-1]
+    q_heads = width // size - 2 * kv_heads
+    if width % size or q_heads < 1:
+        raise ValueError(f"qkv has rows of {width}; (Hq + 2 * Hkv) * D is accepted, with Hkv = {kv_heads} and D = {size} of k_cache")
+    if v_cache.shape != k_cache.shape or k_cache.shape[0] != batch:
+        raise ValueError(f"k_cache is {list(k_cache.shape)} and v_cache {list(v_cache.shape)}; both must be [{batch}, Hkv, C, D]")
+    if sin.shape != cos.shape or cos.dim() != 2 or not 0 < 2 * half <= size:
+        raise ValueError(f"cos is {list(cos.shape)} and sin {list(sin.shape)}; both must be [P, R / 2] with 0 < R <= {size}")
+    for name, index in (("positions", positions), ("slots", slots)):
+        if index.shape != (batch, nodes):
+            raise ValueError(f"{name} is {list(index.shape)}; [{batch}, {nodes}] is accepted for qkv {list(qkv.shape)}")
+    for name, tensor in (("qkv", qkv), ("k_cache", k_cache), ("v_cache", v_cache), ("cos", cos), ("sin", sin)):
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}: its last dimension must be contiguous")
+    norm = q_norm is not None and k_norm is not None
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm and weight is not None and (weight.shape != (size,) or not weight.is_contiguous() or weight.dtype != qkv.dtype):
+            raise ValueError(f"{name} is {weight.dtype} {list(weight.shape)}; {qkv.dtype} [{size}] contiguous is accepted")
+    if not qkv.dtype == k_cache.dtype == v_cache.dtype:
+        raise ValueError(f"qkv is {qkv.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}; all must have one dtype")
+    q = qkv.new_empty((batch, nodes, q_heads, size))
+    if q.numel() == 0:
+        return q
+    half_block, rest = max(4, triton.next_power_of_2(half)), size - 2 * half
+    parts = triton.cdiv(q_heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
+    _rope_cache[(nodes, parts, batch)](
+        qkv, cos, sin, positions, slots, q, k_cache, v_cache, q_norm if norm else qkv, k_norm if norm else qkv, eps, nodes,
+        *qkv.stride()[:2], cos.stride(0), sin.stride(0), *positions.stride(), *slots.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        HQ=q_heads, HKV=kv_heads, SIZE=size, SIZE_BLOCK=max(4, triton.next_power_of_2(size)), HALF=half, HALF_BLOCK=half_block,
+        REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0, HEADS=HEADS, NORM=norm, num_warps=_warps(size),
+    )  # fmt: skip
+    return q
+
+
+def _warps(size: int) -> int:
+    """16 bytes of half precision per thread in each half of HEADS heads."""
+    return min(8, max(1, HEADS * triton.next_power_of_2(size) // 2 // 256))

@@ -1,0 +1,50 @@
+"""silu(gate) * up of packed rows: each program takes a slice of one row.
+
+gate_up [..., 2 * I], the gate first; R rows in all.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.rms_norm import rows_of
+
+BLOCK = 1024
+
+
+@triton.jit
+def silu_times(b_gate, b_up):
+    """silu(gate) * up: both in one dtype, in which silu and the product are rounded; silu is computed in fp32."""
+    b_wide = b_gate.to(tl.float32)
+    b_silu = (b_wide / (1.0 + tl.exp(-b_wide))).to(b_gate.dtype)
+    return (b_silu.to(tl.float32) * b_up.to(tl.float32)).to(b_gate.dtype)
+
+
+@triton.jit
+def _swiglu(p_in, p_out, stride_in, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    o_i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_i = o_i < SIZE
+    p_gate = p_in + row * stride_in + o_i
+    b_gate = tl.load(p_gate, mask=m_i, other=0.0)
+    b_up = tl.load(p_gate + SIZE, mask=m_i, other=0.0)
+    tl.store(p_out + row * SIZE + o_i, silu_times(b_gate, b_up), mask=m_i)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`reference.swiglu`: silu(gate) * up of gate_up [..., 2 * I] -> [..., I], contiguous.
+
+    gate_up is fp32, fp16 or bf16, its last dimension contiguous, its rows a fixed distance apart.
+    """
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up has rows of {gate_up.shape[-1]}; a gate and an up part of equal length are accepted")
+    rows, size = rows_of(gate_up, "gate_up"), gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], size))
+    if out.numel() == 0:
+        return out
+    block = min(BLOCK, max(16, triton.next_power_of_2(size)))
+    warps = min(4, max(1, block // 256))  # 16 bytes of half precision per thread
+    _swiglu[(len(rows), triton.cdiv(size, block))](rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=warps)
+    return out
