@@ -1,0 +1,263 @@
+"""Each kernel of the Triton backend beside its torch reference and, for attention, torch's own kernels: milliseconds and bandwidth.
+
+Every time is one call inside a CUDA graph of many, over enough different buffers that none is found in the L2 cache. What a kernel
+gives is compared with its reference before it is timed. GB/s counts the bytes that the op has to move, each once.
+
+    python benchmarks/kernels.py --out rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle, islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastspec.generation.tree import TokenTree
+from fastspec.kernels import kv_block_copy, posterior_eval, reference, rms_norm, rope_cache, swiglu, topk_expand, tree_attention, tree_build
+
+DTYPE = torch.bfloat16
+HEADS = {"8B": (32, 8, 128), "1.5B": (12, 2, 128), "135M": (9, 3, 64)}  # query heads, key heads, head size
+L2 = 2**28  # more than any cache of today
+
+
+@dataclass
+class Case:
+    """One op at one size: how to make its inputs, the ways to compute it, and the bytes that it has to move."""
+
+    name: str
+    size: str
+    make: Callable[[], tuple[Any, ...]]
+    ways: dict[str, Callable[..., Any]]
+    moved: int
+    tolerance: float = 2e-2
+    """Largest difference from the first way, relative to the largest value: bf16 results of fp32 sums in another order."""
+
+
+def graph_ms(run: Callable[..., Any], inputs: list[tuple[Any, ...]], calls: int) -> float:
+    """Median milliseconds of one call over replays of a graph of `calls` calls."""
+    for each in inputs[:2]:
+        run(*each)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for each in islice(cycle(inputs), calls):
+            run(*each)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(12)]
+    for mark in marks:
+        mark.record()
+        graph.replay()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in list(pairwise(marks))[1:]) / calls
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors(each)
+
+
+def result(run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    """What a way returns or, where it returns nothing, what it left in its inputs."""
+    out = run(*inputs)
+    return inputs if out is None else out
+
+
+def differs(one: Any, other: Any) -> float:
+    """The largest difference of floats relative to the largest value, infinite where whole numbers differ."""
+    worst = 0.0
+    for a, b in zip(tensors(one), tensors(other), strict=True):
+        if a.dtype.is_floating_point:
+            worst = max(worst, float((a.float() - b.float()).abs().max() / a.float().abs().max().clamp(min=1e-9)))
+        elif not torch.equal(a, b):
+            return float("inf")
+    return worst
+
+
+def random(*shape: int, dtype: torch.dtype = DTYPE, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype) * scale
+
+
+def tree_of(nodes: int) -> TokenTree:
+    """A tree in which every node has three children, as far as the nodes go."""
+    parents = torch.tensor([[max(0, (node - 1) // 3) for node in range(nodes)]], device="cuda")
+    return TokenTree.from_parents(torch.randint(0, 1000, (1, nodes), device="cuda"), parents)
+
+
+def flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def attention_cases(prefixes: list[int], models: list[str], with_flex: bool) -> Iterator[Case]:
+    for model in models:
+        heads, kv_heads, size = HEADS[model]
+        for nodes in (1, 60):
+            tree = tree_of(nodes)
+            for prefix in prefixes:
+                extent = prefix + nodes
+                lengths = torch.tensor([prefix], device="cuda")
+                group = heads // kv_heads
+                dense = reference.attention_layout(lengths, tree.ancestors, nodes, nodes, extent, group)
+                ours = tree_attention.attention_layout(lengths, tree.ancestors, nodes, nodes, extent, group)
+                scale = size**-0.5
+
+                def make(nodes=nodes, extent=extent, heads=heads, kv_heads=kv_heads, size=size) -> tuple[Any, ...]:
+                    return random(1, nodes, heads, size), random(1, kv_heads, extent, size), random(1, kv_heads, extent, size)
+
+                def sdpa(q, k, v, mask=dense.visible, scale=scale) -> Tensor:
+                    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+                    return out.transpose(1, 2)
+
+                ways = {
+                    "reference": lambda q, k, v, layout=dense, scale=scale: reference.tree_attention(q, k, v, layout, scale),
+                    "fastspec": lambda q, k, v, layout=ours, scale=scale: tree_attention.tree_attention(q, k, v, layout, scale),
+                    "sdpa with a mask": sdpa,
+                }
+                if with_flex and nodes == 60 and prefix == prefixes[-1]:
+                    ways["flex attention"] = flex_way(dense.visible[0, 0], scale)
+                yield Case("tree_attention", f"{model}, {nodes} nodes, prefix {prefix}", make, ways, 2 * 2 * kv_heads * extent * size)
+
+
+def flex_way(visible: Tensor, scale: float) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    run = flex()
+    blocks = create_block_mask(lambda b, h, q, k: visible[q, k], 1, 1, *visible.shape, device="cuda")
+
+    def way(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return run(q.transpose(1, 2), k, v, block_mask=blocks, scale=scale, enable_gqa=True).transpose(1, 2)
+
+    return way
+
+
+def small_cases() -> Iterator[Case]:
+    for rows, hidden in ((1, 4096), (60, 4096), (60, 576)):
+        weight = random(hidden)
+        yield Case(
+            "rms_norm", f"{rows} x {hidden}, with a residual", lambda r=rows, h=hidden: (random(r, h), random(r, h)),
+            {way: lambda x, y, w=weight, op=op: op(x, w, 1e-5, y) for way, op in both(reference.rms_norm, rms_norm.rms_norm)},
+            2 * 4 * rows * hidden,
+        )  # fmt: skip
+    for rows, width in ((1, 14336), (60, 14336), (60, 1536)):
+        yield Case(
+            "swiglu", f"{rows} x {width}", lambda r=rows, w=width: (random(r, 2 * w),),
+            dict(both(reference.swiglu, swiglu.swiglu)), 2 * 3 * rows * width,
+        )  # fmt: skip
+    for model, (heads, kv_heads, size) in HEADS.items():
+        for nodes in (1, 60):
+            cos, sin = random(4096, size // 2, dtype=torch.float32), random(4096, size // 2, dtype=torch.float32)
+            places = torch.arange(nodes, device="cuda")[None] + 100
+
+            def make(n=nodes, h=heads, g=kv_heads, d=size) -> tuple[Any, ...]:
+                return random(1, n, (h + 2 * g) * d), random(1, g, 256, d), random(1, g, 256, d)
+
+            yield Case(
+                "rope_cache", f"{model}, {nodes} nodes", make,
+                {way: lambda x, k, v, op=op, c=cos, s=sin, p=places: op(x, c, s, p, k, v, p)
+                 for way, op in both(reference.rope_cache, rope_cache.rope_cache)},
+                2 * 2 * nodes * (heads + 2 * kv_heads) * size,
+            )  # fmt: skip
+    path, steps = torch.tensor([[100, 103, 110, 120, 130, 140, 150, 151, 152]], device="cuda"), torch.arange(100, 109, device="cuda")[None]
+    yield Case(
+        "kv_block_copy", "8B, 32 layers, 9 slots", lambda: (random(32, 1, 8, 256, 128), random(32, 1, 8, 256, 128)),
+        {way: lambda k, v, op=op: op(k, v, path, steps) for way, op in both(reference.kv_block_copy, kv_block_copy.kv_block_copy)},
+        2 * 2 * 2 * 32 * 8 * 8 * 128,
+    )  # fmt: skip
+    for vocab, hidden in ((32000, 4096), (16384, 576)):
+        d2t, scores = torch.zeros(vocab, dtype=torch.long, device="cuda"), -torch.rand(1, 10, device="cuda")
+        yield Case(
+            "topk_expand", f"10 x {hidden}, vocabulary {vocab}, top 10", lambda v=vocab, h=hidden: (random(1, 10, h), random(v, h)),
+            {way: lambda x, w, op=op, s=scores, d=d2t: op(x, w, s, 10, d)[0]
+             for way, op in both(reference.topk_expand, topk_expand.topk_expand)},
+            2 * vocab * hidden,
+        )  # fmt: skip
+    index = torch.arange(710, device="cuda")
+    depths = torch.where(index < 10, 1, 2 + (index - 10).clamp(min=0) // 100)
+    above = torch.where(index < 10, -1, (index - 10).clamp(min=0) // 10)
+    yield Case(
+        "tree_build", "710 candidates, 60 nodes",
+        lambda: (-torch.rand(1, 710, device="cuda").sort(1).values, torch.randint(0, 9, (1, 710), device="cuda")),
+        {way: lambda s, t, op=op: op(s, t, above[None], depths, t[:, 0], 60)
+         for way, op in both(reference.tree_build, tree_build.tree_build)},
+        710 * 28,
+    )  # fmt: skip
+    for nodes, vocab in ((1, 128256), (60, 128256), (60, 49152)):
+        tree, uniform = tree_of(nodes), torch.rand(1, nodes, device="cuda")
+        for kind, numbers in (("greedy", None), ("sampled", uniform)):
+            yield Case(
+                f"pick, {kind}", f"{nodes} x {vocab}", lambda n=nodes, v=vocab: (random(1, n, v),),
+                {way: lambda x, op=op, u=numbers: op(x, u) for way, op in both(reference.pick, posterior_eval.pick)} if numbers is None else
+                {"reference": lambda x, u=numbers: reference.pick(x, u), "fastspec": lambda x, u=numbers: posterior_eval.pick(x, u)},
+                2 * nodes * vocab, float("inf") if numbers is not None else 0.0,
+            )  # fmt: skip
+        if nodes > 1:
+            yield Case(
+                "posterior_walk", f"{nodes} nodes", lambda t=tree: (torch.randint(0, 1000, t.tokens.shape, device="cuda"),),
+                {way: lambda p, op=op, t=tree: op(t.tokens, t.parents, p, 9)
+                 for way, op in both(reference.posterior_walk, posterior_eval.posterior_walk)},
+                3 * 8 * nodes,
+            )  # fmt: skip
+
+
+def both(one: Any, other: Any) -> tuple[tuple[str, Any], ...]:
+    return ("reference", one), ("fastspec", other)
+
+
+def read_bandwidth() -> float:
+    block = random(2**30, dtype=torch.float32)
+    return block.numel() * 4 / (graph_ms(lambda x: x.sum(), [(block,)], 4) / 1e3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefixes", default="1024,8192,32768,131072")
+    parser.add_argument("--models", default="8B")
+    parser.add_argument("--only", default="", help="names of ops, with commas between")
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too, at the longest prefix: it compiles for a while")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    bandwidth = read_bandwidth()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    shared = {"device": torch.cuda.get_device_name(), "read_gb_per_s": round(bandwidth / 1e9), "torch": torch.__version__, "commit": commit}
+    print(f"{shared['device']}: {bandwidth / 1e12:.2f} TB/s read")
+    cases = [*attention_cases([int(p) for p in args.prefixes.split(",")], args.models.split(","), args.flex), *small_cases()]
+    for case in (c for c in cases if not args.only or c.name.split(",")[0] in args.only.split(",")):
+        first = case.make()
+        size = sum(x.numel() * x.element_size() for x in tensors(first))
+        inputs = [first, *(case.make() for _ in range(min(200, max(1, L2 // size))))]
+        for way, run in case.ways.items():
+            row: dict[str, Any] = shared | {"kernel": case.name, "size": case.size, "way": way}
+            try:
+                copies = [tuple(x.clone() if isinstance(x, Tensor) else x for x in first) for _ in range(2)]
+                off = differs(result(case.ways["reference"], copies[0]), result(run, copies[1])) if way != "reference" else 0.0
+                spent = graph_ms(run, inputs, max(20, min(200, len(inputs))))
+            except Exception as error:  # one that cannot run is named, and the rest goes on
+                row |= {"error": f"{type(error).__name__}: {error}"[:200]}
+            else:
+                row |= {"us": round(1e3 * spent, 2), "gb_per_s": round(case.moved / spent / 1e6, 1),
+                        "share": round(case.moved / spent / 1e6 / (bandwidth / 1e9), 3), "difference": off}  # fmt: skip
+                row |= {} if off <= case.tolerance else {"wrong": True}
+            shown = ("kernel", "size", "way", "us", "gb_per_s", "share", "difference", "wrong", "error")
+            print(*(row.get(name, "") for name in shown), flush=True)
+            if args.out:
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+        del inputs, first
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Choose one token per node from the target's scores, and walk the tree by them.
+
+B rows (sequences), N nodes of a row's tree, R rows of scores, V vocabulary, T chunks of the vocabulary. `pick` reads the scores in chunks
+that fill the chip, then merges a row's chunks in one program. `posterior_walk` is one launch, one program per row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.topk_expand import EMPTY, key_index, packed, sort_key, tile_mass
+
+CHUNK, CHUNK_WARPS = 4096, 4
+DRAW_WARPS = 8
+MAX_NODES = 4096
+
+
+@triton.jit
+def _chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV: tl.constexpr):
+    """Ids of one chunk, and its scores in fp32 [BV], -inf past the end."""
+    o_v = chunk * BV + tl.arange(0, BV)
+    p_row = p_x + (row // nodes) * s_xb + (row % nodes) * s_xm
+    return o_v, tl.load(p_row + o_v, mask=o_v < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _chunk_best_kernel(p_x, p_keys, vocab, nodes, chunks, s_xb, s_xm, BV: tl.constexpr):
+    row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    o_v, b_x = _chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
+    b_key = tl.where(o_v < vocab, sort_key(b_x, o_v), EMPTY)
+    tl.store(p_keys + row * chunks + chunk, tl.max(b_key, 0))
+
+
+@triton.jit
+def _best_kernel(p_keys, p_ids, chunks, TP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    o_t = tl.arange(0, TP)
+    b_key = tl.load(p_keys + row * chunks + o_t, mask=o_t < chunks, other=EMPTY)
+    tl.store(p_ids + row, key_index(tl.max(b_key, 0)))
+
+
+@triton.jit
+def _chunk_mass_kernel(p_x, p_peak, p_mass, vocab, nodes, chunks, s_xb, s_xm, BV: tl.constexpr):
+    row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    _, b_x = _chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
+    peak, mass = tile_mass(b_x, 0)
+    tl.store(p_peak + row * chunks + chunk, peak)
+    tl.store(p_mass + row * chunks + chunk, mass)
+
+
+@triton.jit
+def _first_above(b_mass, o, level, SIZE: tl.constexpr):
+    """The first place of positive mass [SIZE] fp64 whose running sum exceeds level, and the sum before it.
+
+    A parallel running sum may rise by rounding where the mass is 0, or end short of level: so places of mass 0 are never taken, and
+    the last place with mass is where none exceeds.
+    """
+    b_sum = tl.cumsum(b_mass, 0)
+    m_some = b_mass > 0.0
+    first = tl.min(tl.where(m_some & (b_sum > level), o, SIZE), 0)
+    place = tl.minimum(first, tl.max(tl.where(m_some, o, 0), 0))
+    return place, tl.max(tl.where(o < place, b_sum, 0.0), 0)
+
+
+@triton.jit
+def _draw_kernel(
+    p_x, p_peak, p_mass, p_uniform, p_ids, vocab, nodes, chunks, s_xb, s_xm, s_ub, s_um, TP: tl.constexpr, BV: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    o_t = tl.arange(0, TP)
+    b_peak = tl.load(p_peak + row * chunks + o_t, mask=o_t < chunks, other=float("-inf"))
+    b_mass = tl.load(p_mass + row * chunks + o_t, mask=o_t < chunks, other=0.0)
+    uniform = tl.load(p_uniform + (row // nodes) * s_ub + (row % nodes) * s_um).to(tl.float64)
+    top = tl.max(b_peak, 0)
+    b_scale = tl.where(b_mass > 0.0, tl.exp(b_peak - top), 0.0)
+    b_chunk = b_mass.to(tl.float64) * b_scale.to(tl.float64)
+    level = uniform * tl.sum(b_chunk, 0)
+    chunk, before = _first_above(b_chunk, o_t, level, TP)
+
+    # Within its chunk the mass is relative to the chunk's own maximum, which therefore has mass 1: some place is always found.
+    peak = tl.load(p_peak + row * chunks + chunk)
+    scale = tl.sum(tl.where(o_t == chunk, b_scale, 0.0), 0).to(tl.float64)
+    rest = tl.where(scale > 0.0, tl.maximum(level - before, 0.0) / scale, 0.0)
+    o_v, b_x = _chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
+    b_mass_v = tl.where((o_v < vocab) & (b_x > float("-inf")), tl.exp(b_x - peak), 0.0).to(tl.float64)
+    place, _ = _first_above(b_mass_v, tl.arange(0, BV), rest, BV)
+    tl.store(p_ids + row, (chunk * BV + place).to(tl.int64))
+
+
+@triton.jit
+def _walk_kernel(
+    p_tokens, p_parents, p_picks, p_path, p_accepted, p_bonus, nodes, steps, s_tokens, s_parents, s_picks, NP: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    o_n = tl.arange(0, NP)
+    m_n = o_n < nodes
+    b_token = tl.load(p_tokens + row * s_tokens + o_n, mask=m_n, other=0)
+    b_parent = tl.load(p_parents + row * s_parents + o_n, mask=m_n, other=0)
+    b_picked = tl.load(p_picks + row * s_picks + b_parent, mask=m_n, other=0)
+    m_step = m_n & (o_n > 0) & (b_token == b_picked)  # whether the parent's pick names this node
+    b_from = tl.where(m_step, b_parent.to(tl.int32), -1)
+    node = tl.full([], 0, tl.int32)
+    accepted = tl.full([], 0, tl.int64)
+    tl.store(p_path + row * steps, accepted)
+    for i in range(1, steps):
+        child = tl.min(tl.where(b_from == node, o_n, NP), 0)
+        accepted += (child < NP).to(tl.int64)
+        node = tl.where(child < NP, child, node)
+        tl.store(p_path + row * steps + i, node.to(tl.int64))
+    tl.store(p_accepted + row, accepted)
+    tl.store(p_bonus + row, tl.load(p_picks + row * s_picks + node))
+
+
+def pick(scores: Tensor, uniform: Tensor | None) -> Tensor:
+    """`reference.pick`: one token per row of scores [..., V] fp32, fp16 or bf16, the argmax or a draw by uniform [...] -> [...] int64.
+
+    The last dimension of scores must be contiguous; up to two leading dimensions may have any strides (more are flattened, which copies
+    where they cannot be viewed as one). uniform is fp32 or fp64 in [0, 1). The mass is summed in fp32 within a chunk of 4096 ids, and
+    in fp64 from there.
+    """
+    if scores.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"pick: scores are {scores.dtype}; accepted are float32, float16 and bfloat16")
+    if scores.shape[-1] == 0 or not packed(scores):
+        raise ValueError(f"pick: scores {list(scores.shape)} need a last dimension that is contiguous and not empty; pass x.contiguous()")
+    if uniform is not None and (uniform.shape != scores.shape[:-1] or uniform.dtype not in (torch.float32, torch.float64)):
+        raise ValueError(f"pick: uniform is {list(uniform.shape)} {uniform.dtype}; accepted is {list(scores.shape[:-1])} fp32 or fp64")
+    vocab = scores.shape[-1]
+    x = _in_rows(scores, 1)
+    batch, nodes = x.shape[:2]
+    rows, chunks, strides = batch * nodes, triton.cdiv(vocab, CHUNK), x.stride()[:2]
+    ids = torch.empty(scores.shape[:-1], dtype=torch.int64, device=scores.device)
+    if rows == 0:
+        return ids
+    padded = max(2, triton.next_power_of_2(chunks))
+    if uniform is None:
+        keys = torch.empty(rows, chunks, dtype=torch.int64, device=scores.device)
+        _chunk_best_kernel[(chunks, rows)](x, keys, vocab, nodes, chunks, *strides, CHUNK, num_warps=CHUNK_WARPS)
+        _best_kernel[(rows,)](keys, ids, chunks, padded, num_warps=1)
+        return ids
+    peak, mass = torch.empty(2, rows, chunks, dtype=torch.float32, device=scores.device)
+    u = _in_rows(uniform, 0)
+    _chunk_mass_kernel[(chunks, rows)](x, peak, mass, vocab, nodes, chunks, *strides, CHUNK, num_warps=CHUNK_WARPS)
+    _draw_kernel[(rows,)](x, peak, mass, u, ids, vocab, nodes, chunks, *strides, *u.stride(), padded, CHUNK, num_warps=DRAW_WARPS)
+    return ids
+
+
+def _in_rows(x: Tensor, trailing: int) -> Tensor:
+    """x with two leading dimensions before its `trailing` ones, viewed where its strides allow."""
+    leading = x.dim() - trailing
+    if leading == 2:
+        return x
+    return x[None, None] if leading == 0 else x.flatten(0, leading - 1)[None]
+
+
+def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.posterior_walk`: tokens, parents, picks [B, N] int64, steps >= 1 -> path [B, steps], accepted [B] and bonus [B] int64.
+
+    Rows may be strided, the last dimension must be contiguous. N is at most 4096.
+    """
+    given = {"tokens": tokens, "parents": parents, "picks": picks}
+    for name, x in given.items():
+        if x.shape != tokens.shape or x.dtype != torch.int64 or not packed(x):
+            raise ValueError(
+                f"posterior_walk: {name} is {list(x.shape)} {x.dtype} strides {x.stride()}; accepted is {list(tokens.shape)} int64 with "
+                "a contiguous last dimension"
+            )
+    batch, nodes = tokens.shape
+    if not 1 <= nodes <= MAX_NODES or steps < 1:
+        raise ValueError(f"posterior_walk: {nodes} nodes and steps={steps}; accepted are 1 to {MAX_NODES} nodes, and 1 step or more")
+    path = torch.empty(batch, steps, dtype=torch.int64, device=tokens.device)
+    accepted, bonus = torch.empty(2, batch, dtype=torch.int64, device=tokens.device)
+    padded = max(32, triton.next_power_of_2(nodes))
+    _walk_kernel[(batch,)](
+        tokens, parents, picks, path, accepted, bonus, nodes, steps, tokens.stride(0), parents.stride(0), picks.stride(0), padded,
+        num_warps=1 if padded <= 256 else 4,
+    )  # fmt: skip
+    return path, accepted, bonus

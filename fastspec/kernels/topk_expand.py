@@ -1,0 +1,242 @@
+"""Expand a frontier without writing the logits: two launches.
+
+B rows (sequences), M nodes of each row's frontier, R = B * M, H hidden size, V draft vocabulary, K = count children of a node,
+T tiles of the vocabulary. The first launch reads the weight once: a program takes one tile of the vocabulary for a block of nodes and
+leaves the K best of it, with the partial log-sum-exp. In the second launch one program merges a node's tiles, and the last of
+a row's programs to arrive ranks the row's M * K children.
+
+A value and its index travel as one int64 key, so that one maximum finds both and the lower index wins among equals.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+EMPTY = tl.constexpr(-(2**63))  # below every key
+MAX_COUNT = 16
+MAX_CHILDREN = 4096
+
+# node block -> (tile of the vocabulary, step over H, stages, warps); the weight's tile is the left operand, so few nodes waste nothing
+HALF = {16: (128, 64, 4, 4), 32: (128, 64, 4, 4), 64: (128, 64, 4, 4), 128: (128, 64, 3, 8)}
+HALF_SMALL = {16: (64, 64, 5, 4), 32: (64, 64, 5, 4), 64: (64, 64, 4, 4), 128: (64, 64, 4, 8)}
+FULL = {16: (64, 32, 3, 4), 32: (64, 32, 3, 4), 64: (64, 32, 3, 8), 128: (64, 32, 3, 8)}
+ENOUGH_TILES = 200  # below this, tiles of 128 leave multiprocessors idle
+LOGITS = (1, 2048, 0, 1, 4)  # the same for logits that are there: one node at a time
+
+
+@triton.jit
+def order_bits(b_x):
+    """int32 of fp32 that orders as the values do; both zeros are one."""
+    b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
+    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def sort_key(b_x, o_index):
+    """int64 of fp32 values and int32 indices: higher for higher values, then for lower indices."""
+    return (order_bits(b_x).to(tl.int64) << 32) | (0x7FFFFFFF - o_index).to(tl.int64)
+
+
+@triton.jit
+def key_value(b_key):
+    b_bits = (b_key >> 32).to(tl.int32)
+    return (b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def key_index(b_key):
+    return 0x7FFFFFFF - (b_key & 0x7FFFFFFF)
+
+
+@triton.jit
+def tile_mass(b_x, axis: tl.constexpr):
+    """The maximum along an axis of 0, and the sum of exponentials relative to it; -inf and 0 where there is nothing."""
+    b_peak = tl.max(b_x, axis)
+    b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
+    return b_peak, tl.sum(tl.exp(b_x - tl.expand_dims(b_base, axis)), axis)
+
+
+@triton.jit
+def _leave_best(
+    b_x, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, p_mass, p_arrived, count: tl.constexpr
+):  # fmt: skip
+    """Store the `count` best keys of logits b_x [BV, BR], their maximum and mass, for nodes o_r and ids o_v of one tile."""
+    m_r = o_r < rows
+    m_v = (o_v < vocab)[:, None]
+    b_x = tl.where(m_v, b_x, float("-inf"))
+    b_peak, b_mass = tile_mass(b_x, 0)
+    o_row = o_r.to(tl.int64)
+    tl.store(p_peak + o_row * tiles + tile, b_peak, mask=m_r)
+    tl.store(p_mass + o_row * tiles + tile, b_mass, mask=m_r)
+    b_key = tl.where(m_v, sort_key(b_x, o_v[:, None]), EMPTY)
+    for i in range(count):
+        b_best = tl.max(b_key, 0)
+        tl.store(p_keys + (o_row * count + i) * tiles + tile, b_best, mask=m_r)
+        b_key = tl.where(b_key == b_best[None, :], EMPTY, b_key)
+    tl.store(p_arrived + o_r // nodes, tl.zeros_like(o_r), mask=m_r & (o_r % nodes + tile == 0))
+
+
+@triton.jit
+def _product_kernel(
+    p_x, p_w, p_keys, p_peak, p_mass, p_arrived, rows, nodes, vocab, hidden, tiles, s_xb, s_xm, s_w,
+    count: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Logits of one tile for a block of nodes, transposed [BV, BR], then what is left of them."""
+    tile = tl.program_id(1)
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
+    o_v = tile * BV + tl.arange(0, BV)
+    o_x = tl.minimum(o_r, rows - 1)  # clamped, so that the loop over H needs no mask for nodes and ids
+    p_rows = p_x + (o_x // nodes).to(tl.int64) * s_xb + (o_x % nodes).to(tl.int64) * s_xm
+    p_ids = p_w + tl.minimum(o_v, vocab - 1).to(tl.int64) * s_w
+    o_k = tl.arange(0, BK)
+    b_acc = tl.zeros([BV, BR], dtype=tl.float32)
+    for start in range(0, hidden, BK):
+        if EVEN:
+            b_w = tl.load(p_ids[:, None] + (start + o_k)[None, :])
+            b_x = tl.load(p_rows[:, None] + (start + o_k)[None, :])
+        else:
+            m_k = (start + o_k < hidden)[None, :]
+            b_w = tl.load(p_ids[:, None] + (start + o_k)[None, :], mask=m_k, other=0.0)
+            b_x = tl.load(p_rows[:, None] + (start + o_k)[None, :], mask=m_k, other=0.0)
+        b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
+    _leave_best(b_acc, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, p_mass, p_arrived, count)
+
+
+@triton.jit
+def _logits_kernel(
+    p_x, p_keys, p_peak, p_mass, p_arrived, rows, nodes, vocab, tiles, s_xb, s_xm, count: tl.constexpr, BV: tl.constexpr
+):  # fmt: skip
+    """The same for logits that are there already: one tile of one node."""
+    tile = tl.program_id(1)
+    o_r = tl.program_id(0) + tl.arange(0, 1)
+    o_v = tile * BV + tl.arange(0, BV)
+    p_rows = p_x + (o_r // nodes).to(tl.int64) * s_xb + (o_r % nodes).to(tl.int64) * s_xm
+    b_x = tl.load(p_rows[None, :] + o_v[:, None], mask=(o_v < vocab)[:, None], other=float("-inf")).to(tl.float32)
+    _leave_best(b_x, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, p_mass, p_arrived, count)
+
+
+@triton.jit
+def _best_keys(b_key, o_c, count: tl.constexpr):
+    """The `count` highest of distinct keys b_key [N] in falling order, at places o_c [C]; EMPTY behind them."""
+    b_best = tl.zeros_like(o_c).to(tl.int64) + EMPTY
+    for i in range(count):
+        best = tl.max(b_key, 0)
+        b_best = tl.where(o_c == i, best, b_best)
+        b_key = tl.where(b_key == best, EMPTY, b_key)
+    return b_best
+
+
+@triton.jit
+def _merge_kernel(
+    p_keys, p_peak, p_mass, p_arrived, p_scores, p_d2t, p_children, p_tokens, p_best, p_index, nodes, tiles, s_sb, s_sm,
+    count: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """One node's children from its tiles; the last program of a row ranks the children of all its nodes."""
+    node = tl.program_id(0).to(tl.int64)
+    row = node // nodes
+    o_t, o_c = tl.arange(0, TP), tl.arange(0, CP)
+    m_t, m_c = o_t < tiles, o_c < count
+    b_peak = tl.load(p_peak + node * tiles + o_t, mask=m_t, other=float("-inf"))
+    b_mass = tl.load(p_mass + node * tiles + o_t, mask=m_t, other=0.0)
+    b_head = tl.load(p_keys + node * count * tiles + o_t, mask=m_t, other=EMPTY)
+    score = tl.load(p_scores + row * s_sb + (node % nodes) * s_sm)
+    top = tl.max(b_peak, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    lse = base + tl.log(tl.sum(b_mass * tl.exp(b_peak - base), 0))
+
+    # The best `count` ids are in the `count` tiles that have the best heads; a tile follows from its head's id.
+    b_tile = key_index(_best_keys(b_head, o_c, count)) // BV
+    m_key = (b_tile < tiles)[:, None] & m_c[None, :]
+    b_key = tl.load(p_keys + (node * count + o_c)[None, :] * tiles + b_tile[:, None], mask=m_key, other=EMPTY)
+    b_key = _best_keys(tl.reshape(b_key, [CP * CP]), o_c, count)
+    b_id = key_index(b_key)
+    b_child = score + tl.minimum(key_value(b_key) - lse, 0.0)
+    b_shift = tl.load(p_d2t + b_id, mask=m_c, other=0)
+    tl.store(p_children + node * count + o_c, b_child, mask=m_c)
+    tl.store(p_tokens + node * count + o_c, b_id + b_shift, mask=m_c)
+
+    tl.debug_barrier()  # all of this program's children are stored before it says so
+    if tl.atomic_add(p_arrived + row, 1, sem="acq_rel") == nodes - 1:
+        o_n = tl.arange(0, NP)
+        m_n = o_n < nodes * count
+        b_all = tl.load(p_children + row * nodes * count + o_n, mask=m_n, other=0.0, cache_modifier=".cg")
+        b_rank = _best_keys(tl.where(m_n, sort_key(b_all, o_n), EMPTY), o_c, count)
+        tl.store(p_best + row * count + o_c, key_value(b_rank), mask=m_c)
+        tl.store(p_index + row * count + o_c, key_index(b_rank), mask=m_c)
+
+
+def packed(x: Tensor) -> bool:
+    """Whether the last dimension is contiguous."""
+    return x.shape[-1] <= 1 or x.stride(-1) == 1
+
+
+def launch_of(rows: int, vocab: int, hidden: int, half: bool) -> tuple[int, int, int, int, int]:
+    """(nodes, tile of the vocabulary, step over H, stages, warps) of the product."""
+    block = min(128, max(16, triton.next_power_of_2(rows)))
+    tile, step, _, _ = HALF[block]
+    small = triton.cdiv(vocab, tile) < ENOUGH_TILES or hidden % step != 0  # masked loads take more registers
+    return (block, *((HALF_SMALL if small else HALF) if half else FULL)[block])
+
+
+def topk_expand(
+    hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reference.topk_expand`: hidden [B, M, H] with weight [V, H] of its dtype, or logits [B, M, V] with weight=None.
+
+    hidden and weight: fp32, fp16 or bf16, any strides but a contiguous last dimension; scores [B, M] fp32, any strides; d2t [V] int64,
+    contiguous; 1 <= count <= 16. The logits are kept in fp32. Returns children [B, M * count] fp32, their target ids int64, and the
+    best [B, count] fp32 with their indices int64. Among equal logits the lower id comes first.
+    """
+    batch, nodes, size = hidden.shape
+    vocab, rows = size if weight is None else weight.shape[0], batch * nodes
+    _check(hidden, weight, scores, count, d2t, vocab)
+    device = hidden.device
+    half = hidden.dtype != torch.float32
+    block, tile, step, stages, warps = LOGITS if weight is None else launch_of(rows, vocab, size, half)
+    tiles = triton.cdiv(vocab, tile)
+    keys = torch.empty(rows, count, tiles, dtype=torch.int64, device=device)
+    peak, mass = torch.empty(2, rows, tiles, dtype=torch.float32, device=device)
+    arrived = torch.empty(batch, dtype=torch.int32, device=device)
+    children, best = (torch.empty(batch, width * count, dtype=torch.float32, device=device) for width in (nodes, 1))
+    tokens, index = (torch.empty(batch, width * count, dtype=torch.int64, device=device) for width in (nodes, 1))
+    grid = (triton.cdiv(rows, block), tiles)
+    strides = (hidden.stride(0), hidden.stride(1))
+    if weight is None:
+        _logits_kernel[grid](
+            hidden, keys, peak, mass, arrived, rows, nodes, vocab, tiles, *strides, count, tile, num_warps=warps
+        )  # fmt: skip
+    else:
+        _product_kernel[grid](
+            hidden, weight, keys, peak, mass, arrived, rows, nodes, vocab, size, tiles, *strides, weight.stride(0),
+            count, block, tile, step, size % step == 0, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    _merge_kernel[(rows,)](
+        keys, peak, mass, arrived, scores, d2t, children, tokens, best, index, nodes, tiles, scores.stride(0), scores.stride(1),
+        count, tile, triton.next_power_of_2(tiles), max(4, triton.next_power_of_2(count)), triton.next_power_of_2(nodes * count),
+        num_warps=4,
+    )  # fmt: skip
+    return children, tokens, best, index
+
+
+def _check(hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, vocab: int) -> None:
+    if hidden.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"topk_expand: hidden is {hidden.dtype}; accepted are float32, float16 and bfloat16")
+    if not packed(hidden) or (weight is not None and not packed(weight)):
+        raise ValueError("topk_expand: the last dimension of hidden and weight must be contiguous; pass x.contiguous()")
+    if weight is not None and (weight.dtype != hidden.dtype or weight.shape[1] != hidden.shape[2]):
+        raise ValueError(
+            f"topk_expand: weight {list(weight.shape)} {weight.dtype} does not fit hidden {list(hidden.shape)} {hidden.dtype}; "
+            "accepted is [V, H] of hidden's dtype"
+        )
+    if scores.shape != hidden.shape[:2] or scores.dtype != torch.float32:
+        raise ValueError(f"topk_expand: scores are {list(scores.shape)} {scores.dtype}; accepted are {list(hidden.shape[:2])} float32")
+    if not 1 <= count <= min(MAX_COUNT, vocab) or hidden.shape[1] * count > MAX_CHILDREN:
+        raise ValueError(
+            f"topk_expand: count={count} of {vocab} ids for {hidden.shape[1]} nodes; accepted are 1 to {MAX_COUNT}, no more than there are "
+            f"ids, and {MAX_CHILDREN} children in all"
+        )
+    if d2t.shape != (vocab,) or d2t.dtype != torch.int64 or not packed(d2t):
+        raise ValueError(f"topk_expand: d2t is {list(d2t.shape)} {d2t.dtype}; accepted is a contiguous [{vocab}] int64")

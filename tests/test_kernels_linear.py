@@ -1,0 +1,202 @@
+"""The linear kernel, held to the product in float64: every launch shape, split or not, plain or with SwiGLU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastspec.kernels import linear as kernel
+from fastspec.kernels import reference
+from fastspec.kernels.linear import Launch, launch_for, linear
+
+ON_GPU = torch.cuda.is_available()
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(ON_GPU, reason="kernels are compiled here and take no CPU tensors"))
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="no CUDA device")])
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the interpreter's bfloat16 is wrong
+
+# programs: one per tile, fewer than tiles, one, more than tiles (parts of a tile), as many as there are steps
+SMALL = [Launch(16, 32, 0, 4, 3), Launch(16, 16, 3, 4, 3), Launch(32, 32, 1, 4, 2), Launch(16, 16, 7, 4, 4), Launch(16, 32, 10**6, 4, 2)]
+SMALL += [Launch(32, 16, 5, 4, 3, tma=True)]
+ONE_ROW = [Launch(8, 32, 0, 4, 1, dots=False), Launch(8, 32, 5, 4, 3, dots=False), Launch(16, 64, 3, 4, 2, dots=False)]
+# what the tables hold, and the shapes beside them that a measurement may choose
+WIDE = [Launch(64, 128, 264, 4, 4), Launch(128, 64, 264, 4, 4), Launch(64, 64, 97, 4, 3, tma=True), Launch(16, 128, 0, 4, 4)]
+WIDE += [Launch(8, 512, 0, 4, 1, dots=False), Launch(8, 256, 264, 4, 4, dots=False, pdl=True), Launch(4, 1024, 528, 8, 1, dots=False)]
+WIDE += [Launch(64, 128, 132, 4, 3, tma=True, pdl=True), Launch(64, 64, 0, 4, 3, pdl=True), Launch(128, 64, 132, 8, 4)]
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The product in float64, and what its rounded fp32 sum may be off by.
+
+    A sum of K products in fp32 is off by at most K roundings of the sum of their magnitudes; 2**-22 for each, because tensor cores cut off
+    where others round. Then the result is rounded once, by half a unit in the last place, or half of the smallest subnormal.
+    """
+    x, weight, wide = x.double(), weight.double(), x.dtype
+    exact = F.linear(x, weight, None if bias is None else bias.double())
+    size = F.linear(x.abs(), weight.abs(), None if bias is None else bias.double().abs())
+    error = (x.shape[-1] + 1) * 2**-22 * size
+    return exact, error + torch.finfo(wide).eps / 2 * (exact.abs() + error) + torch.finfo(wide).smallest_normal * torch.finfo(wide).eps
+
+
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up in float64, and its bound: gate, up, silu and product are each rounded; the slope of silu is below 1.1."""
+    exact, error = product(x, weight, bias)
+    (gate, up), (e_gate, e_up) = exact.chunk(2, -1), error.chunk(2, -1)
+    half, least = torch.finfo(x.dtype).eps / 2, torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
+    silu = F.silu(gate)
+    e_silu = 1.1 * e_gate
+    e_silu = e_silu + (half + (gate.abs() + 4) * 2**-22) * (silu.abs() + e_silu) + least  # exp(-g) as 2 ** (g * c): off by g roundings
+    e_out = silu.abs() * e_up + up.abs() * e_silu + e_silu * e_up
+    return silu * up, e_out + half * ((silu * up).abs() + e_out) + least
+
+
+def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, device: str, biased: bool, sliced: bool = False):
+    """x [rows, depth], weight [channels, depth], bias; `sliced`: their lines lie apart, among NaN that no kernel may read."""
+    x, weight = torch.randn(rows, depth, device=device), torch.randn(channels, depth, device=device)
+    if sliced:
+        x, weight = F.pad(x, (0, 5), value=torch.nan), F.pad(weight, (0, 3), value=torch.nan)
+    bias = torch.randn(channels, device=device).to(dtype) if biased else None
+    return x.to(dtype)[:, :depth], weight.to(dtype)[:, :depth], bias
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch, swiglu: bool) -> None:
+    """Twice into a poisoned buffer: every element within its bound, the two equal bit for bit, and the counters at rest."""
+    exact, bound = (gated if swiglu else product)(x, weight, bias)
+    outs = [torch.full(exact.shape, torch.nan, dtype=x.dtype, device=x.device) for _ in range(2)]
+    for out in outs:
+        kernel._launch(x, weight, bias, out, launch, swiglu)
+    off = (outs[0].double() - exact).abs()
+    assert bool((off <= bound).all()), f"off by {(off / bound).nan_to_num(torch.inf).max().item():.3g} bounds: {launch}"
+    assert torch.equal(*outs)
+    assert not kernel._arrived[x.device].any()
+
+
+@pytest.mark.parametrize("device", [CPU])
+@given(
+    rows=st.sampled_from([1, 2, 7, 16, 17, 33]), channels=st.sampled_from([1, 7, 31, 32, 63, 65, 100]),
+    depth=st.sampled_from([1, 7, 16, 63, 64, 65, 129]), dtype=st.sampled_from(DTYPES), swiglu=st.booleans(), biased=st.booleans(),
+    sliced=st.booleans(), launch=st.sampled_from(SMALL + ONE_ROW), seed=st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=100, deadline=None)
+def test_every_launch_gives_the_product(device, rows, channels, depth, dtype, swiglu, biased, sliced, launch, seed):
+    torch.manual_seed(seed)
+    rows = rows if launch.dots else 1
+    check(*drawn(rows, channels * (1 + swiglu), depth, dtype, device, biased, sliced), launch, swiglu)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("launch", WIDE, ids=str)
+@given(
+    rows=st.sampled_from([1, 7, 16, 17, 61, 64, 65, 128]), channels=st.sampled_from([1, 63, 576, 1000, 4096]),
+    depth=st.sampled_from([1, 63, 576, 1544, 4096]), dtype=st.sampled_from([torch.float16, torch.bfloat16]), swiglu=st.booleans(),
+    biased=st.booleans(), sliced=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=6, deadline=None)
+def test_wide_launches_give_the_product(device, launch, rows, channels, depth, dtype, swiglu, biased, sliced, seed):
+    torch.manual_seed(seed)
+    rows = rows if launch.dots else 1
+    if rows > 64 or (swiglu and launch.channels > 64):
+        launch = Launch(64, 64, launch.programs, launch.warps, 3, launch.tma, launch.pdl)  # what fits into shared memory
+    check(*drawn(rows, channels * (1 + swiglu), depth, dtype, device, biased, sliced), launch, swiglu)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (2048, 1536), (1536, 8960), (960, 576), (49152, 576)], ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 29, 61, 128])
+def test_the_tables_launches_give_the_product(device, rows, shape, dtype):
+    torch.manual_seed(rows)
+    for swiglu in (False, True):
+        launch = launch_for(rows, shape[0] >> swiglu, shape[1], dtype, swiglu)
+        if launch is not None:
+            check(*drawn(rows, *shape, dtype, device, biased=True), launch, swiglu)
+    # The bound of a long sum is wide enough to hide a tile. Sums of small whole numbers are exact, and rounded once.
+    x, weight = (torch.randint(-3, 4, size, device=device).to(dtype) for size in ((rows, shape[1]), shape))
+    assert torch.equal(linear(x, weight, None), F.linear(x.double(), weight.double()).to(dtype))
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_linear_takes_and_gives_what_the_reference_does(device):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 3, 65, device=device), torch.randn(34, 65, device=device), torch.randn(34, device=device)
+    for a, w, b in ((x, weight, bias), (x, weight, None), (x[:, 1], weight[::2][:16], None)):
+        for swiglu, (exact, bound) in ((False, product(a, w, b)), (True, gated(a, w, b))):
+            got = linear(a, w, b, swiglu=swiglu)
+            said = reference.swiglu(reference.linear(a, w, b)) if swiglu else reference.linear(a, w, b)
+            assert got.shape == said.shape and got.dtype == said.dtype
+            assert bool(((got.double() - exact).abs() <= bound).all()) and bool(((said.double() - exact).abs() <= bound).all())
+    assert linear(x[:0], weight, bias).shape == (0, 3, 34) and linear(x[0, 0], weight, bias).shape == (34,)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_what_is_not_served_goes_to_torch(device, monkeypatch):
+    monkeypatch.setattr(kernel, "_launch", lambda *_: pytest.fail("launched"))
+    x, weight = torch.arange(40.0, device=device).view(5, 8), torch.ones(6, 8, device=device, requires_grad=True)
+    linear(x, weight, None).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, x.sum(0).expand(6, -1))
+    with torch.no_grad():
+        assert torch.equal(linear(x.double(), weight.double(), None), F.linear(x.double(), weight.double()))
+        many = torch.ones(kernel.MAX_ROWS + 1, 8, device=device)
+        assert torch.equal(linear(many, weight, None, swiglu=True), reference.swiglu(F.linear(many, weight)))
+        assert linear(x[:, :0], weight[:, :0], None).shape == (5, 6) and linear(x, weight[:0], None).shape == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "swiglu", "says"),
+    [
+        (torch.zeros(2, 8), torch.zeros(6, 7), False, r"x \(2, 8\) does not fit weight \(6, 7\)"),
+        (torch.zeros(2, 8), torch.zeros(5, 8), True, "M even for swiglu"),
+        (torch.zeros(8, 2).t(), torch.zeros(6, 8), False, r"strides of x \(1, 2\)"),
+        (torch.zeros(2, 8), torch.zeros(8, 6).t(), False, r"weight \(1, 6\).*contiguous"),
+    ],
+)
+def test_what_does_not_fit_is_said(x, weight, swiglu, says):
+    with pytest.raises(ValueError, match=says):
+        linear(x, weight, None, swiglu=swiglu)
+
+
+def test_a_launch_for_one_row_takes_no_more():
+    with pytest.raises(ValueError, match="multiplies one row, not 2"):
+        linear(torch.zeros(2, 8), torch.zeros(6, 8), None, launch=ONE_ROW[0])
+
+
+@pytest.mark.parametrize("most", [1, 16, 17, 64, 65, 128])
+def test_every_launch_chosen_fits_the_device(most):
+    for channels, depth in [(1, 1), (576, 576), (1536, 1536), (28672, 4096), (4096, 14336), (151936, 1536)]:
+        for swiglu in (False, True):
+            launch = launch_for(most, channels, depth, torch.bfloat16, swiglu)
+            assert launch is not None
+            lines = launch.channels * (1 + swiglu) + kernel.padded(most)
+            assert launch.stages * launch.depth * 2 * lines < 227 * 1024  # bytes of shared memory
+    assert launch_for(kernel.MAX_ROWS + 1, 64, 64, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("tma", [False, True])
+def test_a_graph_of_dependent_products_says_what_torch_says(device, pdl, tma):
+    """A chain of products, each of which reads the one before it, replayed on changing inputs: a launch that runs ahead is found out."""
+    torch.manual_seed(1)
+    launches = [Launch(64, 64, programs, 4, 4, tma, pdl) for programs in (264, 0, 97)]
+    weights = [torch.randn(2048, 2048, device=device, dtype=torch.bfloat16) / 2048**0.5 for _ in range(9)]
+    x = torch.zeros(16, 2048, device=device, dtype=torch.bfloat16)
+
+    def chain() -> list[Tensor]:
+        outs = [x]
+        for i, weight in enumerate(weights):
+            outs.append(linear(outs[-1], weight, None, launch=launches[i % 3]))
+        return outs
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = chain()
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        for before, after, weight in zip(outs, outs[1:], weights, strict=True):
+            exact, bound = product(before, weight, None)
+            assert bool(((after.double() - exact).abs() <= bound).all())
