@@ -1,0 +1,358 @@
+"""Tree attention over a KV cache: a prefix that every node sees, and a tail seen by ancestor bits. Flash decoding in Triton.
+
+B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots, M tail slots, W 64-bit
+words. A pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g, cut into tiles of BLOCK_M. A tile's
+slots are cut into blocks of BLOCK_N that are aligned to the end of the prefix, so that a tail block starts at a bit that is a multiple
+of 32: first the full blocks of the prefix (no mask), then the rest at its start and the tail (masked). Up to S programs share the blocks
+of one tile and leave normed partial sums [pair, split, row, D] with their log-sum-exp (base 2); the last of them to arrive merges them, or
+a second kernel does where that would be too much for one program. All lengths are read on the device: the shares follow them.
+
+Split attention with a merge by log-sum-exp: Dao et al., Flash-Decoding (2023); the online softmax: Milakov and Gimelshein (2018).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+COUNTERS = 1024  # tiles whose splits may be counted in one launch
+MAX_SPLITS = 64
+MIN_BLOCKS = 2  # a share of fewer blocks costs more in merging than it saves
+MERGE_COST = 4  # what a merge takes, in the time of a block
+PARTIAL_COST = 2  # what it takes to leave a partial sum, likewise
+MERGE_ELEMENTS = 8192  # partial sums that a merge holds at once: 64 registers a thread
+FUSED_ROWS = 16  # tiles of at most this many rows are merged by the last program to arrive
+MAX_SHARE = 16384  # slots: rows of a batch differ in length, and the longest should not finish alone
+INTERPRETED_PROCESSORS = 16  # what the interpreter on the CPU pretends to have
+
+_VARYING = ["nodes", "tail", "extent", "splits", "kv_heads"]  # from launch to launch: one compiled kernel takes them all
+
+
+@triton.jit
+def _bounds(p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+            CHAIN: tl.constexpr):  # fmt: skip
+    """The prefix, the tail slots that some row of the tile may see, and the number of blocks of both."""
+    prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
+    width = tl.minimum(tail, extent - prefix)
+    if CHAIN:  # nothing behind the tile's last node is seen
+        width = tl.minimum(width, (tl.minimum((i_tile + 1) * BLOCK_M, nodes * GROUP) - 1) // GROUP + 1)
+    return prefix, width, (prefix + BLOCK_N - 1) // BLOCK_N + (width + BLOCK_N - 1) // BLOCK_N
+
+
+@triton.jit
+def _active(blocks, splits, MIN_BLOCKS: tl.constexpr):
+    """How many of the splits have a share."""
+    return tl.maximum(tl.minimum((blocks + MIN_BLOCKS - 1) // MIN_BLOCKS, splits), 1)
+
+
+@triton.jit
+def _update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, MASKED: tl.constexpr):
+    """One block of the online softmax; maxima are in units of log2."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if MASKED:
+        b_s = tl.where(m_seen, b_s, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale2)
+    b_off = b_new
+    if MASKED:  # a row that has seen nothing yet: -inf - -inf is not a number
+        b_off = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s * scale2 - b_off[:, None])
+    b_keep = tl.exp2(b_max - b_off)
+    b_sum = b_sum * b_keep + tl.sum(b_p, 1)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_keep[:, None], input_precision="ieee")
+    return b_acc, b_new, b_sum
+
+
+@triton.jit
+def _merge(p_part, p_lse, p_out, s_ob, i_pair, o_row, rows, kv_heads, splits, active, GROUP: tl.constexpr, D: tl.constexpr,
+           BLOCK_D: tl.constexpr, MERGE_S: tl.constexpr, MERGE_M: tl.constexpr):  # fmt: skip
+    """Merge the partial sums of MERGE_M matrix rows of one pair, MERGE_S splits at a time and always in the same order."""
+    o_d = tl.arange(0, BLOCK_D)
+    m_row, m_d = o_row < rows, o_d < D
+    b_acc = tl.zeros([MERGE_M, BLOCK_D], tl.float32)
+    b_max = tl.full([MERGE_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([MERGE_M], tl.float32)
+    o_pair = i_pair.to(tl.int64) * splits * rows
+    p_lse += o_pair
+    p_part += o_pair * D
+    for first in range(0, active, MERGE_S):
+        o_s = first + tl.arange(0, MERGE_S)
+        m_s = (o_s < active)[:, None] & m_row[None, :]
+        o_sm = o_s[:, None] * rows + o_row[None, :]
+        # .cg: other processors wrote this during the launch, and L1 is not coherent.
+        b_lse = tl.load(p_lse + o_sm, mask=m_s, other=float("-inf"), cache_modifier=".cg")
+        b_part = tl.load(
+            p_part + o_sm[:, :, None] * D + o_d[None, None, :], mask=m_s[:, :, None] & m_d[None, None, :], other=0.0, cache_modifier=".cg"
+        )
+        b_new = tl.maximum(b_max, tl.max(b_lse, 0))
+        b_off = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_weight = tl.exp2(b_lse - b_off[None, :])
+        b_keep = tl.exp2(b_max - b_off)
+        b_acc = b_acc * b_keep[:, None] + tl.sum(b_part * b_weight[:, :, None], 0)
+        b_sum = b_sum * b_keep + tl.sum(b_weight, 0)
+        b_max = b_new
+    b_acc = b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
+    o_head = (i_pair % kv_heads) * GROUP + o_row % GROUP
+    o_out = (i_pair // kv_heads).to(tl.int64) * s_ob + ((o_row // GROUP).to(tl.int64) * (kv_heads * GROUP) + o_head) * D
+    tl.store(p_out + o_out[:, None] + o_d[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_row[:, None] & m_d[None, :])
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "s_wb", "s_wn"])
+def _attention_kernel(
+    p_q, p_k, p_v, p_out, p_part, p_lse, p_counters, p_prefix, p_words, scale2, nodes, tail, extent, splits, kv_heads,
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn,
+    S_K: tl.constexpr, S_V: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, MIN_BLOCKS: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr, FUSED: tl.constexpr,
+    TAIL_STAGES: tl.constexpr, MERGE_S: tl.constexpr, MERGE_M: tl.constexpr,
+):  # fmt: skip
+    # Tiles of one share are neighbours: they read the same keys at the same time, once from memory and then from L2.
+    i_tile, i_split, i_pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
+    rows = nodes * GROUP
+    prefix, width, blocks = _bounds(p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP, BLOCK_M, BLOCK_N, CHAIN)
+    active = _active(blocks, splits, MIN_BLOCKS)
+    if i_split >= active:
+        return
+    first, last = blocks * i_split // active, blocks * (i_split + 1) // active
+    full, rest = prefix // BLOCK_N, prefix % BLOCK_N
+    ragged = (rest + BLOCK_N - 1) // BLOCK_N  # 1 if the prefix starts with less than a block
+    end = prefix + width
+
+    o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    m_m, m_d = o_m < rows, o_d < D
+    o_node = o_m // GROUP
+    o_q = o_node.to(tl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(tl.int64) * s_qh
+    b_q = tl.load(p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
+    p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
+    p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
+    # Within a block 32 bits do, and strides known to the compiler become immediates: pointers in 64 bits would spill.
+    o_k = o_n[:, None] * S_K + o_d[None, :]
+    o_v = o_n[:, None] * S_V + o_d[None, :]
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+
+    for block in range(first, tl.minimum(last, full)):
+        start = (rest + block * BLOCK_N).to(tl.int64)
+        if D == BLOCK_D:
+            b_k = tl.load(p_k + start * S_K + o_k)
+            b_v = tl.load(p_v + start * S_V + o_v)
+        else:
+            b_k = tl.load(p_k + start * S_K + o_k, mask=m_d[None, :], other=0.0)
+            b_v = tl.load(p_v + start * S_V + o_v, mask=m_d[None, :], other=0.0)
+        b_acc, b_max, b_sum = _update(b_q, b_k, b_v, m_m, b_acc, b_max, b_sum, scale2, False)
+
+    # A stage less: the ancestor bits take shared memory too, and two programs should fit a processor.
+    for block in tl.range(tl.maximum(first, full), last, num_stages=TAIL_STAGES):
+        turn = block - full - ragged  # -1: the start of the prefix; then the tail
+        start = tl.where(turn < 0, rest - BLOCK_N, prefix + turn * BLOCK_N)
+        o_slot = start + o_n
+        # Slots that nobody sees may hold anything: 0 * nan is nan, so they are not loaded.
+        m_kv = ((o_slot >= 0) & (o_slot < end))[:, None] & m_d[None, :]
+        b_k = tl.load(p_k + start.to(tl.int64) * S_K + o_k, mask=m_kv, other=0.0)
+        b_v = tl.load(p_v + start.to(tl.int64) * S_V + o_v, mask=m_kv, other=0.0)
+        o_rel = o_slot - prefix
+        if CHAIN:
+            m_tail = o_rel[None, :] <= o_node[:, None]
+        else:
+            b_bits = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+            for half in tl.static_range(BLOCK_N // 32):
+                o_bit = start - prefix + half * 32
+                word = tl.maximum(tl.minimum(o_bit, width - 1), 0) >> 6  # outside the tail any word will do: other masks decide
+                b_word = tl.load(p_words + i_row.to(tl.int64) * s_wb + o_node.to(tl.int64) * s_wn + word, mask=m_m, other=0)
+                b_half = (b_word >> (o_bit & 63).to(tl.int64)).to(tl.int32)
+                b_bits = tl.where((o_n // 32 == half)[None, :], b_half[:, None], b_bits)
+            m_tail = ((b_bits >> (o_n % 32)[None, :]) & 1) == 1
+        m_seen = ((o_slot >= 0) & (o_slot < end))[None, :] & ((o_rel < 0)[None, :] | m_tail)
+        b_acc, b_max, b_sum = _update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, True)
+
+    b_total = tl.where(b_sum > 0.0, b_sum, 1.0)  # nothing seen: the sum is zero and stays so, its logarithm -inf through the maximum
+    b_acc = b_acc / b_total[:, None]
+    m_md = m_m[:, None] & m_d[None, :]
+    if active > 1:
+        if SPLIT:  # always so where active > 1, and a kernel without splits is smaller
+            o_part = (i_pair.to(tl.int64) * splits + i_split) * rows + o_m
+            tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_md)
+            tl.store(p_lse + o_part, b_max + tl.log2(b_total), mask=m_m)
+            if FUSED:
+                tl.debug_barrier()  # every thread's stores come before the count
+                p_counter = p_counters + i_pair * tl.num_programs(0) + i_tile
+                arrived = tl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu")
+                if arrived == active - 1:
+                    o_row = i_tile * BLOCK_M + tl.arange(0, MERGE_M)
+                    _merge(p_part, p_lse, p_out, s_ob, i_pair, o_row, rows, kv_heads, splits, active, GROUP, D, BLOCK_D, MERGE_S, MERGE_M)
+                    tl.store(p_counter, 0)  # for the next layer
+    else:
+        o_head = i_head * GROUP + o_m % GROUP
+        o_out = i_row.to(tl.int64) * s_ob + (o_node.to(tl.int64) * (kv_heads * GROUP) + o_head) * D
+        tl.store(p_out + o_out[:, None] + o_d[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_md)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _merge_kernel(
+    p_part, p_lse, p_out, p_prefix, nodes, tail, extent, splits, kv_heads, s_ob, s_p,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    CHAIN: tl.constexpr, MERGE_S: tl.constexpr, MERGE_M: tl.constexpr,
+):  # fmt: skip
+    first, i_pair = tl.program_id(0) * MERGE_M, tl.program_id(1)
+    i_row, i_tile = i_pair // kv_heads, first // BLOCK_M
+    _, _, blocks = _bounds(p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP, BLOCK_M, BLOCK_N, CHAIN)
+    active = _active(blocks, splits, MIN_BLOCKS)
+    if active > 1:
+        o_row = first + tl.arange(0, MERGE_M)
+        _merge(p_part, p_lse, p_out, s_ob, i_pair, o_row, nodes * GROUP, kv_heads, splits, active, GROUP, D, BLOCK_D, MERGE_S, MERGE_M)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLayout:
+    """What N queries of each row may see, made once per forward pass and shared by its layers. No mask is stored.
+
+    `prefix` [B] int64; `words` [B, N, W] int64 or None for a chain; `extent` bounds prefix + tail; `counters` [COUNTERS] int32 are zero
+    between launches. Launches that share a layout must be ordered: its counters are theirs.
+    """
+
+    prefix: Tensor
+    words: Tensor | None
+    nodes: int
+    tail: int
+    extent: int
+    group: int
+    counters: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Rows and slots of a tile, warps, pipeline stages, and how many programs a processor holds at once."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    resident: int
+
+
+# By bytes of an element and head size, rounded up to a power of two: for at most so many matrix rows; the last takes the rest.
+_LAUNCHES: dict[tuple[int, int], tuple[tuple[int, Launch], ...]] = {
+    (2, 64): ((16, Launch(16, 64, 4, 3, 2)), (32, Launch(32, 64, 4, 3, 2)), (64, Launch(64, 64, 4, 3, 2)), (0, Launch(128, 128, 8, 3, 1))),
+    (2, 128): ((16, Launch(16, 64, 4, 3, 2)), (32, Launch(32, 64, 4, 3, 2)), (64, Launch(64, 64, 4, 3, 2)), (0, Launch(128, 64, 8, 4, 1))),
+    (2, 256): ((16, Launch(16, 32, 4, 3, 2)), (32, Launch(32, 32, 4, 3, 2)), (64, Launch(64, 32, 4, 3, 1)), (0, Launch(128, 32, 8, 3, 1))),
+    (4, 64): ((16, Launch(16, 32, 4, 2, 2)), (0, Launch(32, 32, 4, 2, 3))),
+    (4, 128): ((16, Launch(16, 32, 8, 2, 1)), (0, Launch(32, 32, 8, 2, 1))),
+    (4, 256): ((0, Launch(16, 32, 8, 2, 1)),),
+}
+
+
+def attention_layout(prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1) -> TreeLayout:
+    """Lay out tree attention: prefix [B] int64 slots are seen by all, then `tail` slots by ancestor bits.
+
+    Bit j of words [B, N, W] int64 (last dimension contiguous) says whether the node sees tail slot j; words=None means a chain (slot j is
+    seen by nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent, which only chooses how many
+    programs a launch has. `group` is the number of query heads per key head.
+    """
+    if prefix.ndim != 1 or prefix.dtype != torch.int64:
+        raise ValueError(f"prefix is {prefix.dtype} of shape {tuple(prefix.shape)}; it must be int64 of shape [B]")
+    if words is not None:
+        if words.dtype != torch.int64 or words.ndim != 3 or words.shape[:2] != (prefix.shape[0], nodes):
+            raise ValueError(f"words are {words.dtype} of shape {tuple(words.shape)}; they must be int64 [{prefix.shape[0]}, {nodes}, W]")
+        if words.shape[2] * 64 < tail:
+            raise ValueError(f"{words.shape[2]} words of 64 bits do not cover a tail of {tail} slots")
+        if words.shape[2] > 1 and words.stride(2) != 1:
+            raise ValueError(f"words have strides {words.stride()}; the last dimension must be contiguous: words.contiguous()")
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=prefix.device)
+    return TreeLayout(prefix, words, nodes, tail, extent, group, counters)
+
+
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) -> Tensor:
+    """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout made for Hq / Hkv -> [B, N, Hq, D] contiguous.
+
+    q, k, v are of one dtype (fp32, fp16, bf16) and contiguous in their last dimension, strided otherwise; D is 1 to 256 and the scale is
+    positive. Products accumulate in fp32, and the weights are rounded to the dtype before they meet the values. A row that sees nothing
+    is zero. Raises ValueError for what it does not accept.
+    """
+    _check(q, k, v, layout, scale)
+    batch, nodes, _, size = q.shape
+    kv_heads, capacity = k.shape[1], k.shape[2]
+    group, rows, pairs = layout.group, nodes * layout.group, batch * kv_heads
+    block_d = max(16, triton.next_power_of_2(size))
+    launch = _launch(q.element_size(), block_d, rows)
+    tiles = triton.cdiv(rows, launch.block_m)
+    extent = min(layout.extent, capacity)
+    out = q.new_empty(q.shape)
+    if out.numel() == 0:
+        return out
+    blocks = triton.cdiv(extent, launch.block_n) + 1  # the prefix and the tail begin a block each
+    least = triton.cdiv(extent, MAX_SHARE) if batch > 1 else 1
+    splits = _splits(pairs * tiles, blocks, _processors(q.device) * launch.resident, least)
+    fused = launch.block_m <= FUSED_ROWS and pairs * tiles <= COUNTERS
+    merge_m = min(launch.block_m, triton.next_power_of_2(rows)) if fused else min(launch.block_m, 8)
+    merge_s = max(1, min(MERGE_ELEMENTS // (merge_m * block_d), triton.next_power_of_2(splits)))
+    part, lse = out, out
+    if splits > 1:
+        part = q.new_empty((pairs, splits, rows, size), dtype=torch.float32)
+        lse = q.new_empty((pairs, splits, rows), dtype=torch.float32)
+    chain = layout.words is None or layout.tail == 0
+    words, (s_wb, s_wn) = (layout.prefix, (0, 0)) if layout.words is None else (layout.words, layout.words.stride()[:2])
+    shared = {
+        "GROUP": group, "D": size, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "BLOCK_D": block_d, "MIN_BLOCKS": MIN_BLOCKS,
+        "CHAIN": chain, "MERGE_S": merge_s, "MERGE_M": merge_m,
+    }  # fmt: skip
+    lengths = (nodes, layout.tail, extent, splits, kv_heads)
+    _attention_kernel[(tiles, splits, pairs)](
+        q, k, v, out, part, lse, layout.counters, layout.prefix, words, scale * LOG2E, *lengths,
+        *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), layout.prefix.stride(0), s_wb, s_wn,
+        S_K=k.stride(2), S_V=v.stride(2), SPLIT=splits > 1, FUSED=fused, TAIL_STAGES=max(2, launch.stages - 1),
+        num_warps=launch.warps, num_stages=launch.stages, **shared,
+    )  # fmt: skip
+    if splits > 1 and not fused:
+        grid = (triton.cdiv(rows, merge_m), pairs)
+        _merge_kernel[grid](part, lse, out, layout.prefix, *lengths, out.stride(0), layout.prefix.stride(0), num_warps=4, **shared)
+    return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) -> None:
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k, v have shapes {shapes}; they must be [B, N, Hq, D] and twice [B, Hkv, C, D]")
+    if (q.shape[0], q.shape[1], q.shape[2]) != (layout.prefix.shape[0], layout.nodes, k.shape[1] * layout.group):
+        made = f"{layout.prefix.shape[0]} rows of {layout.nodes} nodes with {layout.group} query heads per key head"
+        raise ValueError(f"the layout was made for {made}; q is {tuple(q.shape)} and k {tuple(k.shape)}")
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must share one of {', '.join(map(str, DTYPES))}")
+    if q.shape[3] > 256:
+        raise ValueError(f"the head size is {q.shape[3]}; at most 256 is accepted")
+    if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
+        strides = f"{q.stride(3)}, {k.stride(3)}, {v.stride(3)}"
+        raise ValueError(f"the last dimension of q, k, v must be contiguous; its strides are {strides}")
+    if not scale > 0:
+        raise ValueError(f"the scale is {scale}; it must be positive")
+
+
+@lru_cache
+def _launch(element: int, block_d: int, rows: int) -> Launch:
+    """The row of the table for so many bytes per element, a padded head size and so many matrix rows."""
+    options = _LAUNCHES[element, max(64, block_d)]
+    return next((launch for most, launch in options if rows <= most), options[-1][1])
+
+
+@lru_cache(maxsize=4096)
+def _splits(tiles: int, blocks: int, slots: int, least: int) -> int:
+    """How many programs share a tile's blocks: the cheapest by waves of programs over the chip's slots, with the merge counted."""
+    most = min(MAX_SPLITS, max(1, blocks // MIN_BLOCKS))
+
+    def cost(splits: int) -> float:
+        waves, share = triton.cdiv(tiles * splits, slots), triton.cdiv(blocks, splits)
+        return waves * (share + PARTIAL_COST) + MERGE_COST + splits / 16 if splits > 1 else waves * share
+
+    return min(range(min(least, most), most + 1), key=cost)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_PROCESSORS

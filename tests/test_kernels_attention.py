@@ -1,0 +1,271 @@
+"""The tree attention kernel against the reference: drawn shapes and lengths, any ancestor bits, nothing read that nobody sees."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fastspec.kernels import reference
+from fastspec.kernels import tree_attention as kernels
+
+HAS_CUDA = torch.cuda.is_available()
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tensors"))
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")])
+EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
+ON_CUDA = pytest.mark.parametrize("device", [CUDA])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+TYPED = [pytest.param(*CPU.values, dtype, marks=CPU.marks) for dtype in (torch.float32, torch.float16)]  # the interpreter has no bf16
+TYPED += [pytest.param(*CUDA.values, dtype, marks=CUDA.marks) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+FP32_SLACK = 2e-5  # scores are of size 1, sums of up to 256 products: with the exponential some 100 roundings of fp32 in all
+
+
+NEW_EMPTY = Tensor.new_empty
+
+
+def poisoned(like: Tensor, *args: object, **options: object) -> Tensor:
+    """What the kernel allocates, full of NaN: an element that is not written is found, and one that is not to be read too."""
+    made = NEW_EMPTY(like, *args, **options)
+    return made.fill_(torch.nan) if made.is_floating_point() else made  # the interpreter makes tensors too
+
+
+def excess(got: Tensor, expected: tuple[Tensor, Tensor]) -> float:
+    """By how much an element is off, as a share of its bound: the weights and the result are rounded once each to the dtype, by half an
+    eps, and both errors are at most that share of the weighted sum of |v|. In fp32 these are lost in the slack."""
+    wanted, size = expected
+    bound = (torch.finfo(got.dtype).eps + FP32_SLACK) * size + 1e-30
+    return float(((got.double() - wanted).abs() / bound).nan_to_num(torch.inf).max())
+
+
+class Case:
+    """Drawn inputs and what the reference makes of them in fp64. Slots that nobody sees hold NaN for the kernel."""
+
+    def __init__(
+        self, prefixes: list[int], nodes: int, heads: tuple[int, int], size: int, dtype: torch.dtype, device: str, *,
+        tail: int | None = None, chain: bool = False, capacity: int = 0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        kv_heads, group = heads
+        self.nodes, self.group, self.scale = nodes, group, size**-0.5
+        self.tail = nodes if tail is None else tail
+        self.extent = max(capacity, max(prefixes) + self.tail)
+        rows = len(prefixes)
+        normal = torch.randn(rows, nodes, kv_heads * group + 2, size, generator=generator)
+        self.q = normal.to(device, dtype)[:, :, 1:-1]  # strided, as a slice of packed queries, keys, values
+        cache = torch.randn(2, rows, kv_heads, self.extent + 3, size, generator=generator).to(device, dtype)
+        self.prefix = torch.tensor(prefixes, device=device)
+        self.words = None
+        if not chain:
+            bits = torch.randint(-(2**63), 2**63 - 1, (rows, nodes, -(-self.tail // 64)), generator=generator)
+            bits |= torch.randint(-(2**63), 2**63 - 1, bits.shape, generator=generator)
+            bits[:, :, 0] |= 1  # a node sees at least the root
+            self.words = bits.to(device)
+        self.clean = cache.clone()
+        for row, prefix in enumerate(prefixes):
+            cache[:, row, :, prefix + self.tail :] = torch.nan
+        self.k, self.v = cache
+
+    def layout(self) -> kernels.TreeLayout:
+        return kernels.attention_layout(self.prefix, self.words, self.nodes, self.tail, self.extent, self.group)
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """The result, and the same of |v|."""
+        layout = reference.attention_layout(self.prefix, self.words, self.nodes, self.tail, self.extent, self.group)
+        q, k, v = (x.double() for x in (self.q, *self.clean))
+        wanted, size = (reference.tree_attention(q, k, x, layout, self.scale) for x in (v, v.abs()))
+        return wanted, size
+
+    def check(self, layout: kernels.TreeLayout | None = None) -> Tensor:
+        layout = layout or self.layout()
+        with patch.object(Tensor, "new_empty", poisoned):
+            got = kernels.tree_attention(self.q, self.k, self.v, layout, self.scale)
+        assert got.is_contiguous() and got.dtype == self.q.dtype
+        assert excess(got, self.expected()) < 1
+        assert not layout.counters.any()
+        return got
+
+
+PREFIXES = st.lists(st.sampled_from([0, 1, 7, 31, 32, 33, 63, 64, 65, 130, 257]), min_size=1, max_size=2)
+HEADS = st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 3)])
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tensors")
+@given(
+    PREFIXES, st.sampled_from([1, 2, 7, 33, 65]), HEADS, st.sampled_from([8, 16, 20, 64]), st.sampled_from([torch.float32, torch.float16]),
+    st.booleans(), st.sampled_from([0, 1, 63]), st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_the_interpreted_kernel_agrees_with_the_reference(prefixes, nodes, heads, size, dtype, chain, more, seed):
+    """Trees whose tail is longer than the level that asks, and chains."""
+    case = Case(prefixes, nodes, heads, size, dtype, "cpu", tail=nodes if chain else nodes + more, chain=chain, seed=seed)
+    case.check()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("nodes", [1, 20])
+@pytest.mark.parametrize("prefixes", [[0], [40], [300, 3]], ids=str)
+@pytest.mark.parametrize(("splits", "at_once"), [(1, 8192), (3, 8192), (16, 8192), (16, 128)])
+def test_any_number_of_splits(device, nodes, prefixes, splits, at_once):
+    """More splits than there are blocks, one layout for two layers, a capacity beyond the lengths, and equal results each time."""
+    case = Case(prefixes, nodes, (1, 3), 32, torch.float32, device, capacity=500)
+    layout = case.layout()
+    with patch.object(kernels, "_splits", lambda *_: splits), patch.object(kernels, "MERGE_ELEMENTS", at_once):
+        first = case.check(layout)
+        assert torch.equal(first, case.check(layout))
+
+
+def test_how_many_splits():
+    assert kernels._splits(8, 34, 264, 1) >= 16  # plain decoding: the chip is filled
+    assert kernels._splits(8, 2, 264, 1) == 1  # a merge would take longer
+    assert kernels._splits(512, 500, 132, 1) == 1  # full without
+    assert kernels._splits(4096, 4096, 132, 8) >= 8  # uneven rows
+    assert kernels._splits(1, 100_000, 264, 1) == kernels.MAX_SPLITS
+
+
+@EVERYWHERE
+def test_expanded_words_and_prefixes(device):
+    """Static trees share one row of words: views with stride 0 are read as they are."""
+    case = Case([40, 40], 7, (2, 2), 16, torch.float32, device)
+    case.prefix = case.prefix[:1].expand(2)
+    case.words = case.words[:1].expand(2, -1, -1)
+    case.check()
+
+
+@EVERYWHERE
+def test_keys_of_any_layout(device):
+    """A cache [B, C, Hkv, D] seen as [B, Hkv, C, D], keys and values of different strides."""
+    case = Case([70, 9], 5, (3, 2), 16, torch.float32, device)
+    case.k = case.k.transpose(1, 2).contiguous().transpose(1, 2)
+    case.check()
+
+
+@EVERYWHERE
+def test_a_node_that_sees_nothing_is_zero(device):
+    case = Case([0], 3, (1, 2), 16, torch.float32, device)
+    case.words[0, 1] = 0
+    got = kernels.tree_attention(case.q, case.k, case.v, case.layout(), case.scale)
+    assert not got[:, 1].any() and got[:, 0].all() and not got.isnan().any()
+
+
+@pytest.mark.parametrize(("device", "dtype"), TYPED)
+def test_each_bit_decides_one_slot(device, dtype):
+    """Node n sees tail slot bit(n) alone, and the result is that slot's value."""
+    tail = 130
+    slots = [0, 31, 32, 63, 64, 95, 127, 128, 129]
+    case = Case([0], len(slots), (1, 1), 16, dtype, device, tail=tail)
+    case.words.zero_()
+    for node, slot in enumerate(slots):
+        bit = slot % 64
+        case.words[0, node, slot // 64] = 1 << bit if bit < 63 else -(2**63)
+    got = kernels.tree_attention(case.q, case.k, case.v, case.layout(), case.scale)
+    assert torch.equal(got[0, :, 0], case.v[0, 0, slots])  # a weight of exactly 1
+
+
+def good() -> dict[str, object]:
+    layout = kernels.attention_layout(torch.tensor([4]), None, 2, 2, 8, 2)
+    return {"q": torch.ones(1, 2, 4, 8), "k": torch.ones(1, 2, 8, 8), "v": torch.ones(1, 2, 8, 8), "layout": layout, "scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"q": torch.ones(1, 2, 8)}, "shapes"),
+        ({"v": torch.ones(1, 2, 9, 8)}, "shapes"),
+        ({"q": torch.ones(1, 3, 4, 8)}, "layout was made for"),
+        ({"q": torch.ones(1, 2, 6, 8)}, "layout was made for"),
+        ({"q": torch.ones(1, 2, 4, 8).double()}, "float64"),
+        ({"k": torch.ones(1, 2, 8, 8).half()}, "must share one"),
+        ({"k": torch.ones(1, 2, 8, 8).transpose(2, 3)}, "contiguous"),
+        ({"q": torch.ones(1, 2, 4, 257), "k": torch.ones(1, 2, 8, 257), "v": torch.ones(1, 2, 8, 257)}, "at most 256"),
+        ({"scale": 0.0}, "positive"),
+    ],
+)
+def test_what_is_not_accepted(change, says):
+    with pytest.raises(ValueError, match=says):
+        kernels.tree_attention(**{**good(), **change})
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words", "says"),
+    [
+        (torch.tensor([1], dtype=torch.int32), None, "int64"),
+        (torch.tensor(1), None, r"\[B\]"),
+        (torch.tensor([1]), torch.zeros(1, 2, 1), "float32"),
+        (torch.tensor([1]), torch.zeros(1, 3, 2, dtype=torch.long), "int64"),
+        (torch.tensor([1]), torch.zeros(1, 2, 1, dtype=torch.long), "do not cover"),
+        (torch.tensor([1]), torch.zeros(1, 2, 4, dtype=torch.long)[:, :, ::2], "contiguous"),
+    ],
+)
+def test_what_no_layout_is_made_of(prefix, words, says):
+    with pytest.raises(ValueError, match=says):
+        kernels.attention_layout(prefix, words, 2, 65, 80)
+
+
+SHAPES = {"8b": ((8, 4), 128), "smollm2": ((3, 3), 64), "qwen2-1.5b": ((2, 6), 128), "odd-80": ((2, 1), 80), "odd-96": ((2, 4), 96)}
+SHAPES["wide"] = ((2, 2), 256)
+ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+
+
+@ON_CUDA
+@DTYPES
+@ALL_SHAPES
+@pytest.mark.parametrize("nodes", [1, 7, 10, 60, 63, 65, 256])
+def test_trees(device, dtype, shape, nodes):
+    case = Case([2048, 1, 777], nodes, *shape, dtype, device, tail=nodes + 30, seed=nodes)
+    case.check()
+
+
+@ON_CUDA
+@DTYPES
+@ALL_SHAPES
+@pytest.mark.parametrize(("nodes", "prefixes"), [(1, [33]), (6, [2048, 100]), (512, [0]), (511, [1000, 5])], ids=str)
+def test_chains(device, dtype, shape, nodes, prefixes):
+    Case(prefixes, nodes, *shape, dtype, device, chain=True).check()
+
+
+@ON_CUDA
+@DTYPES
+@pytest.mark.parametrize("nodes", [1, 60])
+def test_a_long_prefix_in_a_larger_buffer(device, dtype, nodes):
+    Case([30000], nodes, (8, 4), 128, dtype, device, capacity=33000).check()
+
+
+@ON_CUDA
+@DTYPES
+def test_a_large_batch_of_uneven_rows(device, dtype):
+    prefixes = [(97 * i * i) % 3000 + 1 for i in range(64)]
+    Case(prefixes, 5, (2, 3), 64, dtype, device, capacity=40000 if dtype != torch.float32 else 4000).check()
+
+
+@ON_CUDA
+@pytest.mark.parametrize("nodes", [1, 4, 60])
+def test_a_captured_launch_follows_the_lengths(device, nodes):
+    """Replayed at lengths other than those of the capture, many times over: no race in the merge, and the counters come back to 0."""
+    case = Case([3000, 2000], nodes, (8, 4), 128, torch.float16, device, capacity=8192)
+    layout = case.layout()
+    case.check(layout)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        kernels.tree_attention(case.q, case.k, case.v, layout, case.scale)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels.tree_attention(case.q, case.k, case.v, layout, case.scale)
+    for lengths in ([3000, 2000], [0, 64], [5, 1], [1999, 1024]):
+        case.prefix.copy_(torch.tensor(lengths))
+        expected = case.expected()
+        first = None
+        for _ in range(50):
+            out.fill_(torch.nan)
+            graph.replay()
+            first = out.clone() if first is None else first
+            assert torch.equal(out, first)
+        assert excess(out, expected) < 1
+        assert not layout.counters.any()

@@ -1,0 +1,197 @@
+"""The Triton backend from the front door: what a patched model says with it, what it ran, and what it leaves behind.
+
+On the CPU the kernels run in Triton's interpreter, uncaptured; on CUDA rounds are captured.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers_generate import MAKERS, TREE, prompts, seer1
+from helpers_models import tiny_head, tiny_model
+from torch import Tensor
+
+import fastspec
+from fastspec.errors import Unsupported
+from fastspec.patches.adapters import ADAPTERS
+from fastspec.patches.session import session_of
+
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
+EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
+ON_CUDA = pytest.mark.parametrize("device", [CUDA])
+FAMILIES = ((CPU, ("qwen2", "qwen3", "mixtral")), (CUDA, tuple(ADAPTERS)))  # a bias, q/k norms, experts: the interpreter is slow
+SMALL = fastspec.Eagle3(depth=2, top_k=2, total_tokens=6)
+
+
+def moved(inputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "device"),
+    [pytest.param(f, *d.values, marks=d.marks, id=f"{f}-{d.values[0]}") for d, families in FAMILIES for f in families],
+)
+def test_every_family_says_in_fp32_what_the_unpatched_model_says(family, device):
+    model = tiny_model(family, num_hidden_layers=2, num_attention_heads=4).to(device)
+    inputs = moved(prompts(3, 7), device)
+    options = {"do_sample": False, "max_new_tokens": 4}
+    expected = model.generate(**inputs, **options)
+    with fastspec.patched(model, eagle3=tiny_head(model).to(device), backend="triton"):
+        for assistant in ("autoregressive", SMALL):
+            assert model.generate(**inputs, **options, assistant=assistant).tolist() == expected.tolist()
+    assert model.generate(**inputs, **options).tolist() == expected.tolist()
+
+
+@EVERYWHERE
+def test_the_kernels_were_really_called(device):
+    target, head = MAKERS["bigram"]
+    model = target().to(device)
+    inputs = moved(prompts(3, 5), device)
+    options = {"do_sample": False, "max_new_tokens": 8 if device == "cpu" else 20}
+    expected = model.generate(**inputs, **options)
+    fastspec.patch(model, eagle3=head(model).to(device), backend="triton")
+    assert model.generate(**inputs, **options, assistant=SMALL).tolist() == expected.tolist()
+    report = fastspec.report(model)
+    assert report.backend == "triton" and report.last.acceptance_length > 1.5
+    wanted = ("attention_layout", "tree_attention", "kv_block_copy", "linear", "rms_norm", "rope_cache", "swiglu", "topk_expand")
+    assert all(report.kernels[name] > 0 for name in (*wanted, "tree_build", "pick", "posterior_walk"))
+    assert report.last.replays == (report.last.rounds - 1 if device == "cuda" else 0)
+
+
+@ON_CUDA
+@pytest.mark.parametrize("options", [{"temperature": 1.3, "top_k": 20}, {"top_p": 0.8, "min_p": 0.02}, {"repetition_penalty": 1.3}])
+def test_sampling_follows_its_seed(options, device):
+    target, head = MAKERS["bigram"]
+    model = target().to(device)
+    fastspec.patch(model, eagle3=head(model).to(device), backend="triton")
+    inputs, said = moved(prompts(5, 8), device), []
+    for _ in range(2):
+        torch.manual_seed(3)
+        said.append(model.generate(**inputs, do_sample=True, max_new_tokens=6, assistant=SMALL, **options).tolist())
+    assert said[0] == said[1]
+
+
+def test_the_backend_is_refused_where_it_cannot_run(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = tiny_model()
+    with pytest.raises(Unsupported, match="CUDA"):
+        fastspec.patch(model, backend="triton")
+    assert "generate" not in vars(model)
+
+
+def test_the_backend_is_refused_in_generic_mode():
+    model = tiny_model("gpt2")
+    with pytest.raises(Unsupported, match="generic mode|CUDA"):
+        fastspec.patch(model, backend="triton")
+    assert "generate" not in vars(model)
+
+
+@ON_CUDA
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral"])
+def test_packed_weights_are_views_and_are_undone(family, device):
+    model = tiny_model(family).to(device)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    inputs = moved(prompts(4, 9), device)
+    plain = model(**inputs).logits
+    held = torch.cuda.memory_allocated()
+    fastspec.patch(model)
+    attn = model.model.layers[0].self_attn
+    assert attn.k_proj.weight.untyped_storage().data_ptr() == attn.q_proj.weight.untyped_storage().data_ptr()
+    assert torch.equal(model(**inputs).logits, plain)
+    assert torch.cuda.memory_allocated() <= held * 1.02 + 2**20
+    twin = copy.deepcopy(model)
+    twin.generate(**inputs, max_new_tokens=4, assistant="autoregressive")
+    fastspec.unpatch(model)
+    assert attn.k_proj.weight.untyped_storage().data_ptr() != attn.q_proj.weight.untyped_storage().data_ptr()
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
+    assert torch.equal(model(**inputs).logits, plain)
+    assert torch.cuda.memory_allocated() <= held * 1.02 + 2**20 + sum(p.numel() * p.element_size() for p in twin.parameters()) * 2
+
+
+@ON_CUDA
+def test_captured_rounds_are_shared_by_later_calls_and_freed(device):
+    target, head = MAKERS["random"]
+    model = target().to(device)
+    options = {"do_sample": False, "max_new_tokens": 30}
+    lengths = [(3, 9), (17, 2), (5, 5)]
+    expected = [model.generate(**moved(prompts(*each), device), **options).tolist() for each in lengths]
+    fastspec.patch(model, eagle3=head(model).to(device))
+    session = session_of(model)
+    for _ in range(2):
+        said = [model.generate(**moved(prompts(*each), device), **options, assistant=TREE).tolist() for each in lengths]
+        assert said == expected
+    assert len(session.engines.held) == 1 and fastspec.report(model).last.replays == fastspec.report(model).last.rounds
+    for size in range(2, 8):
+        model.generate(**moved(prompts(*[4] * size), device), **options, assistant=TREE)
+    assert len(session.engines.held) == 4
+    fastspec.unpatch(model)
+    assert not session.engines.held
+
+
+@ON_CUDA
+def test_a_text_that_outgrows_its_buffers_is_captured_anew(device):
+    target, head = MAKERS["bigram"]
+    model = target().to(device)
+    inputs = moved(prompts(1000, 1015), device)
+    model.config.max_position_embeddings = 4096
+    options = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": 1000}
+    expected = model.generate(**inputs, **options).tolist()
+    fastspec.patch(model, eagle3=head(model).to(device))
+    for _ in range(2):
+        assert model.generate(**inputs, **options, assistant=TREE).tolist() == expected
+
+
+@ON_CUDA
+def test_a_hook_set_after_the_patch_is_honoured(device):
+    model = tiny_model().to(device)
+    inputs, options = moved(prompts(4, 9), device), {"do_sample": False, "max_new_tokens": 20}
+    fastspec.patch(model)
+    model.generate(**inputs, **options, assistant="autoregressive")
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, out: out * 0.5)
+    expected = model.generate(**inputs, **options).tolist()
+    assert model.generate(**inputs, **options, assistant="autoregressive").tolist() == expected
+
+
+@ON_CUDA
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"typical_p": 0.9}, {"epsilon_cutoff": 0.01},
+        {"eta_cutoff": 0.01}, {"renormalize_logits": True}, {"remove_invalid_values": True}, {"suppress_tokens": [7, 8]},
+        {"repetition_penalty": 1.2}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 5},
+    ],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_every_processor_runs_in_captured_rounds(options, device):
+    """Drawn with nearly all mass on one token, captured rounds say what the plain rounds of the torch backend say."""
+    target, head = MAKERS["bigram"]
+    inputs = moved(prompts(5, 8), device)
+    said = []
+    for backend in ("torch", "triton"):
+        model = target().to(device)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(8.0)
+        with fastspec.patched(model, eagle3=head(model).to(device), backend=backend):
+            for name in (TREE, "autoregressive", "nasd"):
+                torch.manual_seed(0)
+                said.append(model.generate(**inputs, do_sample=True, max_new_tokens=20, assistant=name, **options).tolist())
+    assert said[:3] == said[3:]
+
+
+@ON_CUDA
+@pytest.mark.parametrize("drafts", ["greedy", "sampled"])
+def test_static_trees_are_captured(drafts, device):
+    model = MAKERS["bigram"][0]().to(device)
+    inputs = moved(prompts(5, 8), device)
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=20).tolist()
+    fastspec.patch(model, eagle=seer1(model).to(device))
+    config = fastspec.Eagle1(drafts=drafts)
+    assert model.generate(**inputs, do_sample=False, max_new_tokens=20, assistant=config).tolist() == expected
+    assert fastspec.report(model).last.replays > 0
+    torch.manual_seed(1)
+    model.generate(**inputs, do_sample=True, max_new_tokens=20, assistant=config)
+    assert fastspec.report(model).last.replays > 0
