@@ -13,6 +13,7 @@ import json
 import statistics
 import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int) -> dict[str
             event.record()
             graph.replay()
         torch.cuda.synchronize()
-        row["replay_ms"] = round(statistics.median(a.elapsed_time(b) for a, b in zip(starts, starts[1:], strict=False)), 4)
+        row["replay_ms"] = round(statistics.median(a.elapsed_time(b) for a, b in pairwise(starts)), 4)
     return row
 
 

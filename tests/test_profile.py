@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_every_round_is_taken_down(device, options, tmp_path):
     assert 0 < low <= middle <= high and "score" in str(profile)
     profile.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert len(events) == sum(map(len, profile.rounds)) and all(a["ts"] <= b["ts"] for a, b in zip(events, events[1:], strict=False))
+    assert len(events) == sum(map(len, profile.rounds)) and all(a["ts"] <= b["ts"] for a, b in pairwise(events))
     before = len(profile.rounds)
     assert model.generate(**inputs, **call).tolist() == expected and len(profile.rounds) == before
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 Result = TypeVar("Result")
 
@@ -49,6 +51,34 @@ class Captured(Generic[Result]):
             if collecting:
                 gc.enable()
         self.graph = graph
+
+
+class Program(Generic[Result]):
+    """A function of tensors, captured once for each set of their shapes: it reads copies that stay where they are.
+
+    Inputs of two and more dimensions may be narrower than `width` in the second; what is behind them is left from an earlier call. The
+    result lies in the graph's own memory, and the next call of the same shapes writes over it.
+    """
+
+    def __init__(self, run: Callable[..., Result]) -> None:
+        self.run = run
+        self.held: dict[Any, tuple[list[Tensor], Captured[Result]]] = {}
+
+    def __call__(self, key: Any, width: int, *inputs: Tensor) -> Result:
+        """Run it on these inputs; `key` as for `Captured`."""
+        shapes = tuple((x.shape[0], width, *x.shape[2:]) if x.dim() > 1 else tuple(x.shape) for x in inputs)
+        if shapes not in self.held:
+            copies = [x.new_zeros(shape) for x, shape in zip(inputs, shapes, strict=True)]
+            self.held[shapes] = copies, Captured(partial(self.run, *copies))
+        copies, captured = self.held[shapes]
+        for copy, x in zip(copies, inputs, strict=True):
+            (copy[:, : x.shape[1]] if x.dim() > 1 else copy).copy_(x)
+        return captured(key)
+
+
+def padded_width(width: int) -> int:
+    """The width that a chunk of a prompt is padded to: a power of two, so that few graphs serve all prompts."""
+    return max(32, 1 << (width - 1).bit_length())
 
 
 def capturing() -> bool:

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ class Profile:
         rows = [(name, *self.quantiles(name)) for name in self.parts]
         width = max(len(name) for name, *_ in rows)
         middle = statistics.median(whole)
-        lines = [f"{len(self.rounds)} rounds, median {middle:.3f} ms; quantiles in ms", f"{'part':{width}}     20 %     50 %     80 %  share"]
+        head = f"{'part':{width}}     20 %     50 %     80 %  share"
+        lines = [f"{len(self.rounds)} rounds, median {middle:.3f} ms; quantiles in ms", head]
         lines += [f"{name:{width}} {a:8.3f} {b:8.3f} {c:8.3f} {b / middle if middle else 0.0:6.1%}" for name, a, b, c in rows]
         return "\n".join(lines)
 
@@ -84,7 +86,7 @@ class Clock:
     def close(self) -> None:
         """The round has ended and was read back: take its times down."""
         spent: dict[str, float] = {}
-        for (_, before), (name, after) in zip(self.marks, self.marks[1:], strict=False):
+        for (_, before), (name, after) in pairwise(self.marks):
             took = before.elapsed_time(after) if self.cuda else 1e3 * (after - before)
             spent[name] = spent.get(name, 0.0) + took
         spent["host"] = max(0.0, 1e3 * (time.perf_counter() - self.began) - sum(spent.values()))

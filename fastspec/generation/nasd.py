@@ -98,7 +98,8 @@ def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.devi
             laid.append([tokens[node], parent, depths[node], *_signed(seen[node], words)])
         rows.append(laid)
     packed = torch.tensor(rows, dtype=torch.long).to(device)
-    return TokenTree(packed[..., 0], packed[..., 1], packed[..., 2], packed[..., 3:], max_path)
+    first, second, third, rest = (packed[..., part].contiguous() for part in (0, 1, 2, slice(3, None)))
+    return TokenTree(first, second, third, rest, max_path)
 
 
 def _signed(bits: int, words: int) -> list[int]:

@@ -33,14 +33,17 @@ class Ops:
     linear: Callable[..., Tensor]
     rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_cache: Callable[..., Tensor]
-    swiglu: Callable[..., Tensor]
+    gate_up: Callable[..., Tensor]
     topk_logprobs: Callable[..., tuple[Tensor, Tensor]]
     topk_expand: Callable[..., tuple[Tensor, ...]]
+    next_frontier: Callable[..., tuple[Tensor, Tensor, Tensor]]
     tree_build: Callable[..., tuple[Tensor, ...]]
     pick: Callable[..., Tensor]
     posterior_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
     experts: Callable[..., Tensor] | None = None
     """A mixture of experts; None leaves it to the model's own module."""
+    fused: Any = None
+    """The module `fastspec.kernels.drafter`, where the backend can run a whole draft phase in one launch."""
     captures: bool = False
     """Whether passes and rounds are captured as CUDA graphs, and weights that read one input packed."""
 

@@ -34,15 +34,16 @@ class Rounds:
 
     `sample` draws the target's tokens, else they are the likeliest; `process` maps scores [R, V] as the call's processors do, None without
     any. Rounds are captured where the backend captures and the drafter is static: its passes wait for nothing and keep their
-    tensors in place.
+    tensors in place. With `whole=False` the choice is not captured with the rest, for processors that wait for the device.
     """
 
     def __init__(
-        self, target: LanguageModel, drafter: Drafter | None, ops: Ops, *, rows: int, sample: bool, process: Process | None
-    ) -> None:
+        self, target: LanguageModel, drafter: Drafter | None, ops: Ops, *, rows: int, sample: bool, process: Process | None,
+        whole: bool = True,
+    ) -> None:  # fmt: skip
         # beyond the protocols, what is captured has a cache, and is opened and given room
         self.target, self.drafter = cast(Any, target), cast(Any, drafter)
-        self.ops, self.sample, self.process = ops, sample, process
+        self.ops, self.sample, self.process, self.whole = ops, sample, process, whole
         device = target.lengths.device
         self.root = torch.zeros(rows, dtype=torch.long, device=device)
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
@@ -102,18 +103,21 @@ class Rounds:
     def _step(self, extent: int, stats: Stats, decide: Decide | None) -> list[list[int]]:
         if not self.captured:
             return self._stepwise(extent, stats, decide)
-        if decide is None:
+        if decide is None and self.whole:
             with timed(stats, "round"):
                 return self._run("round", stats).tolist()
         with timed(stats, "draft and score"):
             self._run("front", stats)
         with timed(stats, "choose"):
-            verdict, self.kept = decide()
-            self.verdict = self._held(verdict)
+            if decide is None:
+                self._choose()
+            else:
+                self.verdict, self.kept = decide()
+            self.verdict = self._held(self.verdict)
         with timed(stats, "commit"):
             return self._run("back", stats).tolist()
 
-    def _run(self, name: str, stats: Stats) -> Tensor:
+    def _run(self, name: str, stats: Stats) -> Any:
         """A part of the round from its graph; what it leaves lies where the graph has it."""
         captured = self.captured[name]
         before = captured.replays
@@ -122,7 +126,7 @@ class Rounds:
         self.__dict__.update(left)
         if self.clock is not None:
             self.clock.marks = left["marks"]
-        return self.packed
+        return left.get("packed")
 
     def _left(self, program: Callable[[int], None]) -> dict[str, Any]:
         program(self.target.cache.bound)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fastspec.generation.cache import TreeCache
 from fastspec.generation.packing import joint
@@ -74,8 +75,12 @@ def product(ops: Ops, layers: Sequence[nn.Linear]) -> Product:
 
 def gated(ops: Ops, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Product:
     """The SwiGLU feed-forward of plain linear layers."""
-    gate_up, out = product(ops, (gate, up)), product(ops, (down,))
-    return lambda x: out(ops.swiglu(gate_up(x)))
+    out, layers = product(ops, (down,)), (gate, up)
+    weight, biases = joint([layer.weight for layer in layers]), [layer.bias for layer in layers if layer.bias is not None]
+    bias = joint(biases) if biases else None
+    if weight is not None and len(biases) in (0, 2) and (bias is not None) == bool(biases):
+        return lambda x: out(ops.gate_up(x, weight, bias))
+    return lambda x: out(F.silu(ops.linear(x, gate.weight, gate.bias)) * ops.linear(x, up.weight, up.bias))
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.launch import dependent
 from fastspec.kernels.rms_norm import rows_of
 from fastspec.kernels.swiglu import silu_times
 
@@ -24,10 +25,13 @@ SUM_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _group(p_chosen, p_order, p_expert, p_begin, p_end, pairs, BY_EXPERT: tl.constexpr, BLOCK: tl.constexpr):
+def _group(p_chosen, p_order, p_expert, p_begin, p_end, pairs, BY_EXPERT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     """One program per expert: place its pairs in the order. Groups are experts, or (with fewer pairs than experts) places in the order:
     the first place of an expert's run holds the group, the others are empty.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(0)
     o_block = tl.arange(0, BLOCK)
     b_below = tl.zeros((BLOCK,), tl.int32)
@@ -102,8 +106,11 @@ def _gate_up_rows(
 def _gate_up(
     p_x, p_weight, p_order, p_expert, p_begin, p_end, p_out, stride_x, CHOICES: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     TILE: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPTH_BLOCK: tl.constexpr,
-    SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr,
+    SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     group = tl.program_id(1)
     begin = tl.load(p_begin + group)
     end = tl.load(p_end + group)
@@ -135,8 +142,11 @@ def _down_rows(
 def _down(
     p_inner, p_weight, p_order, p_expert, p_begin, p_end, p_out, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     TILE: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPTH_BLOCK: tl.constexpr,
-    SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr,
+    SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     group = tl.program_id(1)
     begin = tl.load(p_begin + group)
     end = tl.load(p_end + group)
@@ -149,7 +159,10 @@ def _down(
 
 
 @triton.jit
-def _weighted_sum(p_parts, p_weights, p_out, CHOICES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def _weighted_sum(p_parts, p_weights, p_out, CHOICES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < HIDDEN
@@ -214,11 +227,12 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: T
     rows, groups = rows_of(x, "x"), min(pairs, count)
     order, expert, begin, end = torch.empty(pairs + 3 * groups, dtype=torch.int32, device=x.device).split([pairs, groups, groups, groups])
     block = min(GROUP_BLOCK, max(32, triton.next_power_of_2(pairs)))
-    _group[(count,)](chosen, order, expert, begin, end, pairs, BY_EXPERT=pairs >= count, BLOCK=block, num_warps=max(1, block // 256))
+    pdl = dependent(x.device)
+    _group[(count,)](chosen, order, expert, begin, end, pairs, BY_EXPERT=pairs >= count, BLOCK=block, num_warps=max(1, block // 256), **pdl)
 
     launch = launch_for(tokens, x.dtype)
     activated, parts = x.new_empty((pairs, inner)), x.new_empty((pairs, size))
-    shared = {"TILE": launch.tile, "SMALL": launch.small, "LARGE": launch.large, "num_warps": launch.warps}
+    shared = pdl | {"TILE": launch.tile, "SMALL": launch.small, "LARGE": launch.large, "num_warps": launch.warps}
     shared |= {"SMALL_STAGES": launch.small_stages, "LARGE_STAGES": launch.large_stages}
     _gate_up[(triton.cdiv(2 * inner, launch.tile), groups)](
         rows, gate_up, order, expert, begin, end, activated, rows.stride(0), CHOICES=choices, HIDDEN=size, INNER=inner,
@@ -229,7 +243,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: T
     )
     block = min(SUM_BLOCK, max(16, triton.next_power_of_2(size)))
     _weighted_sum[(tokens, triton.cdiv(size, block))](
-        parts, weights, out, CHOICES=choices, HIDDEN=size, BLOCK=block, num_warps=max(1, block // 256)
+        parts, weights, out, CHOICES=choices, HIDDEN=size, BLOCK=block, num_warps=max(1, block // 256), **pdl
     )
     return out
 

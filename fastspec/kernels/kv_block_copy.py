@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.launch import dependent
+
 BLOCK_ELEMENTS = 4096  # of keys, and as many of values, in the registers of a program
 MAX_SLOTS = 512
 
@@ -18,8 +20,11 @@ MAX_SLOTS = 512
 def _kv_block_copy(
     p_k, p_v, p_source, p_target, count, heads, stride_source_b, stride_source_p, stride_target_b, stride_target_p,
     stride_k_l, stride_k_b, stride_k_h, stride_k_c, stride_v_l, stride_v_b, stride_v_h, stride_v_c,
-    SIZE: tl.constexpr, SLOTS_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, SLOTS_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     layer = tl.program_id(0).to(tl.int64)
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -63,5 +68,5 @@ def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tens
     _kv_block_copy[(layers, batch * heads, triton.cdiv(size, size_block))](
         k_cache, v_cache, source, target, source.shape[1], heads, *source.stride(), *target.stride(),
         *k_cache.stride()[:4], *v_cache.stride()[:4], SIZE=size, SLOTS_BLOCK=slots_block, SIZE_BLOCK=size_block,
-        num_warps=min(4, max(1, slots_block * size_block // 256)),
+        num_warps=min(4, max(1, slots_block * size_block // 256)), **dependent(k_cache.device),
     )  # fmt: skip

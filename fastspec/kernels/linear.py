@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastspec.kernels import swiglu as swiglu_kernel
+
 
 @triton.jit
 def _prefetch(p, size):
@@ -179,33 +181,12 @@ class Launch:
 MAX_ROWS = 128
 """From here on the products are bound by the tensor cores, where cuBLAS is at home."""
 
-PDL = False
+PDL = True
 """Whether launches that `launch_for` chooses start before the kernel in front of them has finished."""
 
-TABLE: dict[tuple[int, int, int, bool], Launch] = {}
-"""Measured launches: (most rows: 1, 16, 32, 64 or 128; output channels; K; swiglu) -> launch; `launch_for` says what others get."""
-
-_BY_ROWS = {
-    # two programs on each of 132 multiprocessors, each with 80 to 100 KB of weights on their way
-    16: Launch(64, 128, 264, 4, 4),
-    32: Launch(64, 128, 264, 4, 4),
-    64: Launch(128, 64, 264, 4, 4),
-    128: Launch(128, 64, 132, 8, 4),
-}
-_SWIGLU_BY_ROWS = {
-    16: Launch(64, 64, 264, 4, 5),
-    32: Launch(64, 64, 264, 4, 5),
-    64: Launch(64, 64, 264, 4, 4),
-    128: Launch(64, 64, 132, 8, 4),
-}
-_FP32_BY_ROWS = {  # not on tensor cores: the operands are registers
-    16: Launch(32, 32, 0, 4, 3),
-    32: Launch(32, 32, 0, 4, 3),
-    64: Launch(16, 16, 0, 4, 3),
-    128: Launch(16, 16, 0, 4, 3),
-}
-_SMALL = 8 * 2**20  # bytes of weights up to which adding parts up costs more than idle multiprocessors
-_LEAST_STEPS = 4  # of a run: as many as there are stages to fill
+_LARGE = 2**26
+_SMALL = 3 * 2**19
+"""Numbers of weights that part the launches below, which were measured on an H200 (benchmarks/results/linear_h200.jsonl)."""
 _TILES = 16384  # that can be split: more than any vocabulary's output channels make
 _SERVED = ({torch.bfloat16}, {torch.float16}, {torch.float32})
 
@@ -219,31 +200,48 @@ _arrived: dict[torch.device, Tensor] = {}
 
 
 def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu: bool = False) -> Launch | None:
-    """The launch of x [rows, depth] times `channels` output channels; None: F.linear is as good."""
-    if not 0 < rows <= MAX_ROWS:
+    """The launch of x [rows, depth] times `channels` output channels (twice as many weights with swiglu); None: torch is as good."""
+    if dtype == torch.float32 or not 0 < rows <= 64:
         return None
-    most = padded(rows)
-    if dtype == torch.float32:
-        return _FP32_BY_ROWS[most]
-    launch = TABLE.get((1, channels, depth, swiglu)) if rows == 1 else None
-    launch = launch or TABLE.get((most, channels, depth, swiglu))
-    if launch is None:
-        launch = (_SWIGLU_BY_ROWS if swiglu else _BY_ROWS)[most]
-        size, tiles = 2 * channels * depth * (1 + swiglu), -(-channels // launch.channels)
-        if size <= _SMALL and most <= 16:
+    size = channels * depth * (1 + swiglu)
+    launch: Launch | None = None
+    if rows == 1:
+        if depth <= 1024:
+            wide = channels >= 16384
+            launch = Launch(8, 1024, 528, 4, 4, dots=False) if swiglu else None if wide else Launch(16, 128, 0, 2, 6)
+        elif size < _LARGE:
+            launch = Launch(4, 512, 0, 2, 1, dots=False)
+        elif not swiglu:
+            launch = Launch(4, 1024, 0, 4, 1, dots=False)
+    elif rows <= 16:
+        if swiglu:
+            launch = Launch(32, 64, 0, 4, 4)
+        elif size <= _SMALL:
             launch = Launch(16, 128, 0, 4, 4)
-        elif launch.programs:
-            steps = tiles * -(-depth // launch.depth)
-            programs = min(launch.programs, max(tiles, steps // _LEAST_STEPS))
-            launch = replace(launch, programs=programs)
-    return replace(launch, pdl=True) if PDL else launch
+        elif channels >= 65536 and depth > 1024:
+            launch = Launch(64, 128, 0, 4, 4)
+        elif depth >= 4096:
+            launch = Launch(64, 128, 264, 4, 4)
+    elif swiglu:
+        launch = Launch(64, 64, 0, 4, 4) if depth > 1024 else Launch(32, 64, 0, 4, 4)
+    elif channels >= 65536 and depth >= 4096:
+        launch = Launch(128, 64, 0, 4, 4)
+    return replace(launch, pdl=True) if launch is not None and PDL else launch
+
+
+def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`reference.gate_up`: silu(gate) * up of x [..., K] times a packed weight [2 * M, K], plus bias [2 * M] -> [..., M]."""
+    rows = x.numel() // max(1, x.shape[-1])
+    if launch_for(rows, weight.shape[0] // 2, weight.shape[1], x.dtype, swiglu=True) is None:
+        return swiglu_kernel.swiglu(linear(x, weight, bias))
+    return linear(x, weight, bias, swiglu=True)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, swiglu: bool = False, launch: Launch | None = None) -> Tensor:
     """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M] in x's dtype, summed in fp32 and rounded once.
 
     With swiglu the weight [2 * M, K] and the bias [2 * M] hold a gate, then an up-projection, and the result [..., M] is silu(gate) * up,
-    rounded where `reference.swiglu(reference.linear(x, weight, bias))` rounds. dtype is bfloat16, float16 or float32, the same for all.
+    rounded where `reference.gate_up` rounds. dtype is bfloat16, float16 or float32, the same for all.
     The last dimension of x, weight and bias must be contiguous (ValueError otherwise); the lines of x and weight may lie apart.
 
     More than MAX_ROWS rows, empty products, other dtypes, gradients and what `launch_for` has no launch for go to F.linear. `launch`
@@ -287,7 +285,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch:
         raise ValueError(f"{launch} multiplies one row, not {rows}: set dots=True")
     parts = torch.empty(2 * programs * (1 + swiglu) * launch.channels * wide if split else 1, dtype=torch.float32, device=x.device)
     lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size() | depth * weight.element_size()) % 16 == 0
-    tma, pdl = launch.tma and lined_up, launch.pdl and lined_up
+    tma, pdl = launch.tma and lined_up, launch.pdl and lined_up and x.is_cuda
     options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages} | ({"launch_pdl": True} if pdl else {})
     _linear_kernel[(programs,)](
         x, weight, TensorDescriptor.from_tensor(weight, [launch.channels, launch.depth]) if tma else None,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.launch import dependent
 from fastspec.kernels.topk_expand import EMPTY, key_index, packed, sort_key, tile_mass
 
 CHUNK, CHUNK_WARPS = 4096, 4
@@ -27,7 +28,10 @@ def _chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV: tl.constexpr):
 
 
 @triton.jit
-def _chunk_best_kernel(p_x, p_keys, vocab, nodes, chunks, s_xb, s_xm, BV: tl.constexpr):
+def _chunk_best_kernel(p_x, p_keys, vocab, nodes, chunks, s_xb, s_xm, BV: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     o_v, b_x = _chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
     b_key = tl.where(o_v < vocab, sort_key(b_x, o_v), EMPTY)
@@ -35,7 +39,10 @@ def _chunk_best_kernel(p_x, p_keys, vocab, nodes, chunks, s_xb, s_xm, BV: tl.con
 
 
 @triton.jit
-def _best_kernel(p_keys, p_ids, chunks, TP: tl.constexpr):
+def _best_kernel(p_keys, p_ids, chunks, TP: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     o_t = tl.arange(0, TP)
     b_key = tl.load(p_keys + row * chunks + o_t, mask=o_t < chunks, other=EMPTY)
@@ -43,7 +50,10 @@ def _best_kernel(p_keys, p_ids, chunks, TP: tl.constexpr):
 
 
 @triton.jit
-def _chunk_mass_kernel(p_x, p_peak, p_mass, vocab, nodes, chunks, s_xb, s_xm, BV: tl.constexpr):
+def _chunk_mass_kernel(p_x, p_peak, p_mass, vocab, nodes, chunks, s_xb, s_xm, BV: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     _, b_x = _chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
     peak, mass = tile_mass(b_x, 0)
@@ -67,8 +77,12 @@ def _first_above(b_mass, o, level, SIZE: tl.constexpr):
 
 @triton.jit
 def _draw_kernel(
-    p_x, p_peak, p_mass, p_uniform, p_ids, vocab, nodes, chunks, s_xb, s_xm, s_ub, s_um, TP: tl.constexpr, BV: tl.constexpr
+    p_x, p_peak, p_mass, p_uniform, p_ids, vocab, nodes, chunks, s_xb, s_xm, s_ub, s_um,
+    TP: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     o_t = tl.arange(0, TP)
     b_peak = tl.load(p_peak + row * chunks + o_t, mask=o_t < chunks, other=float("-inf"))
@@ -76,7 +90,7 @@ def _draw_kernel(
     uniform = tl.load(p_uniform + (row // nodes) * s_ub + (row % nodes) * s_um).to(tl.float64)
     top = tl.max(b_peak, 0)
     b_scale = tl.where(b_mass > 0.0, tl.exp(b_peak - top), 0.0)
-    b_chunk = b_mass.to(tl.float64) * b_scale.to(tl.float64)
+    b_chunk = b_mass.to(tl.float64) * b_scale.to(tl.float64)  # exact, so that all threads get one sum whether it is fused or not
     level = uniform * tl.sum(b_chunk, 0)
     chunk, before = _first_above(b_chunk, o_t, level, TP)
 
@@ -92,16 +106,21 @@ def _draw_kernel(
 
 @triton.jit
 def _walk_kernel(
-    p_tokens, p_parents, p_picks, p_path, p_accepted, p_bonus, nodes, steps, s_tokens, s_parents, s_picks, NP: tl.constexpr
+    p_tokens, p_parents, p_picks, p_path, p_accepted, p_bonus, nodes, steps, s_tokens, s_parents, s_picks,
+    NP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, NP)
     m_n = o_n < nodes
     b_token = tl.load(p_tokens + row * s_tokens + o_n, mask=m_n, other=0)
-    b_parent = tl.load(p_parents + row * s_parents + o_n, mask=m_n, other=0)
-    b_picked = tl.load(p_picks + row * s_picks + b_parent, mask=m_n, other=0)
+    b_parent = tl.load(p_parents + row * s_parents + o_n, mask=m_n, other=0).to(tl.int32)
+    b_pick = tl.load(p_picks + row * s_picks + o_n, mask=m_n, other=0)
+    b_picked = tl.gather(b_pick, b_parent, 0)  # memory is waited for once
     m_step = m_n & (o_n > 0) & (b_token == b_picked)  # whether the parent's pick names this node
-    b_from = tl.where(m_step, b_parent.to(tl.int32), -1)
+    b_from = tl.where(m_step, b_parent, -1)
     node = tl.full([], 0, tl.int32)
     accepted = tl.full([], 0, tl.int64)
     tl.store(p_path + row * steps, accepted)
@@ -111,7 +130,7 @@ def _walk_kernel(
         node = tl.where(child < NP, child, node)
         tl.store(p_path + row * steps + i, node.to(tl.int64))
     tl.store(p_accepted + row, accepted)
-    tl.store(p_bonus + row, tl.load(p_picks + row * s_picks + node))
+    tl.store(p_bonus + row, tl.sum(tl.where(o_n == node, b_pick, 0), 0))
 
 
 def pick(scores: Tensor, uniform: Tensor | None) -> Tensor:
@@ -134,16 +153,16 @@ def pick(scores: Tensor, uniform: Tensor | None) -> Tensor:
     ids = torch.empty(scores.shape[:-1], dtype=torch.int64, device=scores.device)
     if rows == 0:
         return ids
-    padded = max(2, triton.next_power_of_2(chunks))
+    padded, pdl = max(2, triton.next_power_of_2(chunks)), dependent(scores.device)
     if uniform is None:
         keys = torch.empty(rows, chunks, dtype=torch.int64, device=scores.device)
-        _chunk_best_kernel[(chunks, rows)](x, keys, vocab, nodes, chunks, *strides, CHUNK, num_warps=CHUNK_WARPS)
-        _best_kernel[(rows,)](keys, ids, chunks, padded, num_warps=1)
+        _chunk_best_kernel[(chunks, rows)](x, keys, vocab, nodes, chunks, *strides, CHUNK, num_warps=CHUNK_WARPS, **pdl)
+        _best_kernel[(rows,)](keys, ids, chunks, padded, num_warps=1, **pdl)
         return ids
     peak, mass = torch.empty(2, rows, chunks, dtype=torch.float32, device=scores.device)
     u = _in_rows(uniform, 0)
-    _chunk_mass_kernel[(chunks, rows)](x, peak, mass, vocab, nodes, chunks, *strides, CHUNK, num_warps=CHUNK_WARPS)
-    _draw_kernel[(rows,)](x, peak, mass, u, ids, vocab, nodes, chunks, *strides, *u.stride(), padded, CHUNK, num_warps=DRAW_WARPS)
+    _chunk_mass_kernel[(chunks, rows)](x, peak, mass, vocab, nodes, chunks, *strides, CHUNK, num_warps=CHUNK_WARPS, **pdl)
+    _draw_kernel[(rows,)](x, peak, mass, u, ids, vocab, nodes, chunks, *strides, *u.stride(), padded, CHUNK, num_warps=DRAW_WARPS, **pdl)
     return ids
 
 
@@ -175,6 +194,6 @@ def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -
     padded = max(32, triton.next_power_of_2(nodes))
     _walk_kernel[(batch,)](
         tokens, parents, picks, path, accepted, bonus, nodes, steps, tokens.stride(0), parents.stride(0), picks.stride(0), padded,
-        num_warps=1 if padded <= 256 else 4,
+        num_warps=1 if padded <= 256 else 4, **dependent(tokens.device),
     )  # fmt: skip
     return path, accepted, bonus

@@ -99,6 +99,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, *, product: Callable[..., Tensor] = linear) -> Tensor:
+    """`swiglu` of x [..., K] times a packed weight [2 * I, K], the gate's rows first, plus bias [2 * I] -> [..., I]."""
+    return swiglu(product(x, weight, bias))
+
+
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
@@ -167,6 +172,19 @@ def topk_expand(
     children = (scores[:, :, None] + logp).flatten(1)
     best, index = stable_topk(children, count)
     return children, (ids + d2t[ids]).flatten(1), best, index
+
+
+def next_frontier(tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The nodes to expand next: those of the children tokens [B, M * C] that index [B, K] names.
+
+    hidden [B, M, H] and words [B, M, W] int64 are the states and ancestors of the M nodes that were expanded. Returns the chosen
+    children's tokens [B, K], their parents' states [B, K, H], and their ancestors [B, K, W]: their parents' and bit slot + i of the i-th.
+    """
+    row = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+    above = index // (tokens.shape[1] // hidden.shape[1])
+    own = own_bits(slot + index.shape[1], tokens.device)[slot:]
+    own = F.pad(own, (0, words.shape[2] - own.shape[1]))
+    return tokens.gather(1, index), hidden[row, above], words[row, above] | own
 
 
 def tree_build(scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, ...]:
@@ -238,5 +256,5 @@ def categorical(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def pick(scores: Tensor, uniform: Tensor | None) -> Tensor:
-    """One token per row of scores [..., V] -> [...] int64: the argmax (the lowest id among equals), or a draw by uniform [...] in [0, 1)."""
+    """One token per row of scores [..., V] -> [...] int64: the argmax, the lowest id among equals, or a draw by uniform [...] in [0, 1)."""
     return scores.argmax(-1) if uniform is None else categorical(scores, uniform)

@@ -9,18 +9,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.launch import dependent
+
 MAX_SIZE = 32768
 
 
 @triton.jit
 def _rms_norm(
     p_x, p_residual, p_weight, p_out, p_sum, stride_x, stride_residual, stride_out, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < SIZE
-    b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)  # asked for first: it does not wait for the row
+    b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)  # no kernel writes it
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
     dtype = b_x.dtype
     if ADD:
@@ -74,6 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     _rms_norm[(len(x_rows),)](
         x_rows, residual_rows, weight, out_rows, summed, x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), eps,
         SIZE=size, BLOCK=block, ADD=residual is not None, num_warps=_warps(block, x.element_size()),
+        **dependent(x.device),
     )  # fmt: skip
     return normed, summed
 

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.launch import dependent
+
 HEADS = 8
 
 
@@ -62,8 +64,11 @@ def _rope_cache(
     stride_qkv_b, stride_qkv_n, stride_cos, stride_sin, stride_positions_b, stride_positions_n, stride_slots_b, stride_slots_n,
     stride_k_b, stride_k_h, stride_k_c, stride_v_b, stride_v_h, stride_v_c,
     HQ: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
+    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     node = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -134,6 +139,7 @@ def rope_cache(
         *qkv.stride()[:2], cos.stride(0), sin.stride(0), *positions.stride(), *slots.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3],
         HQ=q_heads, HKV=kv_heads, SIZE=size, SIZE_BLOCK=max(4, triton.next_power_of_2(size)), HALF=half, HALF_BLOCK=half_block,
         REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0, HEADS=HEADS, NORM=norm, num_warps=_warps(size),
+        **dependent(q.device),
     )  # fmt: skip
     return q
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.launch import dependent
 from fastspec.kernels.rms_norm import rows_of
 
 BLOCK = 1024
@@ -23,7 +24,10 @@ def silu_times(b_gate, b_up):
 
 
 @triton.jit
-def _swiglu(p_in, p_out, stride_in, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu(p_in, p_out, stride_in, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     o_i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_i = o_i < SIZE
@@ -46,5 +50,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return out
     block = min(BLOCK, max(16, triton.next_power_of_2(size)))
     warps = min(4, max(1, block // 256))  # 16 bytes of half precision per thread
-    _swiglu[(len(rows), triton.cdiv(size, block))](rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=warps)
+    grid = (len(rows), triton.cdiv(size, block))
+    _swiglu[grid](rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=warps, **dependent(out.device))
     return out

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.launch import dependent, prefetch, prefetched
+
 EMPTY = tl.constexpr(-(2**63))  # below every key
 MAX_COUNT = 16
 MAX_CHILDREN = 4096
@@ -24,6 +26,7 @@ HALF = {16: (128, 64, 4, 4), 32: (128, 64, 4, 4), 64: (128, 64, 4, 4), 128: (128
 HALF_SMALL = {16: (64, 64, 5, 4), 32: (64, 64, 5, 4), 64: (64, 64, 4, 4), 128: (64, 64, 4, 8)}
 FULL = {16: (64, 32, 3, 4), 32: (64, 32, 3, 4), 64: (64, 32, 3, 8), 128: (64, 32, 3, 8)}
 ENOUGH_TILES = 200  # below this, tiles of 128 leave multiprocessors idle
+PREFETCH = 512  # bytes of each line of the first weight tile that are asked for while the kernel before still runs
 LOGITS = (1, 2048, 0, 1, 4)  # the same for logits that are there: one node at a time
 
 
@@ -82,7 +85,8 @@ def _leave_best(
 @triton.jit
 def _product_kernel(
     p_x, p_w, p_keys, p_peak, p_mass, p_arrived, rows, nodes, vocab, hidden, tiles, s_xb, s_xm, s_w,
-    count: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    count: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits of one tile for a block of nodes, transposed [BV, BR], then what is left of them."""
     tile = tl.program_id(1)
@@ -91,6 +95,11 @@ def _product_kernel(
     o_x = tl.minimum(o_r, rows - 1)  # clamped, so that the loop over H needs no mask for nodes and ids
     p_rows = p_x + (o_x // nodes).to(tl.int64) * s_xb + (o_x % nodes).to(tl.int64) * s_xm
     p_ids = p_w + tl.minimum(o_v, vocab - 1).to(tl.int64) * s_w
+    if PDL:
+        if PREFETCH > 0:
+            prefetch(p_ids, PREFETCH)  # no kernel writes weights
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     o_k = tl.arange(0, BK)
     b_acc = tl.zeros([BV, BR], dtype=tl.float32)
     for start in range(0, hidden, BK):
@@ -107,9 +116,13 @@ def _product_kernel(
 
 @triton.jit
 def _logits_kernel(
-    p_x, p_keys, p_peak, p_mass, p_arrived, rows, nodes, vocab, tiles, s_xb, s_xm, count: tl.constexpr, BV: tl.constexpr
+    p_x, p_keys, p_peak, p_mass, p_arrived, rows, nodes, vocab, tiles, s_xb, s_xm,
+    count: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for logits that are there already: one tile of one node."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(1)
     o_r = tl.program_id(0) + tl.arange(0, 1)
     o_v = tile * BV + tl.arange(0, BV)
@@ -132,9 +145,12 @@ def _best_keys(b_key, o_c, count: tl.constexpr):
 @triton.jit
 def _merge_kernel(
     p_keys, p_peak, p_mass, p_arrived, p_scores, p_d2t, p_children, p_tokens, p_best, p_index, nodes, tiles, s_sb, s_sm,
-    count: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr,
+    count: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One node's children from its tiles; the last program of a row ranks the children of all its nodes."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     node = tl.program_id(0).to(tl.int64)
     row = node // nodes
     o_t, o_c = tl.arange(0, TP), tl.arange(0, CP)
@@ -145,7 +161,10 @@ def _merge_kernel(
     score = tl.load(p_scores + row * s_sb + (node % nodes) * s_sm)
     top = tl.max(b_peak, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    lse = base + tl.log(tl.sum(b_mass * tl.exp(b_peak - base), 0))
+    # The mass goes into the exponent: a sum of products is fused in another order by each thread, and equal logits would part.
+    m_mass = b_mass > 0.0
+    b_log = tl.where(m_mass, b_peak - base + tl.log(tl.where(m_mass, b_mass, 1.0)), float("-inf"))
+    lse = base + tl.log(tl.sum(tl.exp(b_log), 0))
 
     # The best `count` ids are in the `count` tiles that have the best heads; a tile follows from its head's id.
     b_tile = key_index(_best_keys(b_head, o_c, count)) // BV
@@ -202,21 +221,19 @@ def topk_expand(
     arrived = torch.empty(batch, dtype=torch.int32, device=device)
     children, best = (torch.empty(batch, width * count, dtype=torch.float32, device=device) for width in (nodes, 1))
     tokens, index = (torch.empty(batch, width * count, dtype=torch.int64, device=device) for width in (nodes, 1))
-    grid = (triton.cdiv(rows, block), tiles)
+    grid, pdl = (triton.cdiv(rows, block), tiles), dependent(device)
     strides = (hidden.stride(0), hidden.stride(1))
     if weight is None:
-        _logits_kernel[grid](
-            hidden, keys, peak, mass, arrived, rows, nodes, vocab, tiles, *strides, count, tile, num_warps=warps
-        )  # fmt: skip
+        _logits_kernel[grid](hidden, keys, peak, mass, arrived, rows, nodes, vocab, tiles, *strides, count, tile, num_warps=warps, **pdl)
     else:
         _product_kernel[grid](
             hidden, weight, keys, peak, mass, arrived, rows, nodes, vocab, size, tiles, *strides, weight.stride(0),
-            count, block, tile, step, size % step == 0, num_warps=warps, num_stages=stages,
+            count, block, tile, step, size % step == 0, prefetched(weight, PREFETCH), num_warps=warps, num_stages=stages, **pdl,
         )  # fmt: skip
     _merge_kernel[(rows,)](
         keys, peak, mass, arrived, scores, d2t, children, tokens, best, index, nodes, tiles, scores.stride(0), scores.stride(1),
         count, tile, triton.next_power_of_2(tiles), max(4, triton.next_power_of_2(count)), triton.next_power_of_2(nodes * count),
-        num_warps=4,
+        num_warps=4, **pdl,
     )  # fmt: skip
     return children, tokens, best, index
 

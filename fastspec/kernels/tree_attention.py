@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.launch import dependent
+
 LOG2E = 1.4426950408889634
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COUNTERS = 1024  # tiles whose splits may be counted in one launch
@@ -109,8 +111,11 @@ def _attention_kernel(
     s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn,
     S_K: tl.constexpr, S_V: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, MIN_BLOCKS: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr, FUSED: tl.constexpr,
-    TAIL_STAGES: tl.constexpr, MERGE_S: tl.constexpr, MERGE_M: tl.constexpr,
+    TAIL_STAGES: tl.constexpr, MERGE_S: tl.constexpr, MERGE_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # Tiles of one share are neighbours: they read the same keys at the same time, once from memory and then from L2.
     i_tile, i_split, i_pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
@@ -199,8 +204,11 @@ def _attention_kernel(
 def _merge_kernel(
     p_part, p_lse, p_out, p_prefix, nodes, tail, extent, splits, kv_heads, s_ob, s_p,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MIN_BLOCKS: tl.constexpr,
-    CHAIN: tl.constexpr, MERGE_S: tl.constexpr, MERGE_M: tl.constexpr,
+    CHAIN: tl.constexpr, MERGE_S: tl.constexpr, MERGE_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     first, i_pair = tl.program_id(0) * MERGE_M, tl.program_id(1)
     i_row, i_tile = i_pair // kv_heads, first // BLOCK_M
     _, _, blocks = _bounds(p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP, BLOCK_M, BLOCK_N, CHAIN)
@@ -215,7 +223,7 @@ class TreeLayout:
     """What N queries of each row may see, made once per forward pass and shared by its layers. No mask is stored.
 
     `prefix` [B] int64; `words` [B, N, W] int64 or None for a chain; `extent` bounds prefix + tail; `counters` [COUNTERS] int32 are zero
-    between launches. Launches that share a layout must be ordered: its counters are theirs.
+    between launches; all layouts of a device share them, so its launches must be ordered: not two streams at a time.
     """
 
     prefix: Tensor
@@ -255,6 +263,8 @@ def attention_layout(prefix: Tensor, words: Tensor | None, nodes: int, tail: int
     Bit j of words [B, N, W] int64 (last dimension contiguous) says whether the node sees tail slot j; words=None means a chain (slot j is
     seen by nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent, which only chooses how many
     programs a launch has. `group` is the number of query heads per key head.
+
+    The first call on a device makes the counters and cannot be captured in a graph (RuntimeError).
     """
     if prefix.ndim != 1 or prefix.dtype != torch.int64:
         raise ValueError(f"prefix is {prefix.dtype} of shape {tuple(prefix.shape)}; it must be int64 of shape [B]")
@@ -265,8 +275,7 @@ def attention_layout(prefix: Tensor, words: Tensor | None, nodes: int, tail: int
             raise ValueError(f"{words.shape[2]} words of 64 bits do not cover a tail of {tail} slots")
         if words.shape[2] > 1 and words.stride(2) != 1:
             raise ValueError(f"words have strides {words.stride()}; the last dimension must be contiguous: words.contiguous()")
-    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=prefix.device)
-    return TreeLayout(prefix, words, nodes, tail, extent, group, counters)
+    return TreeLayout(prefix, words, nodes, tail, extent, group, _counters(prefix.device))
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) -> Tensor:
@@ -301,7 +310,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: f
     words, (s_wb, s_wn) = (layout.prefix, (0, 0)) if layout.words is None else (layout.words, layout.words.stride()[:2])
     shared = {
         "GROUP": group, "D": size, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "BLOCK_D": block_d, "MIN_BLOCKS": MIN_BLOCKS,
-        "CHAIN": chain, "MERGE_S": merge_s, "MERGE_M": merge_m,
+        "CHAIN": chain, "MERGE_S": merge_s, "MERGE_M": merge_m, **dependent(q.device),
     }  # fmt: skip
     lengths = (nodes, layout.tail, extent, splits, kv_heads)
     _attention_kernel[(tiles, splits, pairs)](
@@ -351,6 +360,18 @@ def _splits(tiles: int, blocks: int, slots: int, least: int) -> int:
         return waves * (share + PARTIAL_COST) + MERGE_COST + splits / 16 if splits > 1 else waves * share
 
     return min(range(min(least, most), most + 1), key=cost)
+
+
+_arrived: dict[torch.device, Tensor] = {}
+
+
+def _counters(device: torch.device) -> Tensor:
+    """Arrivals by tile, all zero between launches."""
+    if device not in _arrived:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the first attention_layout on a device cannot be captured in a CUDA graph: call it once before the capture")
+        _arrived[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    return _arrived[device]
 
 
 @lru_cache

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.launch import dependent
 from fastspec.kernels.topk_expand import order_bits, packed
 
 MAX_CANDIDATES, MAX_NODES = 4096, 256  # what fits in registers
@@ -19,8 +20,12 @@ MAX_CANDIDATES, MAX_NODES = 4096, 256  # what fits in registers
 @triton.jit
 def _tree_build_kernel(
     p_scores, p_tokens, p_parents, p_depths, p_root, p_tree_tokens, p_tree_parents, p_tree_depths, p_words,
-    count, nodes, width, doublings, s_scores, s_tokens, s_parents, s_root, MP: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
+    count, nodes, width, doublings, s_scores, s_tokens, s_parents, s_root,
+    MP: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     o_m = tl.arange(0, MP)
     m_m = o_m < count
@@ -103,6 +108,7 @@ def tree_build(scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, 
         scores, tokens, parents, depths, root, tree_tokens, tree_parents, tree_depths, words,
         count, nodes, width, max(1, (nodes - 1).bit_length()), scores.stride(0), tokens.stride(0), parents.stride(0), root.stride(0),
         padded, max(16, triton.next_power_of_2(nodes)), triton.next_power_of_2(width), num_warps=warps_of(padded),
+        **dependent(scores.device),
     )  # fmt: skip
     return tree_tokens, tree_parents, tree_depths, words
 

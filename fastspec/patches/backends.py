@@ -25,17 +25,19 @@ TORCH = Ops(
     linear=reference.linear,
     rms_norm=reference.rms_norm,
     rope_cache=reference.rope_cache,
-    swiglu=reference.swiglu,
+    gate_up=reference.gate_up,
     topk_logprobs=reference.topk_logprobs,
     topk_expand=reference.topk_expand,
+    next_frontier=reference.next_frontier,
     tree_build=reference.tree_build,
     pick=reference.pick,
     posterior_walk=reference.posterior_walk,
 )
 
 TORCH_ONEDNN = replace(
-    TORCH, name="torch+onednn", linear=cpu.linear, topk_expand=partial(reference.topk_expand, product=cpu.linear)
-)
+    TORCH, name="torch+onednn", linear=cpu.linear, gate_up=partial(reference.gate_up, product=cpu.linear),
+    topk_expand=partial(reference.topk_expand, product=cpu.linear),
+)  # fmt: skip
 """Plain torch, with the linear layers of the CPU through oneDNN."""
 
 
@@ -43,7 +45,18 @@ TORCH_ONEDNN = replace(
 def triton_ops() -> Ops:
     """The Triton kernels. Imports triton, and raises Unsupported where it is missing."""
     try:
-        from fastspec.kernels import experts, kv_block_copy, linear, posterior_eval, rms_norm, rope_cache, swiglu, topk_expand, tree_build
+        from fastspec.kernels import (
+            drafter,
+            experts,
+            kv_block_copy,
+            linear,
+            next_frontier,
+            posterior_eval,
+            rms_norm,
+            rope_cache,
+            topk_expand,
+            tree_build,
+        )
         from fastspec.kernels import tree_attention as attention
     except ImportError as error:
         raise Unsupported(f'backend="triton" needs the package triton ({error}): install it, or patch with backend="torch"') from error
@@ -56,12 +69,14 @@ def triton_ops() -> Ops:
         linear=linear.linear,
         rms_norm=rms_norm.rms_norm,
         rope_cache=rope_cache.rope_cache,
-        swiglu=swiglu.swiglu,
+        gate_up=linear.gate_up,
         topk_expand=topk_expand.topk_expand,
+        next_frontier=next_frontier.next_frontier,
         tree_build=tree_build.tree_build,
         pick=posterior_eval.pick,
         posterior_walk=posterior_eval.posterior_walk,
         experts=experts.experts,
+        fused=drafter,
         captures=torch.cuda.is_available(),
     )
 

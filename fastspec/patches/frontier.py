@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,23 +12,25 @@ from fastspec.errors import Unsupported
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.tree import TokenTree
-from fastspec.patches.backends import TORCH
+from fastspec.patches.backends import choose_backend
 
 
 @torch.no_grad()
 def frontier_generate(
-    head: EagleHead, input_ids: Tensor, features: Tensor, *, shape: TreeShape | None = None, backend: str = "torch"
+    head: EagleHead, input_ids: Tensor, features: Tensor | Sequence[Tensor], *, shape: TreeShape | None = None, backend: str = "torch"
 ) -> TokenTree:
     """Grow the draft tree that follows a prompt and its first new token.
 
     input_ids [B, T+1] int64: the prompt and the root token. features [B, T, taps * H_t]: the target's hidden states of the
-    first T tokens, concatenated in the order of the head's taps (EAGLE-1/2: [B, T, H], after the final norm). Returns a
+    first T tokens, concatenated in the order of the head's taps (EAGLE-1/2: [B, T, H], after the final norm), or one tensor
+    [B, T, H_t] for each tap. backend "triton" grows the tree in one launch (`fastspec.kernels.drafter`), on CUDA. Returns a
     TokenTree of `shape.total_tokens` nodes: node 0 the root, the re-ranked nodes in breadth-first order
     (EAGLE-2, arXiv 2406.16858, section 4). Raises Unsupported for shapes or a backend that do not fit.
     """
     shape = shape or TreeShape()
-    if backend != "torch":
-        raise Unsupported(f'frontier_generate: backend={backend!r}; accepted is "torch"')
+    if backend not in ("torch", "triton"):
+        raise Unsupported(f'frontier_generate: backend={backend!r}; accepted are "torch" and "triton"')
+    features = features if isinstance(features, Tensor) else torch.cat(tuple(features), -1)
     config = head.config
     width = len(config.taps) * config.target_hidden_size if config.kind == "eagle3" else config.hidden_size
     rows, tokens = input_ids.shape
@@ -37,7 +41,10 @@ def frontier_generate(
         )
     if shape.top_k > config.draft_vocab_size:
         raise Unsupported(f"frontier_generate: top_k={shape.top_k} exceeds the draft vocabulary of {config.draft_vocab_size}")
-    drafter = EagleDrafter(head, shape, rows=rows, capacity=tokens, ops=TORCH)
+    ops = choose_backend(backend, input_ids.device.type)
+    drafter = EagleDrafter(head, shape, rows=rows, capacity=tokens, ops=ops, fused=backend == "triton")
+    if backend == "triton" and drafter.fused is None:
+        raise Unsupported(f'frontier_generate: backend="triton" cannot run this head: {config}; use backend="torch"')
     counts = torch.full((rows,), tokens - 1, dtype=torch.long, device=input_ids.device)
     drafter.begin(input_ids[:, :-1], counts, features, input_ids[:, -1])
     return drafter.propose(tokens)

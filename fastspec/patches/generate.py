@@ -24,7 +24,7 @@ from fastspec.patches.engines import weights_of
 from fastspec.patches.hf_model import HFModel
 from fastspec.patches.layers import pack_model
 from fastspec.patches.refusals import refuse_arguments, refuse_prepared, refuse_prompts
-from fastspec.patches.selection import Ending, Streaming, make_processors, signature
+from fastspec.patches.selection import CAPTURABLE, Ending, Streaming, make_processors, signature
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 
 
@@ -152,7 +152,8 @@ class _Call:
         if rounds is None:
             engines.make_room()
             target, drafter = self._parts(rows, capacity, self.decoding.taps, process if sample else None)
-            rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process)
+            whole = process is None or all(type(each) in CAPTURABLE for each in self.processors)
+            rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole)
         else:
             for part in (rounds.target, rounds.drafter):
                 if part is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.cache import LayerView, TreeCache
-from fastspec.generation.capture import Captured, capturing
+from fastspec.generation.capture import Program, capturing, padded_width
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import LayerParts, Places, attend
 from fastspec.generation.tree import TokenTree, Verdict
@@ -50,7 +49,8 @@ class HFModel:
         self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
         self.tables: tuple[Tensor, Tensor] | None = None
         self.layers: list[LayerParts] = []
-        self.passes: dict[int, tuple[TokenTree, Captured[tuple[Tensor, Tensor]]]] = {}  # nodes -> a captured pass over as many
+        self.passes = Program(self._pass)
+        self.chunks = Program(self._chunk) if ops.captures and adapter is not None else None
         self.alone = ops.captures and adapter is not None
         """Whether a pass is captured by itself; a round that is captured as a whole sets it to False."""
         if adapter is not None:
@@ -83,25 +83,37 @@ class HFModel:
 
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Append ids [B, T], the first counts [B] of each row real, in chunks -> last logits [B, V], features [B, T, F]."""
-        row = torch.arange(ids.shape[0], device=ids.device)
         last: Tensor | None = None
         features = []
         start = self.cache.lengths.clone()
         done = int(start.max())
+        many = ids.shape[1] > PREFILL_CHUNK
         for begin in range(0, ids.shape[1], PREFILL_CHUNK):
             part = ids[:, begin : begin + PREFILL_CHUNK]
             width = part.shape[1]
-            steps = start[:, None] + begin + torch.arange(width, device=ids.device)
             self.reserve(done + begin + width)
-            layout = self.ops.attention_layout(start + begin, None, width, width, done + begin + width, self.group)
             want = counts - 1 - begin
-            inside = (want >= 0) & (want < width)
-            logits, feats = self._forward(part, steps, steps, layout, (row, want.clamp(0, width - 1)))
-            last = logits if last is None else torch.where(inside[:, None], logits, last)
+            inputs = part, start + begin, want.clamp(0, width - 1)
+            if self.chunks is None:
+                logits, feats = self._chunk(*inputs, done + begin + width)
+            else:
+                logits, feats = self.chunks(self.cache.slots, padded_width(width), *inputs)
+                logits, feats = logits.clone(), feats[:, :width].clone() if many else feats[:, :width]
+            last = logits if last is None else torch.where(((want >= 0) & (want < width))[:, None], logits, last)
             features.append(feats)
         self.cache.lengths += counts
         assert last is not None
-        return last, torch.cat(features, 1)
+        return last, torch.cat(features, 1) if many else features[0]
+
+    def _chunk(self, tokens: Tensor, base: Tensor, want: Tensor, extent: int | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens [B, T] from slot base [B] on -> logits of node want [B] of each row [B, V], features [B, T, F]."""
+        width = tokens.shape[1]
+        steps = base[:, None] + torch.arange(width, device=tokens.device)
+        layout = self.ops.attention_layout(base, None, width, width, self.cache.slots if extent is None else extent, self.group)
+        row = torch.arange(tokens.shape[0], device=tokens.device)
+        # A padded chunk may reach behind the buffers: the last slot is never committed.
+        positions, slots = steps.clamp(max=self._positions() - 1), steps.clamp(max=self.cache.slots - 1)
+        return self._forward(tokens, positions, slots, layout, (row, want))
 
     def reserve(self, committed: int) -> int:
         """Make room for this many committed tokens; returns how many of them are in bounds."""
@@ -123,23 +135,19 @@ class HFModel:
         """
         extent = self.reserve(extent)
         if not self.alone or capturing():
-            return self._score(tree, extent)
-        nodes = tree.tokens.shape[1]
-        if nodes not in self.passes:
-            held = replace(tree, **{name: getattr(tree, name).clone() for name in ("tokens", "depths", "ancestors")}, q=None)
-            self.passes[nodes] = held, Captured(lambda: self._score(held, self.cache.bound))
-        held, run = self.passes[nodes]
-        for name in ("tokens", "depths", "ancestors"):
-            getattr(held, name).copy_(getattr(tree, name))
-        return run(self.cache.slots)
+            return self._score(tree.tokens, tree.depths, tree.ancestors, extent)
+        return self.passes(self.cache.slots, tree.tokens.shape[1], tree.tokens, tree.depths, tree.ancestors)
 
-    def _score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
-        nodes = tree.tokens.shape[1]
+    def _pass(self, tokens: Tensor, depths: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        return self._score(tokens, depths, ancestors, self.cache.bound)
+
+    def _score(self, tokens: Tensor, depths: Tensor, ancestors: Tensor, extent: int) -> tuple[Tensor, Tensor]:
+        nodes = tokens.shape[1]
         base = self.cache.lengths[:, None]
         slots = base + torch.arange(nodes, device=base.device)
-        layout = self.ops.attention_layout(self.cache.lengths, tree.ancestors, nodes, nodes, extent + nodes, self.group)
-        positions = (base + tree.depths).clamp(max=self._positions() - 1)
-        return self._forward(tree.tokens, positions, slots, layout, None)
+        layout = self.ops.attention_layout(self.cache.lengths, ancestors, nodes, nodes, extent + nodes, self.group)
+        positions = (base + depths).clamp(max=self._positions() - 1)
+        return self._forward(tokens, positions, slots, layout, None)
 
     def commit(self, verdict: Verdict, active: Tensor) -> None:
         """Keep the accepted path of the active rows."""

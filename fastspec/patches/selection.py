@@ -25,6 +25,9 @@ BLIND = tuple(
 )  # fmt: skip
 
 
+# Of these, one reads a number back from the device: it cannot be part of a captured round.
+CAPTURABLE = tuple(kind for kind in BLIND if kind is not lp.EtaLogitsWarper)
+
 # Processors that look at a row's own tokens and at nothing else: any rows may be handed to them together.
 ROWWISE = BLIND + tuple(
     getattr(lp, name)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from fastspec.config import TreeShape
 from fastspec.generation.cache import TreeCache
+from fastspec.generation.capture import Program, padded_width
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.eagle.program import HeadProgram
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import Places
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.kernels.reference import own_bits
 
 PREFILL_CHUNK = 512
 
@@ -47,6 +47,7 @@ class HeadState:
         self.last, self.readout = (torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self.root = torch.zeros(rows, dtype=torch.long, device=weight.device)
         self.group = config.num_attention_heads // config.num_key_value_heads
+        self.chunks = Program(self._extend) if ops.captures else None
         self.mark: Callable[[str], None] = lambda name: None
         """Told when a level of the tree is drafted."""
 
@@ -70,7 +71,11 @@ class HeadState:
             part = slice(start, start + PREFILL_CHUNK)
             width = following[:, part].shape[1]
             self.reserve(start + width)
-            self._extend(following[:, part], features[:, part], (counts - start).clamp(0, width), start + width)
+            inputs = following[:, part], features[:, part], (counts - start).clamp(0, width)
+            if self.chunks is None:
+                self._extend(*inputs, start + width)
+            else:
+                self.chunks(self.cache.slots, padded_width(width), *inputs)
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
@@ -79,10 +84,11 @@ class HeadState:
         counts = (verdict.accepted + 1) * active
         self._extend(verdict.tokens(tree), features[row, verdict.path], counts, self.reserve(extent) + self.max_path)
 
-    def _extend(self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int) -> None:
-        width = tokens.shape[1]
+    def _extend(self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None) -> None:
+        width, slots = tokens.shape[1], self.cache.slots
         steps = self.cache.lengths[:, None] + torch.arange(width, device=tokens.device)
-        layout = self.ops.attention_layout(self.cache.lengths, None, width, width, extent, self.group)
+        steps = steps.clamp(max=slots - 1)  # a padded chunk may reach behind the buffers: the last slot is never committed
+        layout = self.ops.attention_layout(self.cache.lengths, None, width, width, slots if extent is None else extent, self.group)
         found = self._step(tokens, self.program.fuse(features.to(self.last.dtype)), steps, steps, layout)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         for kept, states in zip((self.last, self.readout), found, strict=True):
@@ -94,9 +100,9 @@ class HeadState:
 
 
 class EagleDrafter(HeadState):
-    """Dynamic trees of one `shape`, the drafter of EAGLE-2 and EAGLE-3."""
+    """Dynamic trees of one `shape`, the drafter of EAGLE-2 and EAGLE-3; `fused` drafts in one launch where the backend can."""
 
-    def __init__(self, head: EagleHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops) -> None:
+    def __init__(self, head: EagleHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, fused: bool = False) -> None:
         grown = shape.depth * shape.top_k
         super().__init__(
             head, nodes=shape.total_tokens, max_path=shape.max_path, grown=grown, rows=rows, capacity=capacity, ops=ops
@@ -104,37 +110,100 @@ class EagleDrafter(HeadState):
         self.shape, device = shape, self.last.device
         k, index = shape.top_k, torch.arange(shape.candidates, device=device)
         self.flat_depths = torch.where(index < k, 1, 2 + (index - k).clamp(min=0) // k**2)
-        self.bits = own_bits(max(1, grown), device)
-        self.places = torch.arange(k, device=device)
+        self.places = torch.arange(k, device=device).expand(rows, -1)
+        self.levels = torch.arange(shape.depth, device=device)[:, None, None]
         self.start = torch.zeros(rows, 1, dtype=torch.float32, device=device)
+        self.no_words = torch.zeros(rows, 1, (max(1, grown) + 63) // 64, dtype=torch.long, device=device)
+        self.fused = FusedPhase.of(self) if fused else None
+
+    def open(self, capacity: int) -> None:
+        """Begin another call of the same rows."""
+        super().open(capacity)
+        if self.fused is not None:
+            self.fused.counts.zero_()
+
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+        """Feed the accepted path's pairs, or keep them for the launch that drafts the next tree."""
+        if self.fused is None:
+            super().observe(tree, verdict, logits, features, active, extent)
+        else:
+            self.root.copy_(torch.where(active, verdict.bonus, self.root))
+            self.fused.keep(verdict.tokens(tree), features, verdict, active)
 
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
-        shape, ops, k = self.shape, self.ops, self.shape.top_k
-        rows, lengths = self.root.shape[0], self.cache.lengths
-        batch = torch.arange(rows, device=self.root.device)[:, None]
-        scores, tokens, _, _ = self.program.expand(self.readout[:, None], self.start, k)
-        hidden = self.last[:, None].repeat(1, k, 1)
-        all_scores, all_tokens = [scores], [tokens]
-        all_parents = [torch.full_like(tokens, -1)]
-        self.mark("draft 0")
-        frontier = self.places.expand(rows, -1)  # candidate ids of the nodes to expand
-        words = torch.zeros(rows, k, self.bits.shape[1], dtype=torch.long, device=self.root.device)
         extent = self.reserve(extent) + self.grown
+        scores, tokens, parents = self._grow(extent) if self.fused is None else self.fused.run(self)
+        kept, above, depths, ancestors = self.ops.tree_build(scores, tokens, parents, self.flat_depths, self.root, self.nodes)
+        return TokenTree(kept, above, depths, ancestors, self.max_path)
+
+    def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Candidates in order of growth, pass by pass: scores [B, M] fp32, tokens [B, M], parents [B, M] (candidates; the root: -1)."""
+        shape, ops, k = self.shape, self.ops, self.shape.top_k
+        lengths = self.cache.lengths
+        positions = (lengths[:, None] + self.levels).expand(-1, -1, k).contiguous()  # [depth, B, k]
+        slots = lengths[:, None] + (self.levels * k + self.places)
+        children, tokens, scores, index = self.program.expand(self.readout[:, None], self.start, k)
+        all_scores, all_tokens, chosen = [children], [tokens], [index]
+        hidden, words = self.last[:, None], self.no_words
+        self.mark("draft 0")
         for level in range(shape.depth):
-            words = words | self.bits[level * k : (level + 1) * k]
+            tokens, hidden, words = ops.next_frontier(tokens, index, hidden, words, level * k)
             layout = ops.attention_layout(lengths, words, k, (level + 1) * k, extent, self.group)
-            positions = (lengths + level)[:, None].expand(-1, k)
-            hidden, readout = self._step(tokens, hidden, positions, lengths[:, None] + (level * k + self.places), layout)
-            children, child_tokens, scores, best = self.program.expand(readout, scores, k)
+            hidden, readout = self._step(tokens, hidden, positions[level], slots[level], layout)
+            children, tokens, scores, index = self.program.expand(readout, scores, k)
             all_scores.append(children)
-            all_tokens.append(child_tokens)
-            all_parents.append(frontier.repeat_interleave(k, dim=1))
-            frontier = k + level * k * k + best
+            all_tokens.append(tokens)
+            chosen.append(index)
             self.mark(f"draft {level + 1}")
-            tokens, above = child_tokens.gather(1, best), best // k
-            hidden, words = hidden[batch, above], words[batch, above]
-        kept, parents, depths, ancestors = ops.tree_build(
-            torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), self.flat_depths, self.root, self.nodes
-        )
-        return TokenTree(kept, parents, depths, ancestors, self.max_path)
+        return torch.cat(all_scores, 1), torch.cat(all_tokens, 1), self._parents(chosen)
+
+    def _parents(self, chosen: list[Tensor]) -> Tensor:
+        """The candidate above each candidate [B, M], -1 for the root, from the children chosen at each level: indices [B, k] into a
+        level's own candidates, k of them at the first level and k * k at the others."""
+        k, depth = self.shape.top_k, self.shape.depth
+        root = torch.full_like(chosen[0], -1)
+        if depth == 0:
+            return root
+        above = torch.stack(chosen[:-1], 1)  # [B, depth, k]
+        first = torch.where(self.levels[:, :, 0] > 0, k + (self.levels[:, :, 0] - 1) * k * k, 0)  # of a level's candidates [depth, 1]
+        return torch.cat((root, (above + first).flatten(1).repeat_interleave(k, dim=1)), 1)
+
+
+class FusedPhase:
+    """The draft phase as one launch: it feeds the pairs that the last round accepted, and grows the tree."""
+
+    def __init__(self, drafter: EagleDrafter) -> None:
+        kernel, program, shape = drafter.ops.fused, drafter.program, drafter.shape
+        rows, width = drafter.root.shape[0], program.head.fc.in_features
+        self.kernel = kernel
+        packed = program.packed()
+        assert packed is not None
+        self.weights = kernel.draft_weights(program.head, *packed)
+        self.space = kernel.draft_space(self.weights, rows=rows, pairs=shape.max_path, top_k=shape.top_k, depth=shape.depth)
+        device = drafter.root.device
+        self.tokens = torch.zeros(rows, shape.max_path, dtype=torch.long, device=device)
+        self.features = torch.zeros(rows, shape.max_path, width, dtype=drafter.last.dtype, device=device)
+        self.counts = torch.zeros(rows, dtype=torch.long, device=device)
+
+    @classmethod
+    def of(cls, drafter: EagleDrafter) -> FusedPhase | None:
+        """The phase of a drafter whose head, weights and backend allow it."""
+        kernel, program = drafter.ops.fused, drafter.program
+        fits = kernel is not None and kernel.supports(program.config) and program.packed() is not None
+        return cls(drafter) if fits and type(program.head.__dict__["_embed_tokens"]) is torch.nn.Embedding else None
+
+    def keep(self, tokens: Tensor, features: Tensor, verdict: Verdict, active: Tensor) -> None:
+        """Keep the accepted path's pairs: tokens [B, P] and the target's features of all nodes [B, N, F]."""
+        row = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        self.tokens.copy_(tokens)
+        self.features.copy_(features[row, verdict.path])
+        torch.mul(verdict.accepted + 1, active, out=self.counts)
+
+    def run(self, drafter: EagleDrafter) -> tuple[Tensor, Tensor, Tensor]:
+        """Candidates, as `EagleDrafter._grow`."""
+        cache = drafter.cache
+        return self.kernel.draft(
+            self.weights, self.space, self.tokens, self.features, self.counts, drafter.last, drafter.readout, cache.k[0], cache.v[0],
+            cache.lengths, *drafter.tables, cache.bound,
+        )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastspec.generation.cache import TreeCache
 from fastspec.generation.eagle.head import EagleHead
-from fastspec.generation.packing import pack
+from fastspec.generation.packing import joint, pack
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import LayerParts, Norm, Places, attend, gated, is_plain, product, rms
 
@@ -20,7 +20,7 @@ class HeadProgram:
     def __init__(self, head: EagleHead, ops: Ops) -> None:
         config = head.config
         self.head, self.ops, self.config = head, ops, config
-        if ops.captures:
+        if ops.captures or ops.fused is not None:
             layer: Any
             for layer in head.layers:
                 attn, mlp = layer.self_attn, layer.mlp
@@ -51,6 +51,14 @@ class HeadProgram:
             k_norm=None if attn.k_norm is None else attn.k_norm.weight,
             eps=config.rms_norm_eps,
         )
+
+    def packed(self) -> tuple[Tensor, Tensor] | None:
+        """The first layer's packed query-key-value and gate-up weights, or None where they lie apart."""
+        layer: Any = self.head.layers[0]
+        attn, mlp = layer.self_attn, layer.mlp
+        groups = (attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)
+        qkv, gate_up = (joint([each.weight for each in group]) for group in groups)
+        return None if qkv is None or gate_up is None else (qkv, gate_up)
 
     def tables(self, count: int) -> tuple[Tensor, Tensor]:
         """fp32 cos and sin [count, R / 2] of the first positions."""

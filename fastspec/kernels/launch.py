@@ -1,0 +1,64 @@
+"""Programmatic dependent launch: a kernel's programs are scheduled while the kernel before it drains, which hides the gap between launches.
+
+Every kernel takes PDL as its last parameter and begins, in every program, one that returns early too, with
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+Before it there may only be index arithmetic, and loads or prefetches of weights, which no kernel of a stream of launches writes.
+
+Why that is enough. The wait ends when the grid before has completed and what it wrote can be seen. That grid could only complete after a
+wait of its own, so by induction all earlier grids have completed as well; a kernel launched without PDL waits for the whole of the grid
+before it, so both kinds mix. All reads and writes come after the wait: when a buffer is used again, those who read or wrote it before
+are done, and counters that a kernel sets back are zero for the next.
+
+Dependents may start once every program of the grid has called for them, which is after its wait: at most two grids share the chip, and
+those that wait never take the place of one that they wait for. A kernel that calls for dependents before its own wait, as `linear` does,
+lets more of them queue up, each behind grids whose programs have all begun; what they see after their waits is the same.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PDL = True
+"""Whether kernels start before the kernel in front of them has finished, where the device can."""
+
+_INTERPRETED = triton.knobs.runtime.interpret  # as it is when the kernels are defined
+
+
+def dependent(device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of a launch on a device: with PDL on CUDA from compute capability 9.0 on while the switch is on, else without.
+
+    A kernel launched with them must keep the rule at the top of this file.
+    """
+    return {"PDL": True, "launch_pdl": True} if PDL and _capable(device) else {"PDL": False}
+
+
+@lru_cache
+def _capable(device: torch.device) -> bool:
+    if _INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def prefetch(p, size):
+    """Ask for `size` bytes (a multiple of 16) from each of p, aligned to 16 bytes, into L2."""
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r", [p.to(tl.int64), size], tl.int32, is_pure=False, pack=1
+    )
+
+
+def prefetched(weight: Tensor, most: int) -> int:
+    """How many bytes of each line of weight [M, K] may be prefetched, at most `most`: none where lines are not aligned to 16 bytes."""
+    size = weight.element_size()
+    line = weight.shape[1] * size
+    return 0 if (weight.data_ptr() | weight.stride(0) * size | line) % 16 else min(line, most)

@@ -1,0 +1,202 @@
+"""Dependent launches: the rule that every kernel keeps, and graphs of many kernels against the same kernels one after the other."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.kernels import launch, reference, tree_attention
+from fastspec.kernels.experts import experts
+from fastspec.kernels.kv_block_copy import kv_block_copy
+from fastspec.kernels.linear import Launch, linear
+from fastspec.kernels.posterior_eval import pick, posterior_walk
+from fastspec.kernels.rms_norm import rms_norm
+from fastspec.kernels.rope_cache import rope_cache
+from fastspec.kernels.swiglu import swiglu
+from fastspec.kernels.topk_expand import topk_expand
+from fastspec.kernels.tree_build import tree_build
+
+ON_GPU = torch.cuda.is_available()
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="no CUDA device")])
+ON_CUDA = pytest.mark.parametrize("device", [CUDA])
+FILES = [p for p in sorted(Path(launch.__file__).parent.glob("*.py")) if "import dependent" in p.read_text()]
+BEFORE_THE_WAIT = {"tl.load(p_weight"}  # the weights of a norm: the only memory that is read before
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter is off where there is a CUDA device")
+def test_the_interpreter_launches_one_after_the_other():
+    for device in ("cpu", "cuda:0"):
+        assert launch.dependent(torch.device(device)) == {"PDL": False}
+
+
+@ON_CUDA
+def test_hopper_launches_dependents_while_the_switch_is_on(device, monkeypatch):
+    able = torch.cuda.get_device_capability() >= (9, 0)
+    assert launch.dependent(torch.device(device)) == ({"PDL": True, "launch_pdl": True} if able else {"PDL": False})
+    monkeypatch.setattr(launch, "PDL", False)
+    assert launch.dependent(torch.device(device)) == {"PDL": False}
+
+
+def launched(tree: ast.Module) -> set[str]:
+    """Names of the kernels in kernel[grid](...)."""
+    calls = (n.func.value for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript))
+    return {call.id for call in calls if isinstance(call, ast.Name)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_kernel_waits_before_it_touches_memory(path):
+    """PDL is its last parameter; it waits, then lets dependents start, and nothing but weights is read before."""
+    tree = ast.parse(path.read_text())
+    kernels = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names = launched(tree)
+    assert names and names <= set(kernels)
+    for name in names:
+        kernel = kernels[name]
+        assert kernel.args.args[-1].arg == "PDL", name
+        place = next(i for i, node in enumerate(kernel.body) if isinstance(node, ast.If) and ast.unparse(node.test) == "PDL")
+        *rest, wait, release = (ast.unparse(node) for node in kernel.body[place].body)
+        assert (wait, release) == ("tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"), name
+        assert not rest or "prefetch(p_ids, PREFETCH)" in rest[0], name
+        before = "\n".join(ast.unparse(node) for node in kernel.body[:place])
+        for allowed in BEFORE_THE_WAIT:
+            before = before.replace(allowed, "")
+        assert not any(word in before for word in ("tl.load", "tl.store", "atomic", "return")), name
+
+
+def test_the_rule_is_looked_for_in_all_files():
+    assert {"rms_norm", "swiglu", "rope_cache", "kv_block_copy", "experts", "tree_attention", "topk_expand", "tree_build"} < {
+        path.stem for path in FILES
+    }
+
+
+def test_counters_are_not_made_in_a_capture(monkeypatch):
+    monkeypatch.setattr(tree_attention, "_arrived", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="before the capture"):
+        tree_attention._counters(torch.device("cuda", 0))
+
+
+def test_layouts_of_a_device_share_their_counters():
+    layouts = [tree_attention.attention_layout(torch.tensor([4]), None, nodes, nodes, 9) for nodes in (2, 3)]
+    assert layouts[0].counters is layouts[1].counters and not layouts[0].counters.any()
+
+
+@pytest.mark.parametrize(("shape", "begin", "bytes_"), [((4, 64), 0, 128), ((4, 512), 0, 512), ((4, 60), 0, 0), ((4, 64), 1, 0)])
+def test_only_aligned_lines_are_prefetched(shape, begin, bytes_):
+    weight = torch.zeros(shape[0] * shape[1] + begin, dtype=torch.float16)[begin:].view(shape)
+    assert launch.prefetched(weight, 512) == bytes_
+    assert launch.prefetched(torch.zeros(9, 100, dtype=torch.float16)[:, :64], 512) == 0  # lines 200 bytes apart
+
+
+def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A graph of the run with dependent launches, and its outputs."""
+    run()  # compiles, and makes the counters
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    return graph, outs
+
+
+@ON_CUDA
+@pytest.mark.parametrize("rows", [1, 16, 61])
+def test_a_chain_of_forty_kernels_says_the_same_with_and_without(device, rows, monkeypatch):
+    """Each kernel reads what the one before it wrote, in buffers that are used again and again; one that runs ahead shows in the end."""
+    torch.manual_seed(rows)
+    size, inner = 1024, 1408
+    given = {"device": device, "dtype": torch.bfloat16}
+    gates = [torch.randn(2 * inner, size, **given) / size**0.5 for _ in range(10)]
+    downs = [torch.randn(size, inner, **given) / inner**0.5 for _ in range(10)]
+    norms = [1 + 0.1 * torch.randn(size, **given) for _ in range(11)]
+    x = torch.zeros(rows, size, **given)
+    wide, narrow = Launch(64, 64, 264, 4, 4), Launch(64, 128, 0, 4, 3)
+
+    def chain(pdl: bool) -> tuple[Tensor, ...]:
+        monkeypatch.setattr(launch, "PDL", pdl)
+        normed, total = rms_norm(x, norms[0], 1e-5)
+        for gate, down, norm in zip(gates, downs, norms[1:], strict=True):
+            inside = swiglu(linear(normed, gate, None, launch=replace(wide, pdl=pdl)))
+            normed, total = rms_norm(linear(inside, down, None, launch=replace(narrow, pdl=pdl)), norm, 1e-5, total)
+        return normed, total
+
+    graph, outs = captured(lambda: chain(True))
+    for _ in range(50):
+        x.normal_()
+        graph.replay()
+        for got, wanted in zip(outs, chain(False), strict=True):
+            assert bool(wanted.isfinite().all()) and torch.equal(got, wanted)
+
+
+class Round:
+    """The other kernels in a row, each on what the ones before it gave, with torch's own in between; the caches change with every run."""
+
+    ROWS, NODES, HEADS, KV_HEADS, SIZE, VOCAB, COUNT, STEPS = 2, 16, 8, 2, 64, 5000, 8, 4
+
+    def __init__(self, device: str, slots: int) -> None:
+        rows, nodes, width = self.ROWS, self.NODES, self.HEADS * self.SIZE
+        given = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
+        self.slots = slots
+        self.prefix = torch.tensor([slots - 900, slots // 2], device=device)
+        self.qkv = torch.empty(rows, nodes, width + 2 * self.KV_HEADS * self.SIZE, **given)
+        self.caches = [torch.randn(1, rows, self.KV_HEADS, slots, self.SIZE, **given) for _ in range(2)]
+        self.logits = torch.empty(rows, 3 * self.STEPS, self.VOCAB, **given)
+        angle = torch.rand(slots, self.SIZE // 2, device=device)
+        self.cos, self.sin = angle.cos(), angle.sin()
+        self.words = reference.own_bits(nodes, torch.device(device)).expand(rows, -1, -1)
+        self.place = torch.arange(nodes, device=device).expand(rows, -1)
+        self.gate_up, self.down = torch.randn(8, 256, width, **given) / 20, torch.randn(8, width, 128, **given) / 10
+        self.norm, self.head = torch.randn(width, **given), torch.randn(self.VOCAB, width, **given) / 20
+        self.d2t = torch.zeros(self.VOCAB, dtype=torch.int64, device=device)
+        self.children = nodes * self.COUNT
+        self.parents = torch.full((rows, self.children), -1, device=device)
+        self.root = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.shares = torch.full((rows * nodes, 2), 0.5, device=device)
+        self.uniform = torch.empty(rows, 3 * self.STEPS, device=device)
+
+    def draw(self) -> None:
+        self.qkv.normal_()
+        self.logits.normal_()
+        self.uniform.uniform_()
+
+    def run(self, caches: list[Tensor]) -> tuple[Tensor, ...]:
+        nodes, steps = self.NODES, self.STEPS
+        k, v = caches
+        slots = self.prefix[:, None] + self.place
+        q = rope_cache(self.qkv, self.cos, self.sin, slots, k[0], v[0], slots)
+        layout = tree_attention.attention_layout(self.prefix, self.words, nodes, nodes, self.slots, self.HEADS // self.KV_HEADS)
+        mixed = tree_attention.tree_attention(q, k[0], v[0], layout, self.SIZE**-0.5).flatten(2)
+        chosen = mixed.flatten(0, 1)[:, :8].float().topk(2).indices
+        inner = experts(mixed.flatten(0, 1), self.gate_up, self.down, chosen, self.shares).view_as(mixed)
+        normed, total = rms_norm(inner, self.norm, 1e-5, mixed)
+        scores = -total[..., 0].float().abs()
+        copied = normed.clone()  # a copy is no kernel, and cannot let its dependents start early
+        children, tokens, best, index = topk_expand(copied, self.head, scores, self.COUNT, self.d2t)
+        tree = tree_build(children, tokens, self.parents, torch.ones_like(self.parents[0]), self.root, 3 * steps)
+        greedy, drawn = pick(self.logits, None), pick(self.logits, self.uniform)
+        parents = (self.place[:, : 3 * steps] - 1).clamp(min=0)
+        path, accepted, bonus = posterior_walk(tree[0] % 2, parents, (greedy + drawn) % 2, steps)
+        kv_block_copy(k, v, self.prefix[:, None] + path.flip(1), self.prefix[:, None] + self.place[:, :steps])
+        return (*caches, q, total, normed, children, tokens, best, index, *tree, greedy, drawn, path, accepted, bonus)
+
+
+@ON_CUDA
+@pytest.mark.parametrize("slots", [1024, 8192])
+def test_a_round_of_all_kernels_says_the_same_with_and_without(device, slots, monkeypatch):
+    torch.manual_seed(slots)
+    case = Round(device, slots)
+    case.draw()
+    monkeypatch.setattr(launch, "PDL", True)
+    graph, outs = captured(lambda: case.run(case.caches))
+    monkeypatch.setattr(launch, "PDL", False)
+    for _ in range(50):
+        case.draw()
+        before = [cache.clone() for cache in case.caches]
+        graph.replay()
+        for got, wanted in zip(outs, case.run(before), strict=True):
+            assert torch.equal(got, wanted)
