@@ -41,6 +41,20 @@ def test_every_round_is_taken_down(device, options, tmp_path):
     assert model.generate(**inputs, **call).tolist() == expected and len(profile.rounds) == before
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_drafter_on_the_host_is_taken_down(device):
+    model = MAKERS["bigram"][0]().to(device)
+    fastspec.patch(model)
+    inputs = {name: tensor.to(device) for name, tensor in prompts(4, 9).items()}
+    call = {"do_sample": False, "max_new_tokens": 40, "assistant": "nasd"}
+    expected = model.generate(**inputs, **call).tolist()
+    with fastspec.profile(model) as profile:
+        assert model.generate(**inputs, **call).tolist() == expected
+    assert len(profile.rounds) == fastspec.report(model).last.rounds
+    assert {"draft", "score", "choose", "commit", "host"} <= set(profile.parts)
+    assert all(value >= 0 for each in profile.rounds for value in each.values())
+
+
 def test_an_unpatched_model_is_refused():
     with pytest.raises(Unsupported, match="not patched"), fastspec.profile(MAKERS["random"][0]()):
         pass

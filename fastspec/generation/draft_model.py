@@ -57,6 +57,11 @@ class ChainDrafter:
         """Draft with a model that writes behind the committed tokens of `whole`, the target, and has their keys and values already."""
         self.draft, self.whole = draft, whole
 
+    def open(self, capacity: int) -> None:
+        """Begin another call of the same rows, of at most `capacity` tokens each."""
+        if self.whole is None:
+            self.draft.open(capacity + self.length.most + 2)
+
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the text ids [B, T], of which counts [B] tokens are real, but for its last token."""
         self.root = root

@@ -125,8 +125,9 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
             whole = request.context if request.context is not None and not features.shape[-1] else (request.prompts, request.counts)
             drafter.begin(*whole, features, root)
         rounds.begin(root)
+        firsts = root.tolist()  # waits for the device: what comes after is the rounds' time
     del features
-    for row, token in enumerate(root.tolist()):
+    for row, token in enumerate(firsts):
         one = slice(row, row + 1)
         run.take(row, [token], 0, scores[one] if request.keep_scores else None, logits[one] if request.keep_logits else None)
     longest = int(target.lengths.max())

@@ -65,6 +65,9 @@ class LanguageModel(Protocol):
     def commit(self, verdict: Verdict, active: Tensor) -> None:
         """Keep the accepted path of the active [B] rows in the cache and drop the rest of the tree."""
 
+    def open(self, capacity: int) -> None:
+        """Begin another call of the same rows, of at most `capacity` tokens each."""
+
     def rewind(self, lengths: Tensor) -> None:
         """Forget every row's committed tokens from lengths [B] on."""
 

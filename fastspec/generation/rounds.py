@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastspec.generation.capture import Captured
+from fastspec.generation.capture import Captured, Program
 from fastspec.generation.clock import Clock
 from fastspec.generation.protocols import Drafter, LanguageModel, Ops
 from fastspec.generation.stats import Stats
@@ -63,6 +63,8 @@ class Rounds:
             self.target.alone = False
             programs = {"round": self._round, "front": self._front, "back": self._back}
             self.captured = {name: Captured(partial(self._left, program)) for name, program in programs.items()}
+        self.judges: dict[int, Program[dict[str, Any]]] = {}
+        """Longest path of a tree -> all of a round but its drafting, captured by the tree's size; for drafters that the host drives."""
 
     def begin(self, root: Tensor) -> None:
         """Start after a prompt whose first new tokens are root [B]."""
@@ -102,7 +104,7 @@ class Rounds:
 
     def _step(self, extent: int, stats: Stats, decide: Decide | None) -> list[list[int]]:
         if not self.captured:
-            return self._stepwise(extent, stats, decide)
+            return self._judged(extent, stats) if self._judges(decide) else self._stepwise(extent, stats, decide)
         if decide is None and self.whole:
             with timed(stats, "round"):
                 return self._run("round", stats).tolist()
@@ -116,6 +118,45 @@ class Rounds:
             self.verdict = self._held(self.verdict)
         with timed(stats, "commit"):
             return self._run("back", stats).tolist()
+
+    def _judges(self, decide: Decide | None) -> bool:
+        """Whether a round of a drafter that the host drives is captured from its scoring on: drafts that bring their law are not."""
+        return decide is None and self.whole and getattr(self.target, "alone", False) and getattr(self.drafter, "process", None) is None
+
+    def _judged(self, extent: int, stats: Stats) -> list[list[int]]:
+        with timed(stats, "draft"):
+            self._draft(extent)
+        tree, drafted = self.tree, [] if self.clock is None else self.clock.marks
+        with timed(stats, "judge"):
+            if tree.max_path not in self.judges:
+                self.judges[tree.max_path] = Program(partial(self._judge, tree.max_path))
+            judge = self.judges[tree.max_path]
+            parts = tree.tokens, tree.parents, tree.depths, tree.ancestors
+            left = judge((self.clock, self.target.cache.slots), tree.tokens.shape[1], *parts)
+            self.__dict__.update(left)
+            if self.clock is not None:
+                (_, began), *rest = left["marks"]
+                self.clock.marks = [*drafted, ("copy", began), *rest]
+            packed: list[list[int]] = self.packed.tolist()
+        with timed(stats, "observe"):
+            self.drafter.observe(self.tree, self.verdict, self.logits, self.features, self.active, extent)
+            self._mark("observe")
+        return packed
+
+    def _judge(self, max_path: int, tokens: Tensor, parents: Tensor, depths: Tensor, ancestors: Tensor) -> dict[str, Any]:
+        self.tree = TokenTree(tokens, parents, depths, ancestors, max_path)
+        if self.clock is not None:
+            self.clock.open()
+        self.target.alone = False  # not a graph in a graph
+        try:
+            return self._left(self._scored)
+        finally:
+            self.target.alone = True
+
+    def _scored(self, extent: int) -> None:
+        self._score(extent)
+        self._choose()
+        self._commit()
 
     def _run(self, name: str, stats: Stats) -> Any:
         """A part of the round from its graph; what it leaves lies where the graph has it."""
@@ -182,13 +223,16 @@ class Rounds:
         self._mark("choose")
 
     def _back(self, extent: int) -> None:
-        self.target.commit(self.verdict, self.active)
-        self._mark("commit")
+        self._commit()
         if self.drafter is not None:
             self.drafter.observe(self.tree, self.verdict, self.logits, self.features, self.active, extent)
-        self.root.copy_(torch.where(self.active, self.verdict.bonus, self.root))
         self._mark("observe")
+
+    def _commit(self) -> None:
+        self.target.commit(self.verdict, self.active)
+        self.root.copy_(torch.where(self.active, self.verdict.bonus, self.root))
         self.packed = torch.cat((self.verdict.accepted[:, None], self.verdict.tokens(self.tree)), 1)
+        self._mark("commit")
 
     def _held(self, verdict: Verdict) -> Verdict:
         """A verdict of the host's in the tensors that the captured rest of the round reads."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -144,32 +143,48 @@ class _Call:
     def _rounds(self, rows: int, capacity: int, process: Any) -> tuple[Rounds, Any]:
         """The rounds of this call, from the pool where they were captured before, and the key to put them back under."""
         sample, engines = bool(self.config.do_sample), self.session.engines
-        key = rounds = None
-        if self.ops.captures:
-            drawn = signature(self.processors) if process is not None else None
-            key = self.decoding, rows, sample, drawn, weights_of(self.model)
-            rounds = engines.take(key) if isinstance(self.decoding, Hashable) else None
+        key = self._key(rows, sample, process) if self.ops.captures else None
+        rounds = None if key is None else engines.take(key)
+        drawn = process if sample else None
         if rounds is None:
             engines.make_room()
-            target, drafter = self._parts(rows, capacity, self.decoding.taps, process if sample else None)
+            target, drafter = self._parts(rows, capacity, drawn)
             whole = process is None or all(type(each) in CAPTURABLE for each in self.processors)
             rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole)
         else:
-            for part in (rounds.target, rounds.drafter):
-                if part is not None:
-                    part.open(capacity)
+            rounds.target.open(capacity)
+            if hasattr(rounds.drafter, "open"):
+                rounds.drafter.open(capacity)
+            elif rounds.drafter is not None:
+                rounds.drafter = self._drafter(rows, capacity, drawn)
         if self.past is not None:
             import_past(rounds.target.cache, self.past, self.keep[:, : self.past_length])
         rounds.clock = None if self.session.profile is None else Clock(self.session.profile, self.model.device)
-        return rounds, key if rounds.captured else None
+        return rounds, key
 
-    def _parts(self, rows: int, capacity: int, taps: tuple[int, ...] | None, process: Any) -> tuple[HFModel, Any]:
-        ops = self.ops
-        drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.model.device, ops=ops, process=process)
-        nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
+    def _key(self, rows: int, sample: bool, process: Any) -> Any:
+        """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
+        drawn = signature(self.processors) if process is not None else None
+        others = [value for name in ("draft", "head") if isinstance(value := getattr(self.decoding, name, None), nn.Module)]
+        key = self.decoding, rows, sample, drawn, tuple(weights_of(module) for module in (self.model, *others))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _drafter(self, rows: int, capacity: int, process: Any) -> Any:
+        drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.model.device, ops=self.ops, process=process)
         if hasattr(drafter, "ends"):
             drafter.ends = self.ending.ends
-        target = HFModel(self.model, adapter_for(self.model), rows=rows, capacity=capacity, tail=nodes, taps=taps, ops=ops)
+        return drafter
+
+    def _parts(self, rows: int, capacity: int, process: Any) -> tuple[HFModel, Any]:
+        drafter = self._drafter(rows, capacity, process)
+        nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
+        target = HFModel(
+            self.model, adapter_for(self.model), rows=rows, capacity=capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
+        )  # fmt: skip
         attach = getattr(self.decoding, "attach", None)
         if attach is not None:
             attach(drafter, target)
