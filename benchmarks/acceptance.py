@@ -1,10 +1,10 @@
-"""Acceptance length of a head and equality with plain `generate`, over prompt files, one row of JSON per file.
+"""Acceptance length of a head and equality with plain `generate`, over prompt files, one row of JSON per file and assistant.
 
     python benchmarks/acceptance.py --prompts mt_bench.jsonl gsm8k.jsonl --batch 40 --tokens 256 --dtype float32 --out rows.jsonl
 
 A prompt file has `prompt` or `turns` (the first is asked) in each row. Every batch is answered greedily by transformers' own generate and
-by `eagle3`, and compared token by token. Where an answer differs, the row says how close the two tokens were at the first difference: the
-gap of their logits in one forward pass over the common text, in the model's dtype.
+by the assistants, and compared token by token. Where an answer differs, the row says how close the two tokens were at the
+first difference: the gap of their logits in one forward pass over the common text, in the model's dtype.
 """
 
 from __future__ import annotations
@@ -17,10 +17,23 @@ from typing import Any
 
 import torch
 import transformers
+from lossless import untrained_head  # the script beside this one
 
 import fastspec
 from fastspec.models import SMOLLM2, load_model
 from fastspec.training.data import encode_prompts, read_prompts
+
+ASSISTANTS = {
+    "autoregressive": fastspec.Autoregressive(),
+    "eagle3": fastspec.Eagle3(),
+    "eagle2": fastspec.Eagle2(),
+    "eagle": fastspec.Eagle1(),
+    "nasd": fastspec.Nasd(),
+    "nasd, suffix": fastspec.Nasd(storage="suffix"),
+    "speculative, early exit": fastspec.Speculative(early_exit=24),
+    "speculative, early exit, branches": fastspec.Speculative(early_exit=24, gamma=3, branches=3),
+}
+"""The heads of `eagle` and `eagle2` have random weights: their drafts are mostly wrong, and what is said must not show it."""
 
 
 def main() -> None:
@@ -31,6 +44,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=80, help="prompts to take from each file")
     parser.add_argument("--longest", type=int, default=1400, help="leave out prompts of more tokens")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--assistants", nargs="+", default=["eagle3"], choices=list(ASSISTANTS), help="one row each")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--tree", default="60,7,10", help="total_tokens,depth,top_k")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -41,51 +55,61 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device, getattr(torch, options.dtype))
     nodes, depth, top_k = map(int, options.tree.split(","))
-    assistant = fastspec.Eagle3(total_tokens=nodes, depth=depth, top_k=top_k)
-    fastspec.patch(model, eagle3=options.head)
+    chosen = {name: ASSISTANTS[name] for name in options.assistants}
+    if "eagle3" in chosen:
+        chosen["eagle3"] = fastspec.Eagle3(total_tokens=nodes, depth=depth, top_k=top_k)
+    untrained = untrained_head(model)
+    fastspec.patch(model, eagle3=options.head, eagle=untrained, eagle2=untrained)
     for path in options.prompts:
         prompts = encode_prompts(tokenizer, read_prompts(path))
         prompts = [prompt for prompt in prompts if len(prompt) <= options.longest][: options.each]
-        row = {
-            "prompts": path.stem, "count": len(prompts), "batch": options.batch, "tree": [nodes, depth, top_k],
-            "max_new_tokens": options.tokens, **on_file(model, prompts, assistant, options),
-            "dtype": options.dtype, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-            "torch": torch.__version__, "transformers": transformers.__version__,
+        shared = {
+            "prompts": path.stem, "count": len(prompts), "batch": options.batch, "max_new_tokens": options.tokens, "dtype": options.dtype,
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,
+            "transformers": transformers.__version__,
         }  # fmt: skip
-        print(json.dumps(row), flush=True)
-        if options.out:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        for row in on_file(model, prompts, chosen, options):
+            row = shared | row | ({"tree": [nodes, depth, top_k]} if row["assistant"] == "eagle3" else {})
+            print(json.dumps(row), flush=True)
+            if options.out:
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
 
 
-def on_file(model: Any, prompts: list[list[int]], assistant: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Acceptance, speed and equality over one file."""
+def on_file(model: Any, prompts: list[list[int]], chosen: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Acceptance, speed and equality of every assistant over one file."""
     pad = model.generation_config.pad_token_id or 0
-    seconds, emitted, passes = {"transformers": 0.0, "eagle3": 0.0}, 0, 0
-    tokens = {"transformers": 0, "eagle3": 0}
-    gaps: list[float] = []
+    ways = ({} if options.no_plain else {"transformers": None}) | chosen
+    seconds, tokens = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
+    emitted, passes = dict.fromkeys(chosen, 0), dict.fromkeys(chosen, 0)
+    gaps: dict[str, list[float]] = {name: [] for name in chosen}
     for start in range(0, len(prompts), options.batch):
         part = prompts[start : start + options.batch]
         answers: dict[str, list[list[int]]] = {}
-        for name, chosen in (("transformers", None), ("eagle3", assistant))[int(options.no_plain) :]:
+        for name, assistant in ways.items():
             began = time.perf_counter()
-            answers[name] = generate(model, part, chosen, options.tokens, pad)
+            answers[name] = generate(model, part, assistant, options.tokens, pad)
             seconds[name] += time.perf_counter() - began
             tokens[name] += sum(map(len, answers[name]))
-        last = fastspec.report(model).last
-        emitted, passes = emitted + last.round_tokens, passes + last.row_rounds
+            if name in chosen:
+                last = fastspec.report(model).last
+                emitted[name], passes[name] = emitted[name] + last.round_tokens, passes[name] + last.row_rounds
+        for name in () if options.no_plain else chosen:
+            both = zip(part, answers["transformers"], answers[name], strict=True)
+            gaps[name] += [gap(model, prompt, plain, ours) for prompt, plain, ours in both if plain != ours]
+    rows = []
+    for name in chosen:
+        row: dict[str, Any] = {
+            "assistant": name, "acceptance_length": round(emitted[name] / passes[name], 3),
+            "tokens_per_second": round(tokens[name] / seconds[name], 1),
+        }  # fmt: skip
         if not options.no_plain:
-            both = zip(part, answers["transformers"], answers["eagle3"], strict=True)
-            gaps += [gap(model, prompt, plain, ours) for prompt, plain, ours in both if plain != ours]
-    row: dict[str, Any] = {
-        "acceptance_length": round(emitted / passes, 3),
-        "tokens_per_second": round(tokens["eagle3"] / seconds["eagle3"], 1),
-    }
-    if not options.no_plain:
-        row["transformers_tokens_per_second"] = round(tokens["transformers"] / seconds["transformers"], 1)
-        row["identical"] = len(prompts) - len(gaps)
-        row["logit_gap_where_different"] = {"median": round(sorted(gaps)[len(gaps) // 2], 6), "max": round(max(gaps), 6)} if gaps else None
-    return row
+            apart = sorted(gaps[name])
+            row["transformers_tokens_per_second"] = round(tokens["transformers"] / seconds["transformers"], 1)
+            row["identical"] = len(prompts) - len(apart)
+            row["logit_gap_where_different"] = {"median": round(apart[len(apart) // 2], 6), "max": round(apart[-1], 6)} if apart else None
+        rows.append(row)
+    return rows
 
 
 def generate(model: Any, prompts: list[list[int]], assistant: Any, tokens: int, pad: int) -> list[list[int]]:

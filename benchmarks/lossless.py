@@ -2,12 +2,12 @@
 
     python benchmarks/lossless.py --assistants eagle3 nasd --texts 50000 --out rows.jsonl
 
-The law of the first token of one prompt is computed in one forward pass of the model, that of the second by one pass for every first token
-that a text began with (plain passes, which a patch does not change); both are processed by transformers' own processors: temperature,
-top-k, top-p, min-p and repetition penalty.
-Texts are drawn in batches, each under its own seed. For each position the tokens are compared with their law by Pearson's chi-square:
-the second given the first, summed over the firsts. Tokens expected fewer than five times are taken together. Significance: 0.001 for
-each test, so one right assistant in five hundred fails one of two; a token of probability 0 fails at once.
+Every text has three new tokens: the first comes from the prompt's pass, the others from rounds, in which drafts are accepted or not.
+The law of each token given those before it is computed by plain passes of the model over every text that was begun (a patch does not
+change them), processed by transformers' own processors: temperature, top-k, top-p, min-p, with a repetition penalty and without.
+Texts are drawn in batches, each under its own seed. For each position the tokens are compared with their laws by Pearson's chi-square,
+summed over what came before. Tokens expected fewer than five times are taken together. Significance: 0.001 for each test, so one
+right assistant in three hundred fails one of three; a token of probability 0 fails at once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from transformers.generation import logits_process as lp
 
 import fastspec
 from fastspec.demo import encode
+from fastspec.generation.eagle.head import EagleHead, HeadConfig
 from fastspec.models import SMOLLM2, load_model
 
 OPTIONS = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3}
+PENALTY = {"with": 1.3, "without": 1.0}  # a penalty looks at the text so far: its rounds are not the ones without
 SIGNIFICANCE = 0.001
 PROMPT = "Name a colour, an animal and a city."
 ASSISTANTS = {
@@ -37,14 +39,34 @@ ASSISTANTS = {
     "eagle3": fastspec.Eagle3(total_tokens=6, depth=1, top_k=4),
     "nasd": fastspec.Nasd(),
     "speculative, early exit, drawn": fastspec.Speculative(early_exit=24, gamma=1),
+    "speculative, early exit, adaptive": fastspec.Speculative(early_exit=24),
     "speculative, early exit, branches": fastspec.Speculative(early_exit=24, gamma=1, branches=4),
+    "eagle": fastspec.Eagle1(paths=[[0], [1], [2], [3]]),
+    "eagle, drawn": fastspec.Eagle1(paths=[[0], [1], [2], [3]], drafts="sampled"),
+    "eagle2": fastspec.Eagle2(total_tokens=6, depth=1, top_k=4),
 }
+
+
+def untrained_head(model: Any, seed: int = 0) -> EagleHead:
+    """A head of the EAGLE-1/2 format with random weights: its drafts are mostly wrong, and what is said must not show it."""
+    c = model.config
+    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    torch.manual_seed(seed)
+    head = EagleHead(
+        HeadConfig(
+            kind="eagle", own_lm_head=False, taps=(), hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+            num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads, head_dim=size,
+            vocab_size=c.vocab_size, draft_vocab_size=c.vocab_size, target_hidden_size=c.hidden_size,
+        )
+    )  # fmt: skip
+    return head.to(model.device, model.dtype).requires_grad_(False)
 
 
 def processors() -> LogitsProcessorList:
     """What transformers makes of OPTIONS, in its order."""
+    penalty = [lp.RepetitionPenaltyLogitsProcessor(OPTIONS["repetition_penalty"])] if OPTIONS["repetition_penalty"] != 1.0 else []
     return LogitsProcessorList([
-        lp.RepetitionPenaltyLogitsProcessor(OPTIONS["repetition_penalty"]), lp.TemperatureLogitsWarper(OPTIONS["temperature"]),
+        *penalty, lp.TemperatureLogitsWarper(OPTIONS["temperature"]),
         lp.TopKLogitsWarper(int(OPTIONS["top_k"])), lp.TopPLogitsWarper(OPTIONS["top_p"]), lp.MinPLogitsWarper(OPTIONS["min_p"]),
     ])  # fmt: skip
 
@@ -52,25 +74,29 @@ def processors() -> LogitsProcessorList:
 @torch.no_grad()
 def law(model: Any, texts: Tensor) -> Tensor:
     """The processed distribution of what follows texts [R, T] -> [R, V] float64."""
-    rows = [processors()(part, model(part).logits[:, -1].float()).double().softmax(-1) for part in texts.split(32)]
+    rows = [processors()(part, model(part).logits[:, -1].float()).double().softmax(-1) for part in texts.split(64)]
     return torch.cat(rows)
 
 
-def draw(model: Any, inputs: dict[str, Tensor], assistant: Any, count: int, batch: int, seed: int) -> list[tuple[int, int]]:
-    """`count` continuations of two tokens."""
-    texts: list[tuple[int, int]] = []
+Text = tuple[int, ...]
+LENGTH = 3
+
+
+def draw(model: Any, inputs: dict[str, Tensor], assistant: Any, count: int, batch: int, seed: int) -> list[Text]:
+    """`count` continuations of LENGTH tokens."""
+    texts: list[Text] = []
     while len(texts) < count:
         torch.manual_seed(seed + len(texts))
         size = min(batch, count - len(texts))
         out = model.generate(
-            **inputs, do_sample=True, num_return_sequences=size, max_new_tokens=2, min_new_tokens=0, eos_token_id=NEVER, pad_token_id=0,
+            **inputs, do_sample=True, num_return_sequences=size, max_new_tokens=LENGTH, eos_token_id=NEVER, pad_token_id=0,
             assistant=assistant, **OPTIONS,
         )  # fmt: skip
-        texts += map(tuple, out[:, -2:].tolist())
+        texts += map(tuple, out[:, -LENGTH:].tolist())
     return texts
 
 
-NEVER = 10**6  # no text ends early: every one has two tokens
+NEVER = 10**6  # no text ends early
 
 
 def chi_square(seen: Counter[int], chances: Tensor, total: int) -> tuple[float, int]:
@@ -93,17 +119,22 @@ def p_value(statistic: float, freedom: int) -> float:
     return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
-def judge(model: Any, ids: Tensor, texts: list[tuple[int, int]], first: Tensor, second: dict[int, Tensor]) -> dict[str, Any]:
-    """Both positions of some texts against their law; `second` keeps the laws of the second token that are known."""
-    firsts = Counter(a for a, _ in texts)
-    new = [token for token in firsts if token not in second]
-    if new:
-        grown = torch.cat((ids.expand(len(new), -1), torch.tensor(new, device=ids.device)[:, None]), 1)
-        second |= zip(new, law(model, grown).cpu(), strict=True)
-    one = chi_square(firsts, first, len(texts))
-    parts = [chi_square(Counter(b for a, b in texts if a == token), second[token], count) for token, count in firsts.items()]
-    two = sum(value for value, _ in parts), sum(freedom for _, freedom in parts)
-    return {"positions": [{"chi_square": round(v, 2), "freedom": f, "p": p_value(v, f)} for v, f in (one, two)]}
+def judge(model: Any, ids: Tensor, texts: list[Text], laws: dict[Text, Tensor]) -> dict[str, Any]:
+    """Every position of some texts against its law given the tokens before; `laws` keeps those that are known."""
+    positions = []
+    for place in range(LENGTH):
+        begun = Counter(text[:place] for text in texts)
+        new = [before for before in begun if before not in laws]
+        if new:
+            grown = torch.cat((ids.expand(len(new), -1), torch.tensor(new, dtype=ids.dtype, device=ids.device)), 1)
+            laws |= zip(new, law(model, grown).cpu(), strict=True)
+        said: dict[Text, Counter[int]] = {before: Counter() for before in begun}
+        for text in texts:
+            said[text[:place]][text[place]] += 1
+        parts = [chi_square(said[before], laws[before], count) for before, count in begun.items()]
+        value, freedom = sum(value for value, _ in parts), sum(freedom for _, freedom in parts)
+        positions.append({"chi_square": round(value, 2), "freedom": freedom, "p": p_value(value, freedom)})
+    return {"positions": positions}
 
 
 def main() -> None:
@@ -111,6 +142,7 @@ def main() -> None:
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
     parser.add_argument("--assistants", nargs="+", default=list(ASSISTANTS), choices=list(ASSISTANTS))
+    parser.add_argument("--penalty", nargs="+", default=list(PENALTY), choices=list(PENALTY), help="with and without a repetition penalty")
     parser.add_argument("--texts", type=int, default=50_000)
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -119,18 +151,22 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device, torch.float32)
     inputs = encode(tokenizer, PROMPT, device)
-    first, second = law(model, inputs["input_ids"])[0].cpu(), dict[int, Tensor]()
-    fastspec.patch(model, eagle3=options.head)
+    laws: dict[Text, Tensor] | None = None
+    untrained = untrained_head(model)
+    fastspec.patch(model, eagle3=options.head, eagle=untrained, eagle2=untrained)
     failed = False
-    for name in options.assistants:
+    for name, penalty in ((name, penalty) for penalty in options.penalty for name in options.assistants):
+        if OPTIONS["repetition_penalty"] != PENALTY[penalty] or laws is None:
+            OPTIONS["repetition_penalty"] = PENALTY[penalty]
+            laws = {}
         began = time.perf_counter()
         texts = draw(model, inputs, ASSISTANTS[name], options.texts, options.batch, options.seed)
-        last = fastspec.report(model).calls
-        mine = [call for call in last if call.assistant == last[-1].assistant]
+        calls = fastspec.report(model).calls[-(-options.texts // -options.batch) :]
+        mine = [call for call in calls if call.assistant == calls[-1].assistant]
         row = {
-            "assistant": name, "texts": len(texts), "options": OPTIONS, "seed": options.seed, "batch": options.batch,
+            "assistant": name, "texts": len(texts), "options": dict(OPTIONS), "seed": options.seed, "batch": options.batch,
             "significance": SIGNIFICANCE,
-            **judge(model, inputs["input_ids"], texts, first, second), "drafts_accepted": sum(c.accepted for c in mine),
+            **judge(model, inputs["input_ids"], texts, laws), "drafts_accepted": sum(c.accepted for c in mine),
             "rounds": sum(c.row_rounds for c in mine), "seconds": round(time.perf_counter() - began, 1),
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,
             "transformers": transformers.__version__,
