@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fastspec
 from fastspec.generation.eagle.head import EagleHead, HeadConfig
+from fastspec.patches import assistants
 from fastspec.patches.session import session_of
 
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
@@ -163,9 +164,11 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="sdpa", help="of sdpa, static-compile, none")
     parser.add_argument("--methods", default="autoregressive,eagle3")
+    parser.add_argument("--drafter", default="fused", choices=("fused", "kernels"), help="one launch for the draft phase, or one per step")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    assistants.FUSED = args.drafter == "fused"
     bandwidth = read_bandwidth(device)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     shared = {
@@ -198,7 +201,7 @@ def main() -> None:
             for method in args.methods.split(","):
                 assistant = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60) if method == "eagle3" and device == "cuda" else method
                 drafts = 0 if method == "autoregressive" else head_bytes
-                write(base | {"method": method, "head_bytes": drafts} | ours(model, ids, assistant, args.tokens))
+                write(base | {"method": method, "head_bytes": drafts, "drafter": args.drafter} | ours(model, ids, assistant, args.tokens))
         if "static-compile" in args.peers:  # last: it leaves a compiled forward behind
             ms = peer(model, ids, args.tokens, cache_implementation="static")
             write(base | {"method": "static-compile", "round_ms": round(ms, 4)})

@@ -236,7 +236,7 @@ def _parts(tiles: int, steps: int, programs: int) -> int:
 def _tiles(dtype: torch.dtype, rows: int) -> dict[str, int]:
     """Tiles of weights (BN x BK, BV x BKV for the LM head) and of `rows` activations BR, keys per step BJ, stages in flight, warps, and the
     bytes of each weight row (multiples of 16) that are asked for before one barrier (AHEAD) and before several (AHEAD_LONG)."""
-    height, common = min(64, _power(rows, 16)), {"WARPS": 4, "AHEAD": 1024, "AHEAD_LONG": 1024, "STAGES_KV": 2}
+    height, common = min(64, _power(rows, 16)), {"WARPS": 4, "AHEAD": 0, "AHEAD_LONG": 0, "STAGES_KV": 2}
     if dtype == torch.float32:
         return common | {"BR": min(32, height), "BN": 32, "BK": 32, "BV": 64, "BKV": 32, "BJ": 16, "STAGES": 3}
     return common | {"BR": height, "BN": 64, "BK": 128, "BV": 128, "BKV": 64, "BJ": 64, "STAGES": 4 if height < 64 else 3}

@@ -16,6 +16,10 @@ from fastspec.generation.protocols import Ops
 from fastspec.patches.heads import moved
 from fastspec.patches.speculative import resolve_speculative
 
+FUSED = True
+"""Whether a head that the fused drafter can run is drafted with in one launch, which was the faster way on an H200 for every head measured
+(docs/performance.md)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plain:
@@ -44,7 +48,7 @@ class EagleDecoding:
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         """The drafter of one call."""
-        return EagleDrafter(self.head, self.shape, rows=rows, capacity=capacity, ops=ops)
+        return EagleDrafter(self.head, self.shape, rows=rows, capacity=capacity, ops=ops, fused=FUSED and ops.captures)
 
 
 @dataclass(frozen=True, slots=True)
