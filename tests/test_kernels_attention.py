@@ -121,11 +121,11 @@ def test_any_number_of_splits(device, nodes, prefixes, splits, at_once):
 
 
 def test_how_many_splits():
-    assert kernels._splits(8, 34, 264, 1) >= 16  # plain decoding: the chip is filled
-    assert kernels._splits(8, 2, 264, 1) == 1  # a merge would take longer
-    assert kernels._splits(512, 500, 132, 1) == 1  # full without
-    assert kernels._splits(4096, 4096, 132, 8) >= 8  # uneven rows
-    assert kernels._splits(1, 100_000, 264, 1) == kernels.MAX_SPLITS
+    assert kernels._splits(8, 34, 264, 1, 2) >= 16  # plain decoding: the chip is filled
+    assert kernels._splits(8, 2, 264, 1, 2) == 1  # a merge would take longer
+    assert kernels._splits(512, 500, 132, 1, 6) == 1  # full without
+    assert kernels._splits(4096, 4096, 132, 8, 6) >= 8  # uneven rows
+    assert kernels._splits(1, 100_000, 264, 1, 2) == kernels.MAX_SPLITS
 
 
 @EVERYWHERE

@@ -50,12 +50,15 @@ def of_rows(processor: Any, rows: list[int]) -> Any:
 
 
 def make_processors(processors: lp.LogitsProcessorList, ids: Tensor) -> tuple[Callable[[Tensor], Tensor] | None, RowProcessor | None]:
-    """One of two forms: over rows [R, V] at once where no processor looks at the history, else over some rows with their prefixes.
+    """One of two forms: over rows [R, V] at once where no processor looks at the history, else over some rows with their prefixes;
+    neither where there is none.
 
     A processor of unknown behaviour is called row by row with the whole batch's shape, every row a copy of the row in question,
     so that processors which count rows see the right index; prefix_allowed_tokens_fn is asked about that row alone. Raises
     Unsupported for processors that keep a state of their own per row.
     """
+    if not processors:
+        return None, None
     for processor in processors:
         if isinstance(processor, lp.SynthIDTextWatermarkLogitsProcessor):
             raise Unsupported("SynthID watermarking keeps a state per call, which a tree would disturb: leave out watermarking_config")
