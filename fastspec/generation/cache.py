@@ -28,6 +28,8 @@ def _too_large(tokens: int, rows: int, need: int, device: torch.device) -> FastS
 
 
 FIRST_SLOTS = 1024
+WIDE_STEP = 16384
+"""Long buffers grow by as many slots on CUDA, shorter ones by powers of two."""
 
 
 class TreeCache:
@@ -71,7 +73,7 @@ class TreeCache:
         """Make room for this many committed tokens per row, the call's capacity at most, and the tail; returns how many of them are
         in bounds."""
         if min(committed, self.limit) > self.bound:
-            wanted = min(max(committed, 2 * self.bound), self.limit) + self.tail
+            wanted = self._wanted(committed) + self.tail
             layers, rows, heads, held, size = self.k.shape
             try:
                 for name in ("k", "v"):
@@ -82,6 +84,13 @@ class TreeCache:
                 need = 2 * self.k.element_size() * layers * rows * heads * wanted * size
                 raise _too_large(wanted, rows, need, self.k.device) from error
         return min(committed, self.bound)
+
+    def _wanted(self, committed: int) -> int:
+        """Committed tokens to make room for: twice what there is, the call's capacity at most; on CUDA a round number whatever the
+        capacity is, so that calls of any length share the graphs that were captured on these buffers."""
+        if self.k.is_cuda:
+            return max(FIRST_SLOTS, min(1 << (committed - 1).bit_length(), -(-committed // WIDE_STEP) * WIDE_STEP))
+        return min(max(committed, 2 * self.bound), self.limit)
 
     def write(self, ops: Ops, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k, v [B, N, Hkv, D] of one layer at slots [B, N]."""
