@@ -137,6 +137,29 @@ def judge(model: Any, ids: Tensor, texts: list[Text], laws: dict[Text, Tensor]) 
     return {"positions": positions}
 
 
+def draw_rows(rows: list[dict[str, Any]], path: Path) -> None:
+    """A dot for each test's p-value, and the line under which a test fails."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 0.4 * len(rows) + 1.4), layout="constrained")
+    for place, row in enumerate(rows):
+        for index, position in enumerate(row["positions"]):
+            label = f"token {index + 1}" if place == 0 else None
+            axes.plot(position["p"], place, "o", color=("#0072b2", "#e69f00", "#009e73")[index], label=label)
+    names = [row["assistant"] + (", repetition penalty" if row["options"]["repetition_penalty"] != 1 else "") for row in rows]
+    axes.axvline(SIGNIFICANCE, color="black", linewidth=1, label=f"significance {SIGNIFICANCE}")
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(1e-4, 1.2)
+    axes.set_xlabel(f"p-value of {rows[0]['texts']} texts against the unpatched model's law")
+    axes.legend(fontsize=8, loc="upper left")
+    figure.savefig(path, dpi=130)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=SMOLLM2)
@@ -147,7 +170,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
+    parser.add_argument("--plot", type=Path, help="draw the p-values of the rows in --out as this PNG, and measure nothing")
     options = parser.parse_args()
+    if options.plot is not None:
+        draw_rows([json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()], options.plot)
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device, torch.float32)
     inputs = encode(tokenizer, PROMPT, device)

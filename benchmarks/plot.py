@@ -21,7 +21,10 @@ from fastspec.bench.report import OVERALL, summarise
 
 COLOURS = ("#7f7f7f", "#e69f00", "#56b4e9", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#000000")
 """Told apart by the colour-blind too (Okabe and Ito); grey is transformers' plain generate."""
-PHASES = {"pass": "#bbbbbb", "draft": "#8c510a", "score": "#5e3c99", "choose": "#b2abd2", "commit": "#dfc27d", "other": "#555555"}
+PHASES = {
+    "pass": "#bbbbbb", "draft": "#8c510a", "score": "#5e3c99", "choose": "#b2abd2", "commit": "#dfc27d", "other": "#555555",
+    "round": "#80624d", "judge": "#8073ac", "observe": "#c7a76c", "draft and score": "#a06a9c",
+}  # fmt: skip
 """None of them the colour of a method."""
 
 MISSING = [float("nan")] * 3
@@ -84,7 +87,7 @@ def phases(axes: Any, whole: list[dict[str, Any]]) -> None:
             axes.barh(place, spent, left=left, color=PHASES.get(name, "#000000"), label=name, height=0.66)
             left += spent
         length = row["acceptance_length"][1]
-        said = f"{left:.0f} ms, {length:.2f} tokens"
+        said = f"{left:.{0 if left >= 10 else 1}f} ms, {length:.2f} tokens"
         axes.annotate(said, (left, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(whole)), [row["method"] for row in whole])
     axes.invert_yaxis()
