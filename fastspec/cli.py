@@ -111,18 +111,31 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
     print_output: Annotated[bool, typer.Option("--print-output", help="Print every method's answers.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Print every method's answers beside transformers' own.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Time the parts of every assistant's rounds on the first prompt.")] = False,
     allow_different: Annotated[bool, typer.Option("--allow-different", help="Exit status 0 though an fp32 answer differs.")] = False,
 ) -> None:
     """Measure assistants beside transformers' own methods on prompt files, outputs compared. See docs/performance.md."""
     from fastspec.bench import run_bench
-    from fastspec.bench.report import differing, print_differences, print_report, print_texts, rows_without_texts, summarise, writer
+    from fastspec.bench.report import (
+        differing,
+        print_differences,
+        print_profiles,
+        print_report,
+        print_texts,
+        rows_without_texts,
+        summarise,
+        writer,
+    )
 
+    if profile and as_json:
+        raise typer.BadParameter("its tables are printed, and --json prints one object alone: give one of the two", param_hint="--profile")
     console = Console(highlight=False, stderr=as_json)
+    profiles: dict[str, Any] = {}
     names = [name.strip() for name in methods.split(",")] if methods else None
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), writer(out) as write:
         rows = run_bench(
             prompts=prompts, model=model, head=head, draft_model=draft_model, methods=names, each=each,
-            max_new_tokens=max_new_tokens, dtype=dtype, batch=batch, on_row=write,
+            max_new_tokens=max_new_tokens, dtype=dtype, batch=batch, on_row=write, on_profile=profiles.__setitem__ if profile else None,
             say=lambda line: console.print(line, style="dim", markup=False),
         )  # fmt: skip
     if as_json:
@@ -133,6 +146,7 @@ def bench(
         if print_output or compare:
             print_texts(rows, console, compare)
         print_report(rows, console)
+        print_profiles(profiles, out.parent if out else Path(), console)
     if rows[0]["dtype"] == "float32" and differing(rows) and not allow_different:
         raise typer.Exit(1)
 

@@ -50,6 +50,8 @@ class TreeShape:
 
 # (device type) -> tree used when the caller names none; chosen by measurement, see docs/performance.md.
 DEFAULT_TREES = {"cpu": TreeShape(total_tokens=16, depth=3, top_k=4), "cuda": TreeShape(total_tokens=60, depth=7, top_k=10)}
+# (device type) -> numbers of nodes that total_tokens="auto" chooses from.
+AUTO_SIZES = {"cpu": (2, 4, 6, 8, 12, 16, 24, 32), "cuda": (8, 16, 24, 32, 48, 60, 64, 96, 128)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +131,37 @@ class _DynamicTree:
 
     depth: int | None = None
     top_k: int | None = None
-    total_tokens: int | None = None
+    total_tokens: int | str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.total_tokens, str) and self.total_tokens != "auto":
+            raise Unsupported(
+                f'{type(self).__name__}: total_tokens={self.total_tokens!r}; accepted are a whole number of nodes, "auto" and None'
+            )
         self.shape("cuda")
 
     def shape(self, device_type: str) -> TreeShape:
-        """The tree to grow on a device of this type ("cpu", "cuda")."""
+        """The tree to grow on a device of this type ("cpu", "cuda"); with "auto" the largest of `sizes`."""
+        default = DEFAULT_TREES.get(device_type, DEFAULT_TREES["cuda"])
         if self.depth is None and self.top_k is None and self.total_tokens is None:
-            return DEFAULT_TREES.get(device_type, DEFAULT_TREES["cuda"])
-        depth = 7 if self.depth is None else self.depth
-        top_k = 10 if self.top_k is None else self.top_k
+            return default
+        rest = default if self.total_tokens == "auto" else TreeShape()
+        depth = rest.depth if self.depth is None else self.depth
+        top_k = rest.top_k if self.top_k is None else self.top_k
         _whole(type(self).__name__, 1, top_k=top_k)
         _whole(type(self).__name__, 0, depth=depth)
         grown = top_k + depth * top_k**2 + 1
-        return TreeShape(total_tokens=min(60, grown) if self.total_tokens is None else self.total_tokens, depth=depth, top_k=top_k)
+        if isinstance(self.total_tokens, str):
+            total = min(max(AUTO_SIZES.get(device_type, AUTO_SIZES["cuda"])), grown)
+        else:
+            total = min(rest.total_tokens, grown) if self.total_tokens is None else self.total_tokens
+        return TreeShape(total_tokens=total, depth=depth, top_k=top_k)
+
+    def sizes(self, device_type: str) -> tuple[int, ...]:
+        """The numbers of nodes that "auto" chooses from on a device of this type, ascending; one where the number is given."""
+        most = self.shape(device_type).total_tokens
+        choice = AUTO_SIZES.get(device_type, AUTO_SIZES["cuda"]) if self.total_tokens == "auto" else (most,)
+        return tuple(sorted({min(size, most) for size in choice}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +169,8 @@ class Eagle3(_DynamicTree):
     """EAGLE-3 drafting with dynamic trees. Fields left at None take the device's default tree as a whole or, where one is
     given, the published values (depth 7, top_k 10, total_tokens 60) for the rest.
 
-    Raises `Unsupported` when the sizes do not fit each other.
+    total_tokens="auto" measures once and takes the number of nodes with the most expected tokens per millisecond (docs/assistants.md);
+    depth and top_k are then the device's where they are not given. Raises `Unsupported` when the sizes do not fit each other.
     """
 
     name: ClassVar[str] = "eagle3"

@@ -11,7 +11,7 @@ from helpers_models import tiny_config, tiny_head, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AutoModel, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoModel, LEDConfig, LEDForConditionalGeneration, MambaConfig, MambaForCausalLM
 
 import fastspec
 from fastspec.generation.tree import TokenTree
@@ -170,15 +170,15 @@ def test_what_others_changed_in_a_layer_is_kept(how: str) -> None:
         assert fastspec.report(model).mode == "generic (a layer is hooked or replaced)"
 
 
-def _t5() -> T5ForConditionalGeneration:
-    sizes = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+def _led() -> LEDForConditionalGeneration:
+    sizes = {"vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    return LEDForConditionalGeneration(LEDConfig(**sizes, encoder_attention_heads=4, decoder_attention_heads=4, attention_window=[8]))
 
 
 REFUSED = {
     "recurrent": (lambda: MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1)), "MambaForCausalLM.*recurrent"),
     "sliding window": (lambda: tiny_model("mistral", sliding_window=16), "window of 16"),
-    "encoder-decoder": (_t5, "T5ForConditionalGeneration is an encoder-decoder"),
+    "encoder-decoder": (_led, "LEDForConditionalGeneration is an encoder-decoder model of type led; .* bart"),
     "no generate": (lambda: AutoModel.from_config(tiny_config("llama")), "LlamaModel has no generate"),
     "bloom": (lambda: tiny_model("bloom"), "BloomForCausalLM.*position_ids"),
     "mpt": (lambda: tiny_model("mpt"), "MptForCausalLM.*position_ids"),

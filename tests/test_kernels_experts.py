@@ -101,7 +101,7 @@ def test_pairs_are_grouped_by_expert(device, seed, tokens, count, choices, block
     chosen = torch.randint(count, (tokens, choices), generator=torch.Generator().manual_seed(seed)).to(device)
     pairs, groups = chosen.numel(), min(chosen.numel(), count)
     order, expert, begin, end = (torch.full((n,), -(10**9), dtype=torch.int32, device=device) for n in (pairs, groups, groups, groups))
-    kernels._group[(count,)](chosen, order, expert, begin, end, pairs, BY_EXPERT=pairs >= count, BLOCK=block, num_warps=1)
+    kernels._group[(count,)](chosen, order, expert, begin, end, pairs, BY_EXPERT=pairs >= count, BLOCK=block, PDL=False, num_warps=1)
     assert order.tolist() == chosen.flatten().sort(stable=True).indices.tolist()
     runs = [(e, b, n) for e, b, n in zip(expert.tolist(), begin.tolist(), end.tolist(), strict=True) if n > b]
     found, sizes = chosen.unique(return_counts=True)

@@ -208,3 +208,29 @@ def test_static_trees_are_captured(drafts, device):
     torch.manual_seed(1)
     model.generate(**inputs, do_sample=True, max_new_tokens=20, assistant=config)
     assert fastspec.report(model).last.replays > 0
+
+
+@EVERYWHERE
+def test_wide_trees_are_ranked_by_the_references(device):
+    """More children than the kernel expands, and more candidates than it ranks."""
+    from fastspec.kernels import reference
+    from fastspec.patches.backends import triton_ops
+
+    ops, generator = triton_ops(), torch.Generator().manual_seed(0)
+    logits, d2t = torch.randn(1, 2, 50, generator=generator).to(device), torch.zeros(50, dtype=torch.long, device=device)
+    scores = torch.zeros(1, 2, device=device)
+    got, wanted = (op(logits, None, scores, 20, d2t) for op in (ops.topk_expand, reference.topk_expand))
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) and got[2].shape == (1, 20)
+    flat = -torch.rand(1, 5000, generator=generator).to(device)
+    above, depths = torch.full((1, 5000), -1, device=device), torch.ones(5000, dtype=torch.long, device=device)
+    inputs = flat, above + 1, above, depths, above[:, 0] + 1, 9
+    assert all(torch.equal(a, b) for a, b in zip(ops.tree_build(*inputs), reference.tree_build(*inputs), strict=True))
+
+
+def test_auto_takes_the_kernels_where_they_were_measured(monkeypatch):
+    from fastspec.patches import backends
+
+    cases = ((9, 0), True, "triton"), ((9, 0), False, "torch"), ((8, 0), True, "torch"), ((12, 0), True, "torch")
+    for capability, adapted, name in cases:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert backends.choose_backend("auto", "cuda", adapted).name == name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from fastspec.generation.clock import Profile
 
 OVERALL = "overall"
 FIGURES = ("tokens_per_second", "ratio", "acceptance_length", "prefill_ms", "ms_per_round", "floor_share", "peak_mib")
@@ -73,6 +75,20 @@ def writer(path: Path | None) -> Iterator[Callable[[Row], None] | None]:
         raise Unsupported(f"could not write the rows: {error}") from error
     with file:
         yield lambda row: print(json.dumps(rows_without_texts([row])[0]), file=file, flush=True)
+
+
+def print_profiles(profiles: Mapping[str, Profile], folder: Path, console: Console) -> None:
+    """Under each method's name what the parts of its rounds took, and where the trace of them was written for Perfetto. Raises
+    Unsupported where it cannot be written."""
+    for name, profile in profiles.items():
+        path = folder / f"TRACE-{name}.json"
+        console.print(f"\n{name}", style="bold", markup=False)
+        console.print(str(profile), markup=False)
+        try:
+            profile.write_trace(path)
+        except OSError as error:
+            raise Unsupported(f"could not write the trace: {error}") from error
+        console.print(f"trace: {path}", style="dim", markup=False, soft_wrap=True)
 
 
 def differing(rows: Iterable[Row], peers: bool = False) -> list[Row]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fastspec
 from fastspec.bench.device import Floor, environment
@@ -17,6 +17,9 @@ from fastspec.bench.measure import ASSISTED, BASELINE, COMPILED, LOOKUP, LOOKUP_
 from fastspec.bench.prompts import Prompt, Row, Say, encode_rows, make_batches, read_rows
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model
+
+if TYPE_CHECKING:
+    from fastspec.generation.clock import Profile
 
 WARM_UP_TOKENS = 8
 """Of a warm-up on the CPU; on CUDA it is as long as a timed call, for the sizes that are compiled and captured."""
@@ -35,6 +38,7 @@ def run_bench(
     batch: int = 1,
     say: Say | None = None,
     on_row: Callable[[Row], object] | None = None,
+    on_profile: Callable[[str, Profile], object] | None = None,
 ) -> list[Row]:
     """Answer the prompts greedily by every method, and return one row per method and batch of prompts; see docs/performance.md.
 
@@ -42,6 +46,8 @@ def run_bench(
     `draft_model` are names as in `load_model` and `fastspec.patch`; SmolLM2 brings its head. `methods` are names of assistants and of
     `PEERS`; without them all that have what they need. "transformers" is always measured. `dtype` ("float32", "bfloat16", "float16")
     defaults to fp32 on the CPU and bf16 on CUDA. `say` is told of what is left out, and `on_row` is given every row as it comes.
+    `on_profile` is given the name of every assistant among the methods and the times of its rounds, from one more call on the first batch
+    of prompts after all else is measured.
 
     A row's `floor_share` is the time of reading the weights once, at the bandwidth measured here, over the time of a round. Loading and
     one warm-up call per method, on the longest prompts, are not timed. Raises Unsupported for bad arguments, an unknown method and one
@@ -78,6 +84,13 @@ def run_bench(
                 rows.append(row | where)
                 if on_row is not None:
                     on_row(rows[-1])
+        if on_profile is not None:
+            for method in chosen:
+                if not method.peer:
+                    say(f"profile: {method.name}")
+                    with fastspec.profile(target) as profile:
+                        ask(method, parts[0], max_new_tokens)
+                    on_profile(method.name, profile)
         return rows
     finally:
         fastspec.unpatch(target)

@@ -20,8 +20,9 @@ class Request:
     """What to generate: prompts [B, T] (left padding removed, rows filled up on the right) with counts [B] real tokens.
 
     `context` is the whole text in the same form, where the target's cache holds a part of it already: drafters that read no features
-    get it. `history[b]` [T_b] is what a history-dependent processor sees of row b before its first new token, `limit` the number
-    of new tokens, `ends` the end tokens. Rows that `stop` ends before the others go on, as in transformers, where there are
+    get it; with an encoder-decoder model they get the source and then the decoder's tokens. `history[b]` [T_b] is what a
+    history-dependent processor sees of row b before its first new token, `limit` the number of new tokens, `ends` the end
+    tokens. Rows that `stop` ends before the others go on, as in transformers, where there are
     no end tokens; else they are over. `process_at` is called level by level of the walk where processors look at the history; all others
     belong to the rounds. `stop(row, new_tokens)` is asked after every token, and
     `emit(row, tokens, accepted, done)` is told of every round; before that `watch(tree, verdict, logits)` sees the round's tree and

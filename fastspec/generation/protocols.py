@@ -94,7 +94,11 @@ class Drafter(Protocol):
 
 
 class Decoding(Protocol):
-    """A strategy as an object: what `generate(assistant=...)` accepts from third parties."""
+    """A strategy as an object: what `generate(assistant=...)` accepts from third parties.
+
+    For an encoder-decoder model, one with a method `reading(source)` is asked for the decoding of a call with this source
+    (`fastspec.patches.seq2seq.Source`), and its drafter is given the decoder's tokens alone.
+    """
 
     name: str
     taps: tuple[int, ...] | None

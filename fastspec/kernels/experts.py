@@ -25,7 +25,7 @@ SUM_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _group(p_chosen, p_order, p_expert, p_begin, p_end, pairs, BY_EXPERT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
+def _group(p_chosen, p_order, p_expert, p_begin, p_end, pairs, BY_EXPERT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program per expert: place its pairs in the order. Groups are experts, or (with fewer pairs than experts) places in the order:
     the first place of an expert's run holds the group, the others are empty.
     """

@@ -22,14 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastspec.kernels import swiglu as swiglu_kernel
-
-
-@triton.jit
-def _prefetch(p, size):
-    """Ask for `size` bytes (a multiple of 16) from each of p into L2."""
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r", [p.to(tl.int64), size], tl.int32, is_pure=False, pack=1
-    )
+from fastspec.kernels.launch import dependent, prefetch
 
 
 @triton.jit
@@ -84,9 +77,9 @@ def _linear_kernel(
         o_k = (begin % depth) * BK
         o_first = tl.minimum((begin // depth) * BM + o_m, M - 1).to(tl.int64)
         size = tl.minimum(tl.minimum(K - o_k, (end - begin) * BK) * (p_w.dtype.element_ty.primitive_bitwidth // 8), PREFETCH)
-        _prefetch(p_w + o_first * stride_w + o_k, size)
+        prefetch(p_w + o_first * stride_w + o_k, size)
         if SWIGLU:
-            _prefetch(p_w + (o_first + M) * stride_w + o_k, size)
+            prefetch(p_w + (o_first + M) * stride_w + o_k, size)
         gdc_wait()
 
     p_rows = p_x + o_r[:, None].to(tl.int64) * stride_x
@@ -285,7 +278,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch:
         raise ValueError(f"{launch} multiplies one row, not {rows}: set dots=True")
     parts = torch.empty(2 * programs * (1 + swiglu) * launch.channels * wide if split else 1, dtype=torch.float32, device=x.device)
     lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size() | depth * weight.element_size()) % 16 == 0
-    tma, pdl = launch.tma and lined_up, launch.pdl and lined_up and x.is_cuda
+    tma, pdl = launch.tma and lined_up, launch.pdl and lined_up and dependent(x.device)["PDL"]
     options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages} | ({"launch_pdl": True} if pdl else {})
     _linear_kernel[(programs,)](
         x, weight, TensorDescriptor.from_tensor(weight, [launch.channels, launch.depth]) if tma else None,

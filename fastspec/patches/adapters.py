@@ -46,6 +46,49 @@ ADAPTERS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Seq2Seq:
+    """Names of the parts of one encoder-decoder `model_type`, as attributes of its decoder, and how positions come in."""
+
+    model_type: str
+    relative: bool = False
+    """Whether blocks take a bias by distance (T5) instead of embedded positions."""
+    counted: bool = False
+    """Whether padding tokens have no position (fairseq's tables)."""
+    scale: str = ""
+    """What embeddings are multiplied by, where `embed_tokens` does not do it."""
+    embed_norm: str = ""
+    norm_first: bool = False
+    """Whether `embed_norm` comes before positions are added."""
+    final: str = ""
+    scaled_if: str = ""
+    """The setting that says whether the last hidden state is multiplied by width**-0.5."""
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Attributes that the decoder must have."""
+        loop = ("block",) if self.relative else ("layers", "embed_positions")
+        return (*loop, *filter(None, (self.scale, self.embed_norm, self.final)))
+
+
+SEQ2SEQ = {
+    row.model_type: row
+    for row in (
+        Seq2Seq("t5", relative=True, final="final_layer_norm", scaled_if="scale_decoder_outputs"),
+        Seq2Seq("mt5", relative=True, final="final_layer_norm"),
+        Seq2Seq("bart", embed_norm="layernorm_embedding"),
+        Seq2Seq("plbart", embed_norm="layernorm_embedding"),
+        Seq2Seq("mbart", embed_norm="layernorm_embedding", final="layer_norm"),
+        Seq2Seq("marian", scale="embed_scale"),
+        Seq2Seq("pegasus", scale="embed_scale", final="layer_norm"),
+        Seq2Seq("bigbird_pegasus", final="layernorm_embedding"),
+        Seq2Seq("blenderbot", final="layer_norm"),
+        Seq2Seq("blenderbot-small", scale="embed_scale", embed_norm="layernorm_embedding", norm_first=True),
+        Seq2Seq("m2m_100", counted=True, final="layer_norm"),
+    )
+}
+
+
 def check_supported(model: Any) -> None:
     """Raise `Unsupported`, naming the reason, for a model that fastspec cannot decode with."""
     name = type(model).__name__
@@ -55,7 +98,7 @@ def check_supported(model: Any) -> None:
         raise Unsupported(f"{name} has no generate method: patch a causal language model, such as {name.replace('Model', '')}ForCausalLM")
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder:
-        raise Unsupported(f"{name} is an encoder-decoder model; fastspec decodes decoder-only models")
+        check_decoder(model)
     if getattr(model, "_is_stateful", False):
         raise Unsupported(f"{name} keeps a recurrent state, which cannot be taken back when a draft is rejected")
     kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - {"full_attention", "sliding_attention"})
@@ -64,7 +107,7 @@ def check_supported(model: Any) -> None:
     window = _sliding_window(config)
     if window is not None:
         raise Unsupported(f"{name} attends over a window of {window} tokens; fastspec needs a full-attention KV cache in every layer")
-    if adapter_for(model) is None:
+    if not model.config.is_encoder_decoder and adapter_for(model) is None:
         _check_generic(model, config)
     devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
     if len(devices) > 1:
@@ -81,9 +124,36 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
         raise Unsupported(f"{name} derives positions from the cache (alibi=True), where the nodes of a draft tree lie out of order")
     if getattr(config, "kv_lora_rank", None):
         raise Unsupported(f"{name} keeps keys and values of different sizes (multi-head latent attention); fastspec's cache holds one")
+    _check_masks(name, config)
+
+
+def _check_masks(name: str, config: Any) -> None:
     kernel = getattr(config, "_attn_implementation", None)
     if kernel not in (None, "eager", "sdpa"):
         raise Unsupported(f"{name} needs 4-D masks in generic mode, and {kernel} takes none: load it with attn_implementation='sdpa'")
+
+
+def check_decoder(model: Any) -> None:
+    """Raise `Unsupported` for an encoder-decoder model whose decoder's parts fastspec does not know, or whose loop someone else changed."""
+    name, kind = type(model).__name__, model.config.model_type
+    if kind not in SEQ2SEQ:
+        raise Unsupported(f"{name} is an encoder-decoder model of type {kind}; fastspec knows the decoders of {', '.join(SEQ2SEQ)}")
+    parts, decoder = SEQ2SEQ[kind], model.get_decoder()
+    missing = [part for part in (*parts.needed, "embed_tokens") if not hasattr(decoder, part)]
+    table = None if parts.relative or missing else decoder.embed_positions
+    if missing or not hasattr(model, "lm_head") or (table is not None and not parts.counted and not _takes_positions(table)):
+        raise Unsupported(f"{name} has a decoder that is not built as transformers' {kind}: fastspec cannot place draft nodes in it")
+    for module in (model, model.base_model, decoder):
+        if is_foreign(module):
+            raise Unsupported(
+                f"{type(module).__name__} of {name} has a hook or a forward of someone else's, which fastspec's own loop over the "
+                "decoder's layers would pass by: remove it"
+            )
+    _check_masks(name, model.config)
+
+
+def _takes_positions(table: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(table.forward).parameters
 
 
 def adapter_for(model: nn.Module) -> Adapter | None:
@@ -96,11 +166,13 @@ def adapter_for(model: nn.Module) -> Adapter | None:
     return None if any(is_foreign(module) for module in own) else adapter
 
 
-def mode_of(model: nn.Module) -> str:
+def mode_of(model: Any) -> str:
     """Why a model got its mode, in words, for `report`."""
     adapter = adapter_for(model)
     if adapter is not None:
         return f"adapter {adapter.model_type}"
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"encoder-decoder {model.config.model_type}"
     known = getattr(model.config, "model_type", "") in ADAPTERS
     return "generic (a layer is hooked or replaced)" if known else f"generic (no adapter for {getattr(model.config, 'model_type', '?')})"
 

@@ -20,8 +20,10 @@ from fastspec.patches.compat import drop_capturing_hooks, has_capturing_hooks
 from fastspec.patches.generate import generate
 from fastspec.patches.heads import load_heads
 from fastspec.patches.layers import pack_model
+from fastspec.patches.refusals import refuse_heads
 from fastspec.patches.session import STATE, PatchSession, session_of
 from fastspec.patches.speculative import check_draft
+from fastspec.patches.tree_size import TreeChoice
 
 Source = str | Path | EagleHead | None
 
@@ -44,7 +46,10 @@ def patch(
     if session_of(model) is not None:
         raise PatchConflict(f"this {type(model).__name__} is patched already: call fastspec.unpatch(model) first")
     check_supported(model)
-    resources: dict[str, Any] = {**load_heads({"eagle": eagle, "eagle2": eagle2, "eagle3": eagle3}, model)}
+    heads = {"eagle": eagle, "eagle2": eagle2, "eagle3": eagle3}
+    for name in (name for name, source in heads.items() if source is not None):
+        refuse_heads(name, model)
+    resources: dict[str, Any] = {**load_heads(heads, model)}
     if speculative is not None:
         resources["speculative"] = check_draft(speculative, model)
     choose_backend(backend, model.device.type, adapted=adapter_for(model) is not None)  # refuses what cannot be
@@ -118,6 +123,8 @@ class Report:
     calls: tuple[Stats, ...] = field(default=())
     kernels: dict[str, int] = field(default_factory=dict)
     """Calls of each op from Python since the patch; what a captured round repeats is counted by `Stats.replays` of its call."""
+    trees: dict[tuple[Any, int], TreeChoice] = field(default_factory=dict)
+    """(config, rows) -> what total_tokens="auto" measured and chose for the model as it is now."""
 
     @property
     def last(self) -> Stats | None:
@@ -139,6 +146,8 @@ class Report:
                     phases[phase] = phases.get(phase, 0.0) + spent
             shares = ", ".join(f"{phase} {spent:.2f} s" for phase, spent in phases.items())
             lines.append(f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}; {shares}")
+        for (config, rows), choice in self.trees.items():
+            lines += [f"  {config}, rows: {rows}", *(f"    {line}" for line in str(choice).split("\n"))]
         return "\n".join(lines)
 
 
@@ -156,4 +165,5 @@ def report(model: Any) -> Report:
         assistants=("autoregressive", "nasd", *session.resources),
         calls=tuple(session.calls),
         kernels=dict(session.kernels),
+        trees={(config, rows): choice for (config, rows, *where), choice in session.trees.items() if where == [model.device, model.dtype]},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastspec.config import Autoregressive, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
@@ -14,11 +14,12 @@ from fastspec.generation.eagle.static import StaticDrafter
 from fastspec.generation.nasd import NasdDecoding
 from fastspec.generation.protocols import Ops
 from fastspec.patches.heads import moved
+from fastspec.patches.refusals import refuse_heads
 from fastspec.patches.speculative import resolve_speculative
 
 FUSED = True
-"""Whether a head that the fused drafter can run is drafted with in one launch, which was the faster way on an H200 for every head measured
-(docs/performance.md)."""
+"""Whether a head that the fused drafter can run is drafted with in one launch at batch 1. That was the faster way on an H200 there, and the
+slower one at batch 8 (docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,21 @@ class EagleDecoding:
     name: str
     head: EagleHead
     shape: TreeShape
+    auto: Eagle2 | Eagle3 | None = None
+    """The config that leaves the number of nodes to a measurement; `shape` then has the most that it chooses from."""
 
     @property
     def taps(self) -> tuple[int, ...]:
         """The hidden states that the head reads."""
         return self.head.config.taps
 
+    def sized(self, nodes: int) -> EagleDecoding:
+        """The same with trees of this many nodes."""
+        return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None)
+
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         """The drafter of one call."""
-        return EagleDrafter(self.head, self.shape, rows=rows, capacity=capacity, ops=ops, fused=FUSED and ops.captures)
+        return EagleDrafter(self.head, self.shape, rows=rows, capacity=capacity, ops=ops, fused=FUSED and ops.captures and rows == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
 
 def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> EagleHead:
     """The head of an EAGLE assistant, on the model's device and in its dtype. Raises Unsupported where there is none."""
+    refuse_heads(name, model)
     head: EagleHead | None = resources.get(name)
     if head is None:
         raise Unsupported(f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it")
@@ -102,7 +110,8 @@ def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecod
 
 def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
     shape = config.shape(model.device.type)
-    return EagleDecoding(config.name, _head(config.name, resources, model, shape.top_k), shape)
+    auto = config if config.total_tokens == "auto" else None
+    return EagleDecoding(config.name, _head(config.name, resources, model, shape.top_k), shape, auto)
 
 
 RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {

@@ -41,6 +41,11 @@ TORCH_ONEDNN = replace(
 """Plain torch, with the linear layers of the CPU through oneDNN."""
 
 
+def _up_to(most: int, kernel: Callable[..., Any], plain: Callable[..., Any], size: Callable[..., int]) -> Callable[..., Any]:
+    """A kernel for sizes up to `most`, and its reference for larger ones."""
+    return lambda *args: (kernel if size(*args) <= most else plain)(*args)
+
+
 @cache
 def triton_ops() -> Ops:
     """The Triton kernels. Imports triton, and raises Unsupported where it is missing."""
@@ -70,9 +75,9 @@ def triton_ops() -> Ops:
         rms_norm=rms_norm.rms_norm,
         rope_cache=rope_cache.rope_cache,
         gate_up=linear.gate_up,
-        topk_expand=topk_expand.topk_expand,
+        topk_expand=_up_to(16, topk_expand.topk_expand, reference.topk_expand, lambda hidden, weight, scores, count, d2t: count),
         next_frontier=next_frontier.next_frontier,
-        tree_build=tree_build.tree_build,
+        tree_build=_up_to(4096, tree_build.tree_build, reference.tree_build, lambda scores, *_: scores.shape[1]),
         pick=posterior_eval.pick,
         posterior_walk=posterior_eval.posterior_walk,
         experts=experts.experts,
@@ -87,13 +92,15 @@ NAMES = ("auto", "torch", "triton")
 def choose_backend(name: str, device_type: str, adapted: bool = True) -> Ops:
     """The kernels of a backend name on a device; `adapted` says whether the model has an adapter.
 
-    "auto" is Triton on CUDA for a model with an adapter, where triton is installed; plain torch on CUDA else; and torch with oneDNN on
-    the CPU, where torch carries it. Raises Unsupported for an unknown name, and for "triton" where its kernels cannot run.
+    "auto" is Triton on a CUDA device of compute capability 9.0 (Hopper, where the kernels were measured) for a model with an adapter,
+    where triton is installed; plain torch on CUDA else; and torch with oneDNN on the CPU, where torch carries it. Raises Unsupported for an
+    unknown name, and for "triton" where its kernels cannot run.
     """
     if name not in NAMES:
         raise Unsupported(f"backend={name!r} on {device_type}: accepted are {', '.join(map(repr, NAMES))}")
     if name == "auto" and device_type == "cuda":
-        return triton_ops() if adapted and find_spec("triton") is not None else TORCH
+        measured = torch.cuda.get_device_capability() == (9, 0) and find_spec("triton") is not None
+        return triton_ops() if adapted and measured else TORCH
     if name == "triton":
         if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise Unsupported(f'backend="triton" needs a CUDA device, and the model is on {device_type}: use backend="auto"')

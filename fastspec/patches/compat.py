@@ -12,6 +12,10 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 def cache_geometry(config: Any) -> tuple[int, int, int]:
     """Layers, key heads and head size of a decoder's KV cache, from its config."""
     config = config.get_text_config()
+    if config.is_encoder_decoder:  # T5 and BART have names of their own for a decoder's sizes
+        heads = getattr(config, "decoder_attention_heads", None) or config.num_heads
+        layers = getattr(config, "decoder_layers", None) or config.num_decoder_layers
+        return layers, heads, getattr(config, "d_kv", None) or config.d_model // heads
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads

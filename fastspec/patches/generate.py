@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.clock import Clock
 from fastspec.generation.loop import Outcome, Request, decode
 from fastspec.generation.rounds import Rounds
 from fastspec.generation.tree import TokenTree
-from fastspec.patches.adapters import adapter_for
-from fastspec.patches.assistants import resolve
+from fastspec.patches.assistants import EagleDecoding, resolve
 from fastspec.patches.cache import export_span, import_past
 from fastspec.patches.compat import fill_cache, is_out_of_memory, own_stop_strings, read_cache
 from fastspec.patches.engines import weights_of
@@ -24,7 +23,9 @@ from fastspec.patches.hf_model import HFModel
 from fastspec.patches.layers import pack_model
 from fastspec.patches.refusals import refuse_arguments, refuse_prepared, refuse_prompts
 from fastspec.patches.selection import CAPTURABLE, Ending, Streaming, make_processors, signature
+from fastspec.patches.seq2seq import language_model, read_source, refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
+from fastspec.patches.tree_size import choose_tree
 
 
 def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
@@ -48,6 +49,8 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
     given = inspect.signature(type(self).generate).bind_partial(self, *args, **kwargs).arguments
     given = {name: value for name, value in (given | given.pop("kwargs", {})).items() if value is not self}
     refuse_arguments(given, self.generation_config)
+    if self.config.is_encoder_decoder:
+        refuse_seq2seq(self, decoding, given)
 
     def custom(
         model: Any,
@@ -58,7 +61,7 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        refuse_prepared(generation_config, model_kwargs)
+        refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
         return _Call(model, session, decoding, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs).run()
 
     with session.turn.taken():
@@ -82,7 +85,12 @@ class _Call:
         self.cache = model_kwargs.get("past_key_values")
         self.past = read_cache(self.cache, model.config.get_text_config().num_hidden_layers)
         self.past_length = 0 if self.past is None else self.past[0][0].shape[2]
-        self.keep = self._keep(given.get("attention_mask"), ids.shape[0])
+        self.source = read_source(model, given, model_kwargs, ids.shape[0]) if model.config.is_encoder_decoder else None
+        if self.source is None:
+            self.keep = self._keep(given.get("attention_mask"), ids.shape[0])
+        else:  # the mask is the source's
+            self.keep = torch.ones_like(self.ids, dtype=torch.bool)
+            self.decoding = decoding.reading(self.source) if hasattr(decoding, "reading") else decoding
         refuse_prompts(model, self.ids, self.keep, self.past_length)
         self.ending = Ending(criteria, self.ids)
 
@@ -116,13 +124,14 @@ class _Call:
         streaming = Streaming(self.streamer, rows, self._pad()) if self.streamer is not None else None
         request = Request(
             prompts, counts, list(self.ids), limit, self.ending.ends, process_at,
-            context=_compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None,
+            context=self._context(),
             stop=self.ending.stop, emit=streaming.emit if streaming else None,
             watch=streaming.watch if streaming else None,
             keep_scores=bool(self.config.return_dict_in_generate and self.config.output_scores),
             keep_logits=bool(self.config.return_dict_in_generate and self.config.output_logits),
         )  # fmt: skip
         try:
+            self.decoding = self._sized(capacity, request)
             rounds, key = self._rounds(rows, capacity, process_rows)
             outcome = decode(rounds, request, self.decoding.name)
         except RuntimeError as error:
@@ -140,6 +149,12 @@ class _Call:
             self.session.engines.put(key, rounds)
         return output
 
+    def _context(self) -> tuple[Tensor, Tensor] | None:
+        """What a drafter without a model reads before the first new token, where that is more than the prompt."""
+        if self.source is not None:
+            return None if hasattr(self.decoding, "reading") else self.source.text(self.ids)
+        return _compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
+
     def _rounds(self, rows: int, capacity: int, process: Any) -> tuple[Rounds, Any]:
         """The rounds of this call, from the pool where they were captured before, and the key to put them back under."""
         sample, engines = bool(self.config.do_sample), self.session.engines
@@ -151,16 +166,39 @@ class _Call:
             target, drafter = self._parts(rows, capacity, drawn)
             whole = process is None or all(type(each) in CAPTURABLE for each in self.processors)
             rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole)
+            key = None if key is None else self._key(rows, sample, process)  # making the drafter may have packed its head's weights
         else:
             rounds.target.open(capacity)
             if hasattr(rounds.drafter, "open"):
                 rounds.drafter.open(capacity)
             elif rounds.drafter is not None:
                 rounds.drafter = self._drafter(rows, capacity, drawn)
-        if self.past is not None:
-            import_past(rounds.target.cache, self.past, self.keep[:, : self.past_length])
+        self._restore(rounds.target)
         rounds.clock = None if self.session.profile is None else Clock(self.session.profile, self.model.device)
         return rounds, key
+
+    def _sized(self, capacity: int, request: Request) -> Any:
+        """The call's decoding, the size of its trees chosen where that is left to a measurement: once for calls of one kind."""
+        decoding, model, trees = self.decoding, self.model, self.session.trees
+        if not isinstance(decoding, EagleDecoding) or decoding.auto is None:
+            return decoding
+        rows = request.prompts.shape[0]
+        key = decoding.auto, rows, model.device, model.dtype
+        if key not in trees:
+
+            def fresh() -> tuple[HFModel, Any]:
+                target, drafter = self._parts(rows, capacity, None)
+                self._restore(target)
+                return target, drafter
+
+            self.session.engines.make_room()
+            trees[key] = choose_tree(fresh, self.ops, request, decoding.auto.sizes(model.device.type))
+        return decoding.sized(trees[key].chosen)
+
+    def _restore(self, target: HFModel) -> None:
+        """Begin where the caller's cache ends."""
+        if self.past is not None:
+            import_past(target.cache, self.past, self.keep[:, : self.past_length])
 
     def _key(self, rows: int, sample: bool, process: Any) -> Any:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
@@ -182,8 +220,8 @@ class _Call:
     def _parts(self, rows: int, capacity: int, process: Any) -> tuple[HFModel, Any]:
         drafter = self._drafter(rows, capacity, process)
         nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
-        target = HFModel(
-            self.model, adapter_for(self.model), rows=rows, capacity=capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
+        target = language_model(
+            self.model, self.source, rows=rows, capacity=capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
         )  # fmt: skip
         attach = getattr(self.decoding, "attach", None)
         if attach is not None:
@@ -199,7 +237,7 @@ class _Call:
         pad = self._pad()
         new = torch.tensor([row + [pad] * (longest - len(row)) for row in outcome.tokens], device=self.ids.device)
         sequences = torch.cat((self.ids, new), 1)
-        wants_past = self.cache is not None and (self.handed_in or bool(self.config.return_dict_in_generate))
+        wants_past = self.cache is not None and self.source is None and (self.handed_in or bool(self.config.return_dict_in_generate))
         if wants_past:
             first = self.keep[:, : self.past_length].sum(1)
             width = self.keep.shape[1] - self.past_length
@@ -213,7 +251,8 @@ class _Call:
             fill_cache(self.cache, self.past_length, keys, values)
         if not self.config.return_dict_in_generate:
             return sequences
-        out = GenerateDecoderOnlyOutput(
+        kind = GenerateDecoderOnlyOutput if self.source is None else GenerateEncoderDecoderOutput
+        out = kind(
             sequences=sequences,
             scores=_columns(outcome.scores, longest) if self.config.output_scores else None,
             logits=_columns(outcome.logits, longest) if self.config.output_logits else None,

@@ -45,12 +45,22 @@ def refuse_arguments(given: dict[str, Any], default: Any) -> None:
     _refuse_settings(settings)
 
 
-def refuse_prepared(config: Any, model_kwargs: dict[str, Any]) -> None:
+def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: bool = False) -> None:
     """Refuse model inputs besides tokens, and settings that a `generate` of the user's own has added on the way."""
     _refuse_settings({name: getattr(config, name, None) for name in _CONFIG})
-    extra = sorted(name for name, value in model_kwargs.items() if name not in _EXPECTED and value is not None)
+    expected = {*_EXPECTED, "encoder_outputs"} if reads_source else _EXPECTED
+    extra = sorted(name for name, value in model_kwargs.items() if name not in expected and value is not None)
     if extra:
         raise Unsupported(f"{', '.join(extra)} cannot be combined with assistant=: it decodes from input_ids and attention_mask alone")
+
+
+def refuse_heads(name: str, model: Any) -> None:
+    """Refuse an assistant that drafts with a head for an encoder-decoder model."""
+    if model.config.is_encoder_decoder:
+        raise Unsupported(
+            f"assistant {name!r} drafts with a head for decoder-only models, and {type(model).__name__} is an encoder-decoder model: "
+            'use "nasd" or "speculative"'
+        )
 
 
 def _refuse_settings(settings: dict[str, Any]) -> None:

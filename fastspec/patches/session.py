@@ -21,6 +21,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import adapter_for
 from fastspec.patches.backends import choose_backend, counted
 from fastspec.patches.engines import Engines
+from fastspec.patches.tree_size import TreeChoice
 
 
 class Absent(enum.Enum):
@@ -99,6 +100,8 @@ class PatchSession:
     profile: Profile | None = None
     """Where the parts of every round are taken down, inside `fastspec.profile`."""
     engines: Engines = field(default_factory=Engines)
+    trees: dict[Any, TreeChoice] = field(default_factory=dict)
+    """(config, rows, device, dtype) -> the size of its trees, where that was left to a measurement."""
     packed: list[nn.Parameter] = field(default_factory=list)
     """Parameters that became views of a packed buffer."""
 
@@ -109,6 +112,7 @@ class PatchSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        twin.trees = {}
         return twin
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -138,6 +142,7 @@ class PatchSession:
                 change.undo()
         self.log.clear()
         self.engines.clear()
+        self.trees.clear()
         for parameter in self.packed:
             unpack(parameter)
         self.packed.clear()

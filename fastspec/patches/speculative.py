@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-
-from torch import nn
 
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
@@ -15,6 +13,7 @@ from fastspec.generation.protocols import Ops
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.patches.adapters import adapter_for, check_supported
 from fastspec.patches.hf_model import HFModel
+from fastspec.patches.seq2seq import Source, encode, language_model
 
 PADDING = 1024
 """Two vocabularies whose sizes differ by no more count as one, padded differently, as Qwen's are."""
@@ -29,6 +28,12 @@ class SpeculativeDecoding:
     draft: Any
     name: str = "speculative"
     taps: None = None
+    source: Source | None = None
+    """What the target reads, where the models have an encoder; the draft model reads it with its own."""
+
+    def reading(self, source: Source) -> SpeculativeDecoding:
+        """The same decoding for a call with a source."""
+        return replace(self, source=source)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> ChainDrafter:
         """The drafter of one call; with early exit it takes its cache from the target later, in `attach`."""
@@ -37,7 +42,8 @@ class SpeculativeDecoding:
         room = capacity + length.most + 2
         model: Any = None
         if config.early_exit is None:
-            model = HFModel(self.draft, adapter_for(self.draft), rows=rows, capacity=room, tail=2, taps=None, ops=ops)
+            source = None if self.source is None else encode(self.draft, self.source)
+            model = language_model(self.draft, source, rows=rows, capacity=room, tail=2, taps=None, ops=ops)
         return ChainDrafter(
             model, length, branches=config.branches, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops,
             process=process,
@@ -95,10 +101,15 @@ def vocabulary(model: Any) -> int:
     return model.get_output_embeddings().weight.shape[0]
 
 
-def read_weights(model: nn.Module) -> int:
-    """Parameters that one pass reads: all but the embedding, unless it is the LM head too."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    whole = sum(p.numel() for p in model.parameters())
+def read_weights(model: Any) -> int:
+    """Parameters that one pass reads: all but the embedding, unless it is the LM head too, and but the encoder's."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if model.config.is_encoder_decoder:
+        decoder = model.get_decoder()
+        embedding = decoder.get_input_embeddings()
+        whole = sum({id(p): p.numel() for p in (*decoder.parameters(), *head.parameters())}.values())
+    else:
+        whole = sum(p.numel() for p in model.parameters())
     return whole if embedding.weight is head.weight else whole - embedding.weight.numel()
 
 
@@ -115,6 +126,14 @@ def check_draft(draft: Any, target: Any) -> Any:
         draft = Pair(*draft)
     model = draft.model if isinstance(draft, Pair) else draft
     check_supported(model)
+    if model.config.is_encoder_decoder != target.config.is_encoder_decoder:
+        kinds = ["a decoder-only", "an encoder-decoder"]
+        raise Unsupported(
+            f"the draft model is {kinds[model.config.is_encoder_decoder]} model and the target {kinds[target.config.is_encoder_decoder]} "
+            "one: a draft model reads what the target reads, so both must be of one kind"
+        )
+    if target.config.is_encoder_decoder and isinstance(draft, Pair):
+        raise Unsupported("a draft model with another tokenizer drafts for decoder-only models: an encoder-decoder model's shares its own")
     if model is target:
         raise Unsupported("speculative=model is the target itself: fastspec.Speculative(early_exit=k) drafts with its first k layers")
     sizes = vocabulary(model), vocabulary(target)

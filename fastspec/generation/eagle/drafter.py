@@ -114,6 +114,8 @@ class EagleDrafter(HeadState):
         self.levels = torch.arange(shape.depth, device=device)[:, None, None]
         self.start = torch.zeros(rows, 1, dtype=torch.float32, device=device)
         self.no_words = torch.zeros(rows, 1, (max(1, grown) + 63) // 64, dtype=torch.long, device=device)
+        self.scores: Tensor
+        """Of the last tree's candidates [B, M] fp32: cumulative log-probabilities, in order of growth."""
         self.fused = FusedPhase.of(self) if fused else None
 
     def open(self, capacity: int) -> None:
@@ -133,8 +135,8 @@ class EagleDrafter(HeadState):
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
         extent = self.reserve(extent) + self.grown
-        scores, tokens, parents = self._grow(extent) if self.fused is None else self.fused.run(self)
-        kept, above, depths, ancestors = self.ops.tree_build(scores, tokens, parents, self.flat_depths, self.root, self.nodes)
+        self.scores, tokens, parents = self._grow(extent) if self.fused is None else self.fused.run(self)
+        kept, above, depths, ancestors = self.ops.tree_build(self.scores, tokens, parents, self.flat_depths, self.root, self.nodes)
         return TokenTree(kept, above, depths, ancestors, self.max_path)
 
     def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +192,7 @@ class FusedPhase:
     def of(cls, drafter: EagleDrafter) -> FusedPhase | None:
         """The phase of a drafter whose head, weights and backend allow it."""
         kernel, program = drafter.ops.fused, drafter.program
-        fits = kernel is not None and kernel.supports(program.config) and program.packed() is not None
+        fits = kernel is not None and drafter.shape.top_k <= 16 and kernel.supports(program.config) and program.packed() is not None
         return cls(drafter) if fits and type(program.head.__dict__["_embed_tokens"]) is torch.nn.Embedding else None
 
     def keep(self, tokens: Tensor, features: Tensor, verdict: Verdict, active: Tensor) -> None:

@@ -1,0 +1,136 @@
+"""The size of a dynamic tree, measured: the number of nodes with the most expected tokens per millisecond.
+
+expected(n) / (draft + verify(n)) is the rule by which DSpark sizes what is verified (arXiv 2607.05147; vLLM's adaptive verification), at a
+fixed batch. The times are those of whole rounds, on the text of the call that asks first, through the code that every round takes.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.generation.clock import Clock, Profile
+from fastspec.generation.loop import Request
+from fastspec.generation.protocols import Ops
+from fastspec.generation.rounds import Rounds
+from fastspec.generation.stats import Stats
+from fastspec.generation.verify import choose
+
+WARM_UP = 2  # a captured round runs as it is, then is captured
+TIMED = 5
+COUNTED = 8
+"""Rounds of the largest tree whose confidences are averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeChoice:
+    """What was measured by number of nodes, ascending, and the number chosen; `print` shows a table.
+
+    `draft_ms` is what a round takes to draft and to observe, `verify_ms` all else of it, never more for fewer nodes. `expected` are the
+    tokens of a round, bonus included, by the head's own confidences.
+    """
+
+    sizes: tuple[int, ...]
+    draft_ms: float
+    verify_ms: tuple[float, ...]
+    expected: tuple[float, ...]
+    chosen: int
+
+    def __str__(self) -> str:
+        lines = [f"{self.chosen} nodes chosen; drafting {self.draft_ms:.3f} ms", "nodes  verify ms  expected  tokens/ms"]
+        rates = tokens_per_ms(self.expected, self.draft_ms, self.verify_ms)
+        for size, verify, tokens, rate in zip(self.sizes, self.verify_ms, self.expected, rates, strict=True):
+            lines.append(f"{size:5} {verify:10.3f} {tokens:9.3f} {rate:10.4f}{'  <' if size == self.chosen else ''}")
+        return "\n".join(lines)
+
+
+def tokens_per_ms(expected: Sequence[float], draft_ms: float, verify_ms: Sequence[float]) -> list[float]:
+    """Expected tokens over the time of a round, by size."""
+    return [tokens / (draft_ms + verify) for tokens, verify in zip(expected, verify_ms, strict=True)]
+
+
+def choose_size(expected: Sequence[float], draft_ms: float, verify_ms: Sequence[float]) -> int:
+    """Index of the size with the most expected tokens per millisecond, the smallest of equals."""
+    rates = tokens_per_ms(expected, draft_ms, verify_ms)
+    return rates.index(max(rates))
+
+
+def monotone(times: Sequence[float]) -> tuple[float, ...]:
+    """Times by size, ascending, none above that of a larger size: fewer nodes never take more, and noise only ever adds time."""
+    return tuple(accumulate(reversed(times), min))[::-1]
+
+
+def expected_tokens(scores: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Candidates' cumulative log-probabilities [R, M] -> expected tokens [R, len(sizes)] of the trees that keep the n - 1 best of them:
+    a node is reached with the probability of its path, and the bonus token comes on top."""
+    reached = scores.exp().sort(dim=1, descending=True).values.cumsum(1)
+    return 1 + reached[:, [size - 2 for size in sizes]]
+
+
+def choose_tree(fresh: Callable[[], tuple[Any, Any]], ops: Ops, request: Request, sizes: tuple[int, ...]) -> TreeChoice:
+    """Measure greedy rounds of a call with trees of these sizes, ascending, and choose.
+
+    `fresh` makes a target, in which what comes before the request's prompts is committed, and an `EagleDrafter` of the largest size; both
+    are thrown away. Nothing is drawn at random, and nothing is said.
+    """
+    try:
+        return _choose(_Trial(*fresh(), ops, request), sizes)
+    finally:
+        gc.collect()  # captured programs and their owners hold each other: free their memory before the call takes its own
+
+
+def _choose(trial: _Trial, sizes: tuple[int, ...]) -> TreeChoice:
+    drafting, verifying, expected = [], [], [1.0] * len(sizes)
+    for size in sizes:
+        largest = size == sizes[-1]
+        times, scores = trial.run(size, max(COUNTED, WARM_UP + TIMED) if largest else WARM_UP + TIMED)
+        spent = [sum(ms for name, ms in each.items() if name.startswith("draft") or name == "observe") for each in times[-TIMED:]]
+        drafting += spent
+        verifying.append(statistics.median(sum(each.values()) - ms for each, ms in zip(times[-TIMED:], spent, strict=True)))
+        if largest:
+            expected = expected_tokens(scores, sizes).mean(0).tolist()
+    draft_ms, verify_ms = statistics.median(drafting), monotone(verifying)
+    return TreeChoice(sizes, draft_ms, verify_ms, tuple(expected), sizes[choose_size(expected, draft_ms, verify_ms)])
+
+
+class _Trial:
+    """Rounds of one call from the end of its prompts on, begun anew for every size."""
+
+    def __init__(self, target: Any, drafter: Any, ops: Ops, request: Request) -> None:
+        self.target, self.drafter, self.ops, self.request = target, drafter, ops, request
+        self.alone = target.alone
+        logits, self.features = target.prefill(request.prompts, request.counts)
+        self.root = choose(logits[:, None], None, ops)[:, 0].clone()
+        self.lengths = target.lengths.clone()
+
+    def run(self, size: int, count: int) -> tuple[list[dict[str, float]], Tensor]:
+        """Rounds of trees with this many nodes -> the times of their parts, and the candidates' scores [R, M] of every row in every round
+        that it would come to in the call."""
+        target, drafter, request = self.target, self.drafter, self.request
+        target.rewind(self.lengths)
+        target.alone = self.alone  # the rounds before this one took it for their own
+        drafter.open(target.cache.limit)
+        drafter.begin(request.prompts, request.counts, self.features, self.root)
+        drafter.nodes = size
+        rows, profile = request.prompts.shape[0], Profile()
+        rounds = Rounds(target, drafter, self.ops, rows=rows, sample=False, process=None)
+        rounds.clock = Clock(profile, target.lengths.device)
+        rounds.begin(self.root)
+        longest, stats = int(self.lengths.max()), Stats()
+        live, left, scores = list(range(rows)), [request.limit - 1] * rows, []
+        for _ in range(count):
+            packed = rounds.step(longest, stats)
+            scores.append(drafter.scores[live])
+            longest += max(accepted for accepted, *_ in packed) + 1
+            for row in live:
+                left[row] -= packed[row][0] + 1
+            live = [row for row in live if left[row] > 0 and request.ends.isdisjoint(packed[row][1 : packed[row][0] + 2])]
+        rounds.captured.clear()
+        return profile.rounds, torch.cat(scores)

@@ -1,0 +1,205 @@
+"""`total_tokens="auto"`: the choice by a table of costs, and what measuring leaves of a call: its tokens, its seed, one size for all."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers_generate import MAKERS, prompts, same, seer1, stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastspec
+from fastspec import Eagle2, Eagle3
+from fastspec.config import AUTO_SIZES, DEFAULT_TREES
+from fastspec.errors import Unsupported
+from fastspec.patches import generate, tree_size
+from fastspec.patches.session import session_of
+from fastspec.patches.tree_size import TreeChoice, choose_size, expected_tokens, monotone
+
+torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+AUTO = Eagle3(depth=2, top_k=3, total_tokens="auto")  # 21 candidates: sizes 2, 4, 6, 8, 12, 16, 22 on the CPU
+
+
+@pytest.fixture(params=list(MAKERS))
+def fresh(request):
+    """(the unpatched model, the same model patched by a session of its own)."""
+    target, head = MAKERS[request.param]
+    model = target()
+    return target(), fastspec.patch(model, eagle3=head(model))
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[int]:
+    """The batch size of everything that was measured."""
+    rows: list[int] = []
+
+    def spy(fresh, ops, request, sizes):
+        rows.append(request.prompts.shape[0])
+        return tree_size.choose_tree(fresh, ops, request, sizes)
+
+    monkeypatch.setattr(generate, "choose_tree", spy)
+    return rows
+
+
+def test_the_choice_weighs_tokens_against_time():
+    expected, verify = [1.5, 2.0, 2.5, 2.6], [5.0, 5.0, 7.0, 20.0]
+    assert choose_size(expected, 1.0, verify) == 1  # 0.25, 0.333, 0.3125, 0.124
+    assert choose_size(expected, 10.0, verify) == 2  # dear drafts pay for more nodes: 0.1, 0.133, 0.147, 0.087
+    assert choose_size([1.0, 2.0, 4.0], 1.0, [1.0, 3.0, 7.0]) == 0  # equal rates: the smallest
+    assert choose_size([3.0], 1.0, [2.0]) == 0
+
+
+@given(st.lists(st.tuples(st.floats(1, 20), st.floats(0.01, 100)), min_size=1, max_size=9), st.floats(0.01, 100))
+def test_no_size_promises_more_than_the_chosen_one(table, draft_ms):
+    expected, verify = zip(*table, strict=True)
+    rates = [tokens / (draft_ms + ms) for tokens, ms in table]
+    best = choose_size(expected, draft_ms, verify)
+    assert all(rate < rates[best] for rate in rates[:best]) and all(rate <= rates[best] for rate in rates)
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=9))
+def test_times_never_fall_with_size(times):
+    forced = monotone(times)
+    assert list(forced) == sorted(forced) and all(after <= before for before, after in zip(times, forced, strict=True))
+    assert forced[-1] == times[-1] and set(forced) <= set(times) and monotone(sorted(times)) == tuple(sorted(times))
+    assert monotone([31, 130, 40, 36, 37, 50, 48]) == (31, 36, 36, 36, 37, 48, 48)  # a slow spell is cut off by what came after it
+
+
+def test_expected_tokens_sum_the_probabilities_of_the_best_paths():
+    scores = torch.tensor([[0.5, 0.25, 0.125, 0.4], [1.0, 0.0, 0.0, 0.5]]).log()
+    found = expected_tokens(scores, (2, 3, 5))
+    assert torch.allclose(found, torch.tensor([[1.5, 1.9, 2.275], [2.0, 2.5, 2.5]]))
+
+
+def test_sizes_stay_within_what_a_tree_can_hold():
+    assert AUTO.sizes("cpu") == (2, 4, 6, 8, 12, 16, 22) and AUTO.sizes("cuda") == (8, 16, 22)
+    assert AUTO.shape("cpu") == fastspec.TreeShape(total_tokens=22, depth=2, top_k=3)
+    for device, default in DEFAULT_TREES.items():
+        config = Eagle2(total_tokens="auto")
+        assert config.sizes(device) == AUTO_SIZES[device] and config.shape(device).total_tokens == AUTO_SIZES[device][-1]
+        assert (config.shape(device).depth, config.shape(device).top_k) == (default.depth, default.top_k)
+        assert Eagle3().sizes(device) == (default.total_tokens,) and Eagle3().shape(device) == default
+    assert Eagle3(depth=0, top_k=1, total_tokens="auto").sizes("cuda") == (2,)
+    assert len({AUTO, Eagle3(depth=2, top_k=3, total_tokens="auto"), Eagle3(depth=2, top_k=3, total_tokens=22)}) == 2
+
+
+@pytest.mark.parametrize("kind", [Eagle2, Eagle3])
+@pytest.mark.parametrize("value", ["Auto", "", "60", "auto "])
+def test_other_strings_are_refused(kind, value):
+    with pytest.raises(Unsupported, match=f'{kind.__name__}: total_tokens={value!r}.*"auto"'):
+        kind(total_tokens=value)
+
+
+def test_the_size_is_chosen_once_for_each_batch_size(fresh, measured):
+    model = fresh[1]
+    for _ in range(2):
+        same(fresh, AUTO, prompts(7))
+    assert measured == [1]
+    chosen = fastspec.report(model).trees[AUTO, 1]
+    assert stats(model).drafted == stats(model).row_rounds * (chosen.chosen - 1)
+    same(fresh, AUTO, prompts(9, 3, 1))
+    same(fresh, AUTO, prompts(30, 2, 8), repetition_penalty=1.2)
+    assert measured == [1, 3] and fastspec.report(model).trees[AUTO, 1] is chosen
+    same(fresh, Eagle3(depth=1, top_k=3, total_tokens="auto"), prompts(7), max_new_tokens=1)  # a call that no round is left in
+    assert measured == [1, 3, 1] and len(fastspec.report(model).trees) == 3
+    assert len(fastspec.report(model).calls) == 5  # what is measured is no call
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_the_choice_is_that_of_its_table(device):
+    target, head = MAKERS["bigram"]
+    plain, model = target().to(device), target().to(device)
+    fastspec.patch(model, eagle3=head(model).to(device))
+    inputs = {name: tensor.to(device) for name, tensor in prompts(7, 4).items()}
+    for _ in range(2):
+        same((plain, model), AUTO, inputs)
+    (choice,) = fastspec.report(model).trees.values()
+    assert choice.sizes == AUTO.sizes(device) and choice.draft_ms > 0
+    assert list(choice.verify_ms) == sorted(choice.verify_ms) and list(choice.expected) == sorted(choice.expected)
+    assert 1 < choice.expected[0] <= 2 and choice.expected[-1] <= AUTO.depth + 2 + 1e-4  # fp32 sums of probabilities
+    assert choice.chosen == choice.sizes[choose_size(choice.expected, choice.draft_ms, choice.verify_ms)]
+
+
+def test_confidences_are_those_of_the_drafts(monkeypatch):
+    """A head that knows its target expects what it is given: with all verify times equal the largest tree wins."""
+    target, head = MAKERS["bigram"]
+    model = target()
+    fastspec.patch(model, eagle3=head(model))
+    monkeypatch.setattr(tree_size, "monotone", lambda times: (1.0,) * len(times))
+    model.generate(**prompts(6), do_sample=False, max_new_tokens=12, assistant=AUTO)
+    (choice,) = fastspec.report(model).trees.values()
+    assert choice.chosen == choice.sizes[-1] and choice.expected[-1] > choice.expected[0] > 1
+
+
+def test_a_draw_is_that_of_the_same_size_by_number(fresh):
+    model, options = fresh[1], {"do_sample": True, "temperature": 1.2, "max_new_tokens": 20}
+    said = []
+    for assistant in (AUTO, AUTO, None):
+        assistant = assistant or Eagle3(depth=2, top_k=3, total_tokens=fastspec.report(model).trees[AUTO, 2].chosen)
+        torch.manual_seed(5)
+        said.append(model.generate(**prompts(5, 8), **options, assistant=assistant).tolist())
+    assert said[0] == said[1] == said[2]  # the call that measures draws no number more
+
+
+def test_a_past_is_read_and_left_alone(fresh):
+    plain, model = fresh
+    inputs, options = prompts(9), {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True, "eos_token_id": 1000}
+    first = [m.generate(**inputs, **options, **extra) for m, extra in ((plain, {}), (model, {"assistant": "autoregressive"}))]
+    ids = torch.cat((first[0].sequences, torch.tensor([[5, 40, 11]])), 1)
+    turns = zip((plain, model), first, ({}, {"assistant": AUTO}), strict=True)
+    said = [m.generate(ids, past_key_values=out.past_key_values, **options, **extra).sequences for m, out, extra in turns]
+    assert said[0].tolist() == said[1].tolist() and (AUTO, 1) in fastspec.report(model).trees
+
+
+def test_rows_that_have_ended_do_not_count(monkeypatch):
+    target, head = MAKERS["random"]
+    model = target()
+    fastspec.patch(model, eagle3=head(model))
+    counted = []
+    monkeypatch.setattr(tree_size, "expected_tokens", lambda scores, sizes: counted.append(len(scores)) or expected_tokens(scores, sizes))
+    options = {"do_sample": False, "assistant": AUTO}
+    model.generate(**prompts(5, 8), **options, max_new_tokens=200, eos_token_id=1000)
+    model.generate(**prompts(5, 8, 3), **options, max_new_tokens=2)
+    model.generate(**prompts(5), **options, max_new_tokens=200, eos_token_id=list(range(97)))
+    assert counted == [2 * tree_size.COUNTED, 3, 1]
+
+
+def test_the_report_shows_the_table(fresh):
+    same(fresh, AUTO, prompts(7))
+    shown, choice = str(fastspec.report(fresh[1])), fastspec.report(fresh[1]).trees[AUTO, 1]
+    assert f"{AUTO}, rows: 1" in shown and f"{choice.chosen} nodes chosen" in shown
+    table = TreeChoice((2, 4), 1.0, (3.0, 3.5), (1.5, 2.25), 4)
+    lines = str(table).split("\n")
+    assert [line.split() for line in lines[2:]] == [["2", "3.000", "1.500", "0.3750"], ["4", "3.500", "2.250", "0.5000", "<"]]
+
+
+def test_a_copy_measures_for_itself_and_unpatch_forgets(fresh, measured):
+    model = fresh[1]
+    same(fresh, AUTO, prompts(7))
+    twin = copy.deepcopy(model)
+    assert not fastspec.report(twin).trees and len(fastspec.report(model).trees) == 1
+    same((fresh[0], twin), AUTO, prompts(7))
+    assert measured == [1, 1]
+    session = session_of(model)
+    fastspec.unpatch(model)
+    assert not session.trees
+
+
+def test_another_dtype_is_another_machine(fresh, measured):
+    model = fresh[1].double()
+    call = {"do_sample": False, "max_new_tokens": 8, "assistant": AUTO}
+    model.generate(**prompts(7), **call)
+    model.float().generate(**prompts(7), **call)
+    assert measured == [1, 1] and len(fastspec.report(model).trees) == 1 and len(session_of(model).trees) == 2
+
+
+def test_an_eagle_2_head_has_its_own_choice(measured):
+    target, _ = MAKERS["bigram"]
+    model = target()
+    fastspec.patch(model, eagle2=seer1(model))
+    same((target(), model), Eagle2(depth=2, top_k=3, total_tokens="auto"), prompts(7, 3))
+    assert measured == [2] and not math.isnan(sum(fastspec.report(model).trees[Eagle2(2, 3, "auto"), 2].expected))
