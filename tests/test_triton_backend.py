@@ -58,7 +58,21 @@ def test_the_kernels_were_really_called(device):
     assert report.backend == "triton" and report.last.acceptance_length > 1.5
     wanted = ("attention_layout", "tree_attention", "kv_block_copy", "linear", "rms_norm", "rope_cache", "gate_up", "topk_expand")
     assert all(report.kernels[name] > 0 for name in (*wanted, "next_frontier", "tree_build", "pick", "posterior_walk"))
+    assert not report.last.fused and "one launch" not in str(report)
     assert report.last.replays == (report.last.rounds - 1 if device == "cuda" else 0)
+
+
+@ON_CUDA
+def test_one_row_is_drafted_for_in_one_launch(device):
+    target, head = MAKERS["random"]
+    model = target().to(device)
+    inputs, options = moved(prompts(9), device), {"do_sample": False, "max_new_tokens": 30}
+    expected = model.generate(**inputs, **options).tolist()
+    fastspec.patch(model, eagle3=head(model).to(device))
+    for _ in range(2):
+        assert model.generate(**inputs, **options, assistant=TREE).tolist() == expected
+    report = fastspec.report(model)
+    assert report.last.fused and "one launch" in str(report)
 
 
 @ON_CUDA

@@ -22,6 +22,8 @@ class Stats:
     drafted: int = 0
     lengths: list[int] = field(default_factory=list)
     """`lengths[i]` counts the rounds, summed over the rows, in which exactly i draft tokens were accepted."""
+    fused: bool = False
+    """Whether a head's draft phases were one launch each, rather than one kernel after another."""
     replays: int = 0
     """Replays of captured graphs: one a round where rounds are captured whole."""
     seconds: float = 0.0

@@ -144,8 +144,9 @@ class Report:
             for call in mine:
                 for phase, spent in call.phases.items():
                     phases[phase] = phases.get(phase, 0.0) + spent
+            way = "; drafted in one launch a round" if mine[-1].fused else ""
             shares = ", ".join(f"{phase} {spent:.2f} s" for phase, spent in phases.items())
-            lines.append(f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}; {shares}")
+            lines.append(f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}; {shares}{way}")
         for (config, rows), choice in self.trees.items():
             lines += [f"  {config}, rows: {rows}", *(f"    {line}" for line in str(choice).split("\n"))]
         return "\n".join(lines)

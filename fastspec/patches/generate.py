@@ -143,6 +143,7 @@ class _Call:
             ) from error
         if streaming is not None:
             streaming.end()
+        outcome.stats.fused = getattr(rounds.drafter, "fused", None) is not None
         self.session.calls.append(outcome.stats)
         output = self._output(outcome, rounds.target, counts)
         if key is not None:
