@@ -25,6 +25,7 @@ import fastspec
 from fastspec.generation.eagle.head import EagleHead, HeadConfig
 from fastspec.patches import assistants
 from fastspec.patches.session import session_of
+from fastspec.patches.speculative import read_parameters
 
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,13 +94,6 @@ def read_bandwidth(device: str) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return block.numel() * 4 / min(times[2:])
-
-
-def weights_read(model: Any) -> int:
-    """Bytes of weights that one pass reads: all but an embedding table that is not the LM head."""
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    return whole - (0 if tied else model.get_input_embeddings().weight.numel() * model.dtype.itemsize)
 
 
 def timed(run: Any) -> float:
@@ -192,7 +186,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = make_model(name, device, getattr(torch, args.dtype))
         ids = torch.randint(10, model.config.vocab_size, (args.batch, args.prefix), device=device)
-        base = {"shape": name, "weight_bytes": weights_read(model)}
+        base = {"shape": name, "weight_bytes": sum(p.numel() * p.element_size() for p in read_parameters(model))}
         if "sdpa" in args.peers:
             write(base | {"method": "transformers", "round_ms": round(peer(model, ids, min(args.tokens, 24)), 4)})
         head = make_head(model, args.draft_vocab)

@@ -26,11 +26,10 @@ class Floor:
 
     @classmethod
     def of(cls, model: Any) -> Floor:
-        """Weights are all parameters but an embedding table that is not the LM head too, of which a pass reads a few rows; a
-        mixture of experts counts whole."""
-        embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        skipped = None if embedding is lm_head else embedding
-        weights = sum(p.numel() * p.element_size() for p in model.parameters() if p is not skipped)
+        """The floor of a model on its device."""
+        from fastspec.patches.speculative import read_parameters
+
+        weights = sum(p.numel() * p.element_size() for p in read_parameters(model))
         return cls(weights, read_bandwidth(model.device))
 
     @property

@@ -6,6 +6,8 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
 from fastspec.generation.draft_model import ChainDrafter, Length
@@ -101,16 +103,20 @@ def vocabulary(model: Any) -> int:
     return model.get_output_embeddings().weight.shape[0]
 
 
-def read_weights(model: Any) -> int:
-    """Parameters that one pass reads: all but the embedding, unless it is the LM head too, and but the encoder's."""
+def read_parameters(model: Any) -> list[nn.Parameter]:
+    """The parameters that one pass reads: all but the embedding, unless it is the LM head too, and but the encoder's. A mixture of experts
+    counts whole."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    parts = [model]
     if model.config.is_encoder_decoder:
-        decoder = model.get_decoder()
-        embedding = decoder.get_input_embeddings()
-        whole = sum({id(p): p.numel() for p in (*decoder.parameters(), *head.parameters())}.values())
-    else:
-        whole = sum(p.numel() for p in model.parameters())
-    return whole if embedding.weight is head.weight else whole - embedding.weight.numel()
+        embedding, parts = model.get_decoder().get_input_embeddings(), [model.get_decoder(), head]
+    whole = {id(p): p for part in parts for p in part.parameters()}
+    return [p for p in whole.values() if p is not embedding.weight or embedding.weight is head.weight]
+
+
+def read_weights(model: Any) -> int:
+    """How many weights one pass reads."""
+    return sum(p.numel() for p in read_parameters(model))
 
 
 def check_draft(draft: Any, target: Any) -> Any:
