@@ -76,7 +76,9 @@ class Drafter(Protocol):
     """Proposes a tree after the last emitted token and learns from what the target said of it.
 
     A tree has at most `nodes` nodes, and at most `max_path` on a path. Drafts that were drawn at random say so: `tree.q`.
-    One that has an attribute `ends` finds the call's end tokens in it from `begin` on (frozenset of int).
+    One that has an attribute `ends` finds the call's end tokens in it from `begin` on (frozenset of int). One with `static = True`
+    keeps its tensors in place and waits for nothing in `propose` and `observe`: its rounds are captured, where the backend captures; it
+    also has `open(capacity)`, `reserve(committed)` and a `cache`, as `HeadState` has. What `observe` is given is valid until the next pass.
     """
 
     nodes: int
