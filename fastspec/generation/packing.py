@@ -45,7 +45,12 @@ def pack(layers: Sequence[nn.Linear]) -> list[nn.Parameter]:
     return moved
 
 
+def is_packed(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a part of a larger storage."""
+    return parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size()
+
+
 def unpack(parameter: nn.Parameter) -> None:
     """Give a parameter a storage of its own again."""
-    if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
+    if is_packed(parameter):
         parameter.data = parameter.detach().clone()

@@ -58,6 +58,8 @@ class Rounds:
         """Takes the parts of every round down where a profile is wanted."""
         self.kept: Tensor | None = None
         """Where the choice was the host's: processed scores [B, P, V] along the path."""
+        self.host_verdict: Verdict | None = None
+        """Where it was: the tensors that the captured rest of a round reads the verdict from."""
         self.captured: dict[str, Captured[dict[str, Any]]] = {}
         if getattr(drafter, "static", drafter is None) and getattr(target, "alone", False):
             self.target.alone = False
@@ -103,6 +105,7 @@ class Rounds:
         return packed
 
     def _step(self, extent: int, stats: Stats, decide: Decide | None) -> list[list[int]]:
+        self.kept = None  # a replay runs no Python that would
         if not self.captured:
             return self._judged(extent, stats) if self._judges(decide) else self._stepwise(extent, stats, decide)
         if decide is None and self.whole:
@@ -215,7 +218,7 @@ class Rounds:
 
     def _choose(self) -> None:
         uniform, tree = self.uniform(self.tree.tokens.shape), self.tree
-        self.scores, self.kept = self.processed(self.logits), None
+        self.scores = self.processed(self.logits)
         if tree.q is not None and uniform is not None:
             self.verdict = walk_drawn(tree, self.scores, tree.q, uniform, self.ops)
         else:
@@ -236,7 +239,7 @@ class Rounds:
 
     def _held(self, verdict: Verdict) -> Verdict:
         """A verdict of the host's in the tensors that the captured rest of the round reads."""
-        held = self.__dict__.setdefault("_host_verdict", verdict)
+        held = self.host_verdict = self.host_verdict or verdict
         for name in ("path", "accepted", "bonus"):
             getattr(held, name).copy_(getattr(verdict, name))
         return held

@@ -36,6 +36,7 @@ def draft_kernel(
     BNODES: tl.constexpr, BH: tl.constexpr, BHT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BTOP: tl.constexpr, BCH: tl.constexpr,
     BW: tl.constexpr, STAGES: tl.constexpr, STAGES_KV: tl.constexpr, AHEAD: tl.constexpr, AHEAD_LONG: tl.constexpr,
 ):  # fmt: skip
+    """One draft phase: feed the accepted pairs, then grow the tree level by level; all programs run every phase, a barrier after each."""
     pid, programs = tl.program_id(0), tl.num_programs(0)
     dtype: tl.constexpr = p_x.dtype.element_ty
     E: tl.constexpr = (HQ + 2 * HKV) * D

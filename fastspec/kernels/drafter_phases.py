@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOW = tl.constexpr(0x7FFFFFFF)
+from fastspec.kernels.topk_expand import key_index, key_value, log_total, sort_key
+
 LEAST = tl.constexpr(-(2**63))
 
 
@@ -34,24 +35,6 @@ def leave(p_count, p_left):
     if tl.atomic_add(p_left, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.atomic_xchg(p_count, 0)
         tl.atomic_xchg(p_left, 0)
-
-
-@triton.jit
-def sort_key(value, index):
-    """int64 that orders like (value fp32, lower index first); both can be read back from it."""
-    bits = value.to(tl.int32, bitcast=True)
-    return ((bits ^ ((bits >> 31) & LOW)).to(tl.int64) << 32) | (index ^ LOW).to(tl.int64)
-
-
-@triton.jit
-def key_value(key):
-    bits = (key >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & LOW)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def key_index(key):
-    return (key & LOW) ^ LOW
 
 
 @triton.jit
@@ -264,8 +247,7 @@ def write_children(
         o_row = tl.cast(row, tl.int64) * T
         high = tl.load(p_high + o_row + o_t, mask=o_t < T, other=float("-inf"), cache_modifier=".cg")
         mass = tl.load(p_mass + o_row + o_t, mask=o_t < T, other=0.0, cache_modifier=".cg")
-        peak = tl.max(high, 0)
-        lse = peak + tl.log(tl.sum(mass * tl.exp(high - peak), 0))
+        lse = log_total(high, mass)
         best = tl.full((BTOP,), LEAST, tl.int64)
         for start in range(0, T * TOP, BC):
             o_c = start + tl.arange(0, BC)

@@ -45,12 +45,14 @@ def sort_key(b_x, o_index):
 
 @triton.jit
 def key_value(b_key):
+    """The fp32 values of sort keys."""
     b_bits = (b_key >> 32).to(tl.int32)
     return (b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def key_index(b_key):
+    """The indices of sort keys."""
     return 0x7FFFFFFF - (b_key & 0x7FFFFFFF)
 
 
@@ -60,6 +62,17 @@ def tile_mass(b_x, axis: tl.constexpr):
     b_peak = tl.max(b_x, axis)
     b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
     return b_peak, tl.sum(tl.exp(b_x - tl.expand_dims(b_base, axis)), axis)
+
+
+@triton.jit
+def log_total(b_peak, b_mass):
+    """The logarithm of the sum of tiles' masses [T], each relative to the tile's peak [T]; a mass of 0 counts for nothing."""
+    top = tl.max(b_peak, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    # The mass goes into the exponent: a sum of products is fused in another order by each thread, and equal logits would part.
+    m_mass = b_mass > 0.0
+    b_log = tl.where(m_mass, b_peak - base + tl.log(tl.where(m_mass, b_mass, 1.0)), float("-inf"))
+    return base + tl.log(tl.sum(tl.exp(b_log), 0))
 
 
 @triton.jit
@@ -159,12 +172,7 @@ def _merge_kernel(
     b_mass = tl.load(p_mass + node * tiles + o_t, mask=m_t, other=0.0)
     b_head = tl.load(p_keys + node * count * tiles + o_t, mask=m_t, other=EMPTY)
     score = tl.load(p_scores + row * s_sb + (node % nodes) * s_sm)
-    top = tl.max(b_peak, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    # The mass goes into the exponent: a sum of products is fused in another order by each thread, and equal logits would part.
-    m_mass = b_mass > 0.0
-    b_log = tl.where(m_mass, b_peak - base + tl.log(tl.where(m_mass, b_mass, 1.0)), float("-inf"))
-    lse = base + tl.log(tl.sum(tl.exp(b_log), 0))
+    lse = log_total(b_peak, b_mass)
 
     # The best `count` ids are in the `count` tiles that have the best heads; a tile follows from its head's id.
     b_tile = key_index(_best_keys(b_head, o_c, count)) // BV

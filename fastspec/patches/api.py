@@ -19,7 +19,6 @@ from fastspec.patches.backends import choose_backend
 from fastspec.patches.compat import drop_capturing_hooks, has_capturing_hooks
 from fastspec.patches.generate import generate
 from fastspec.patches.heads import load_heads
-from fastspec.patches.layers import pack_model
 from fastspec.patches.refusals import refuse_heads
 from fastspec.patches.session import STATE, PatchSession, session_of
 from fastspec.patches.speculative import check_draft
@@ -57,8 +56,7 @@ def patch(
     try:
         session.set(model, STATE, session)
         session.set(model, "generate", types.MethodType(generate, model))
-        if session.ops(model).captures:
-            session.packed += pack_model(model)
+        session.pack(model)
     except BaseException:  # an interrupt too must not leave the model half patched
         session.undo(force=True)
         raise

@@ -20,7 +20,6 @@ from fastspec.patches.cache import export_span, import_past
 from fastspec.patches.compat import fill_cache, is_out_of_memory, own_stop_strings, read_cache
 from fastspec.patches.engines import weights_of
 from fastspec.patches.hf_model import HFModel
-from fastspec.patches.layers import pack_model
 from fastspec.patches.refusals import refuse_arguments, refuse_prepared, refuse_prompts
 from fastspec.patches.selection import CAPTURABLE, Ending, Streaming, make_processors, signature
 from fastspec.patches.seq2seq import language_model, read_source, refuse_seq2seq
@@ -44,8 +43,7 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
     if assistant is None:
         return original(*args, **kwargs)
     decoding = resolve(assistant, session.resources, self)
-    if session.ops(self).captures:
-        session.packed += pack_model(self)  # nothing to do unless the model was moved since it was patched
+    session.pack(self)
     given = inspect.signature(type(self).generate).bind_partial(self, *args, **kwargs).arguments
     given = {name: value for name, value in (given | given.pop("kwargs", {})).items() if value is not self}
     refuse_arguments(given, self.generation_config)

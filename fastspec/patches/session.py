@@ -15,12 +15,13 @@ from torch import nn
 
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.clock import Profile
-from fastspec.generation.packing import unpack
+from fastspec.generation.packing import is_packed, unpack
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import adapter_for
 from fastspec.patches.backends import choose_backend, counted
 from fastspec.patches.engines import Engines
+from fastspec.patches.layers import pack_model
 from fastspec.patches.tree_size import TreeChoice
 
 
@@ -108,6 +109,11 @@ class PatchSession:
     def ops(self, model: Any) -> Ops:
         """The backend's kernels for a model as it is now: it may have moved, or been hooked, since it was patched."""
         return counted(choose_backend(self.backend, model.device.type, adapted=adapter_for(model) is not None), self.kernels)
+
+    def pack(self, model: Any) -> None:
+        """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the model was moved."""
+        if self.ops(model).captures and not (self.packed and is_packed(self.packed[0])):
+            self.packed += pack_model(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here

@@ -112,6 +112,7 @@ class EagleDrafter(HeadState):
         self.flat_depths = torch.where(index < k, 1, 2 + (index - k).clamp(min=0) // k**2)
         self.places = torch.arange(k, device=device).expand(rows, -1)
         self.levels = torch.arange(shape.depth, device=device)[:, None, None]
+        self.firsts = (k + (self.levels[:, 0] - 1) * k * k).clamp(min=0)  # [depth, 1]: the first candidate that a level's frontier is from
         self.start = torch.zeros(rows, 1, dtype=torch.float32, device=device)
         self.no_words = torch.zeros(rows, 1, (max(1, grown) + 63) // 64, dtype=torch.long, device=device)
         self.scores: Tensor
@@ -168,8 +169,7 @@ class EagleDrafter(HeadState):
         if depth == 0:
             return root
         above = torch.stack(chosen[:-1], 1)  # [B, depth, k]
-        first = torch.where(self.levels[:, :, 0] > 0, k + (self.levels[:, :, 0] - 1) * k * k, 0)  # of a level's candidates [depth, 1]
-        return torch.cat((root, (above + first).flatten(1).repeat_interleave(k, dim=1)), 1)
+        return torch.cat((root, (above + self.firsts).flatten(1).repeat_interleave(k, dim=1)), 1)
 
 
 class FusedPhase:

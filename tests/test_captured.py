@@ -1,0 +1,144 @@
+"""What surrounds a captured graph, on the CPU: a stand-in replays a program as a graph does, in place and without its Python.
+
+The pool, the keys, the halves of a round and the buffers that a graph reads are then those of CUDA; only the graph itself is not.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import MAKERS, TREE, prompts
+from torch import Tensor
+
+import fastspec
+from fastspec.generation import capture, rounds
+from fastspec.generation.eagle import drafter
+from fastspec.patches import hf_model
+from fastspec.patches.backends import TORCH
+from fastspec.patches.session import session_of
+
+
+def owners(run: Any) -> list[Any]:
+    """The objects whose attributes a program may set: those of its methods, and the target and drafter of rounds."""
+    found = []
+    while run is not None:
+        found.append(getattr(run, "__self__", None))
+        run = getattr(run, "func", None)
+    parts = [getattr(owner, name, None) for owner in found for name in ("target", "drafter")]
+    return [owner for owner in found + parts if owner is not None]
+
+
+def overwrite(old: Any, new: Any) -> None:
+    """Copy the tensors of one result into those of another, as a replay does."""
+    if isinstance(old, Tensor):
+        old.copy_(new)
+    elif isinstance(old, dict):
+        for name in old:
+            overwrite(old[name], new[name])
+    elif isinstance(old, (tuple, list)):
+        for a, b in zip(old, new, strict=True):
+            overwrite(a, b)
+    elif is_dataclass(old):
+        for field in fields(old):
+            overwrite(getattr(old, field.name), getattr(new, field.name))
+
+
+class Stand(capture.Captured):
+    """Runs the program; from the second time on what it returns stays in place, and the third leaves no trace on Python objects."""
+
+    def __call__(self, key: Any) -> Any:
+        if key != self.key:
+            self.key, self.graph, self.result = key, None, None
+            return self.program()
+        self.replays += 1
+        if self.graph is None:
+            self.graph, self.result = True, self.program()
+            return self.result
+        before = [(owner, dict(vars(owner))) for owner in owners(self.program)]
+        result = self.program()
+        for owner, held in before:
+            vars(owner).clear()
+            vars(owner).update(held)
+        overwrite(self.result, result)
+        return self.result
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """A backend of plain torch that captures."""
+    for module in (capture, rounds):
+        monkeypatch.setattr(module, "Captured", Stand)
+    ops = replace(TORCH, name="stand-in", captures=True)
+    monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)
+    assert drafter.Program is hf_model.Program is capture.Program
+
+
+OPTIONS = {
+    "greedy": {}, "history": {"repetition_penalty": 1.3}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 1},
+    "waiting": {"do_sample": True, "top_k": 1, "eta_cutoff": 0.01},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["random", "bigram"])
+@pytest.mark.parametrize("assistant", [TREE, "autoregressive", "nasd", fastspec.Speculative(early_exit=3)], ids=str)
+def test_calls_of_every_kind_in_turn_say_what_they_say_alone(captures, kind, assistant):
+    """Calls share what was captured; scores and tokens are those of the unpatched model, whatever call came before."""
+    target, head = MAKERS[kind]
+    plain, model = target(), target()
+    fastspec.patch(model, eagle3=head(model))
+    inputs = prompts(4, 9)
+    for name in ("greedy", "history", "greedy", "sampled", "waiting", "history", "sampled", "greedy", "waiting"):
+        options = {"do_sample": False, "max_new_tokens": 14, **OPTIONS[name], "return_dict_in_generate": True, "output_scores": True}
+        torch.manual_seed(0)
+        expected = plain.generate(**inputs, **options)
+        torch.manual_seed(0)
+        got = model.generate(**inputs, **options, assistant=assistant)
+        assert got.sequences.tolist() == expected.sequences.tolist(), name
+        for step, (a, b) in enumerate(zip(got.scores, expected.scores, strict=True)):
+            live = (expected.sequences[:, inputs["input_ids"].shape[1] :][:, :step] != 5).all(1)
+            torch.testing.assert_close(a[live], b[live], rtol=1e-3, atol=1e-3, msg=f"{name}, step {step}")
+    assert fastspec.report(model).backend == "stand-in"
+    session = session_of(model)
+    assert 1 <= len(session.engines.held) <= 4
+    fastspec.unpatch(model)
+    assert not session.engines.held
+
+
+def test_a_second_call_captures_nothing(captures):
+    target, head = MAKERS["random"]
+    model = target()
+    fastspec.patch(model, eagle3=head(model))
+    for expected in (1, 1, 1):
+        model.generate(**prompts(5, 8), do_sample=False, max_new_tokens=20, assistant=TREE)
+        assert len(session_of(model).engines.held) == expected
+    last = fastspec.report(model).last
+    assert last.replays == last.rounds > 3
+
+
+def test_packed_weights_are_views_and_are_undone(captures):
+    model = MAKERS["random"][0]()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with ExitStack() as stack:
+        stack.enter_context(fastspec.patched(model))
+        attn, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+        for group in ((attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            assert len({layer.weight.untyped_storage().data_ptr() for layer in group}) == 1
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_weights_that_were_moved_are_packed_again(captures):
+    model = MAKERS["random"][0]()
+    fastspec.patch(model)
+    attn = model.model.layers[1].self_attn
+    for parameter in model.parameters():  # as .to() does
+        parameter.data = parameter.detach().clone()
+    model.generate(**prompts(5), do_sample=False, max_new_tokens=3, assistant="autoregressive")
+    assert attn.k_proj.weight.untyped_storage().data_ptr() == attn.q_proj.weight.untyped_storage().data_ptr()
+    fastspec.unpatch(model)
+    assert attn.k_proj.weight.untyped_storage().data_ptr() != attn.q_proj.weight.untyped_storage().data_ptr()
