@@ -1,0 +1,181 @@
+"""Configuration of a cascade: frozen, checked when made, free of torch; the same from YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastspec.errors import Unsupported
+
+MODES = ("adaptive", "token", "lossless")
+RULES = ("chow", "diff", "opt", "token_v1", "token_v2", "token_v3")
+EVERY = (float("-inf"), float("inf"))
+RANGES = {"chow": (0, 1), "diff": (-1, 1), "opt": EVERY, "token_v1": (-1, 1), "token_v2": (-1, 1), "token_v3": (0, 1)}
+"""Rule -> the values of alpha from the large model alone to the small one alone (Narasimhan et al., arXiv 2405.19261)."""
+QUANTIZATIONS = (None, "4bit", "8bit")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of the smaller models of a cascade.
+
+    `model` is a transformers model, or a path or hub id that is loaded when a request first reaches the stage, with `dtype`,
+    `device_map` (accelerate's) and `quantization` ("4bit" or "8bit", by bitsandbytes). `tokenizer` is needed where it is not the large
+    model's own; text is then handed from stage to stage, and `prompt` may rewrite the large model's prompt, as text, for this stage.
+    `assistant` is what the stage decodes with, and `resources` what `fastspec.patch` needs for it: {"eagle3": head}.
+    `name` tells the stage in reports and in predictors. Raises `Unsupported` for what does not fit together.
+    """
+
+    model: Any
+    tokenizer: Any = None
+    name: str | None = None
+    assistant: Any = "nasd"
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "auto"
+    device_map: Any = None
+    quantization: str | None = None
+    prompt: Callable[[str], str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is None or self.model == "":
+            raise Unsupported("Stage: model is missing; give a transformers model, a path or a hub id")
+        if self.quantization not in QUANTIZATIONS:
+            raise Unsupported(f"Stage: quantization={self.quantization!r}; accepted are {', '.join(map(repr, QUANTIZATIONS))}")
+        if self.prompt is not None and not callable(self.prompt):
+            raise Unsupported(f"Stage: prompt={self.prompt!r} must be a function from text to text")
+        if not isinstance(self.model, (str, Path)) and (self.quantization or self.device_map is not None):
+            raise Unsupported("Stage: quantization and device_map say how a model is loaded; this stage's model is loaded already")
+
+    @property
+    def label(self) -> str:
+        """The stage's name: as given, or the model's."""
+        if self.name:
+            return self.name
+        if isinstance(self.model, (str, Path)):
+            return str(self.model)
+        config = getattr(self.model, "config", None)
+        return getattr(config, "_name_or_path", "") or type(self.model).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade:
+    """Several models, and no more of them than an input needs: `fastspec.patch(large, cascade=Cascade(stages=[small, medium]))`.
+
+    `stages` are the models below the patched one, the cheapest first: models, paths, hub ids or `Stage`s.
+
+    - mode="adaptive": stage 0 answers; where the answer's expected loss, `price` times the probability that it is bad, exceeds what going
+      on is expected to cost, the next stage verifies it and goes on from the part that it would have said too. What stage k says is what
+      stage k alone would have said. `predictor` (a path or a `fastspec.cascade.predictor.Predictor`) gives the probabilities; `costs` are
+      the stages' milliseconds per token, the large model's last (None: measured on this machine), and `price`, the cost of a bad answer,
+      is in milliseconds. `thresholds`, one per stage below the last, replace the expected costs: a stage answers where its probability
+      reaches its threshold. `risk` takes that lower quantile of the probability's posterior in place of its mean.
+    - mode="token": the small model's tokens are accepted by a deferral `rule` ("chow", "diff", "opt", "token_v1", "token_v2", "token_v3")
+      with its trade-off `alpha`; every token follows the rule's mixed distribution. alpha="lossless" is the large model's own law.
+    - mode="lossless": each stage drafts for the next, and the output is the large model's.
+
+    `gamma` is the number of tokens drafted a round in the last two. `assistant` is what the large model decodes with in adaptive mode,
+    `tokenizer` its tokenizer, needed where a stage has another. `memory` bounds the bytes of keys and values that are kept between calls
+    (None keeps none), `host_memory` those moved to the CPU's memory. With `explain` every request's decisions are printed.
+
+    Raises `Unsupported` for what does not fit together.
+    """
+
+    name: ClassVar[str] = "cascade"
+    stages: Sequence[Any] = ()
+    mode: str = "adaptive"
+    tokenizer: Any = None
+    assistant: Any = "nasd"
+    predictor: Any = None
+    price: float = 1000.0
+    costs: Sequence[float] | None = None
+    thresholds: Sequence[float] | None = None
+    risk: float | None = None
+    rule: str = "token_v3"
+    alpha: float | str = "lossless"
+    gamma: int = 5
+    memory: int | None = None
+    host_memory: int = 0
+    explain: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stages, (str, bytes)) or not isinstance(self.stages, Sequence) or not self.stages:
+            raise Unsupported(f"Cascade: stages={self.stages!r} must list at least one model below the patched one, the cheapest first")
+        object.__setattr__(self, "stages", tuple(each if isinstance(each, Stage) else Stage(each) for each in self.stages))
+        for name in ("costs", "thresholds"):
+            values = getattr(self, name)
+            if values is not None:
+                object.__setattr__(self, name, tuple(_number(name, value) for value in values))
+        if self.mode not in MODES:
+            raise Unsupported(f"Cascade: mode={self.mode!r}; accepted are {', '.join(map(repr, MODES))}")
+        self._check_decisions()
+        self._check_rule()
+        for name in ("gamma", "memory", "host_memory"):
+            value, least = getattr(self, name), 0 if name == "host_memory" else 1
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise Unsupported(f"Cascade: {name} must be a whole number of at least {least}, not {value!r}")
+        if self.gamma > 255:
+            raise Unsupported(f"Cascade: gamma must be at most 255, not {self.gamma}")
+
+    def _check_decisions(self) -> None:
+        object.__setattr__(self, "price", _number("price", self.price))
+        if self.price < 0:
+            raise Unsupported(f"Cascade: price={self.price} must not be negative: it is what a bad answer costs, in milliseconds")
+        costs, thresholds, below = self.costs, self.thresholds, len(self.stages)
+        if costs is not None and (len(costs) != below + 1 or min(costs) <= 0):
+            raise Unsupported(f"Cascade: costs={costs} must be {below + 1} positive numbers: milliseconds per token, the large model's last")
+        if thresholds is not None and (len(thresholds) != below or not all(0 <= each <= 1 for each in thresholds)):
+            raise Unsupported(f"Cascade: thresholds={thresholds} must be {below} probabilities, one for every stage below the last")
+        if self.risk is not None and not 0 < _number("risk", self.risk) < 1:
+            raise Unsupported(f"Cascade: risk={self.risk} must lie between 0 and 1: the quantile of the posterior to take")
+        if self.mode == "adaptive" and self.predictor is None:
+            raise Unsupported("Cascade: mode='adaptive' needs a predictor: `fastspec cascade train` makes one")
+
+    def _check_rule(self) -> None:
+        if self.rule not in RULES:
+            raise Unsupported(f"Cascade: rule={self.rule!r}; accepted are {', '.join(map(repr, RULES))}")
+        if isinstance(self.alpha, str):
+            if self.alpha != "lossless":
+                raise Unsupported(f'Cascade: alpha={self.alpha!r}; accepted are a number and "lossless"')
+        elif not RANGES[self.rule][0] <= _number("alpha", self.alpha) <= RANGES[self.rule][1]:
+            raise Unsupported(f"Cascade: alpha={self.alpha} of the rule {self.rule!r} must lie in {list(RANGES[self.rule])}")
+        if self.mode == "token" and len(self.stages) != 1:
+            raise Unsupported(f"Cascade: mode='token' mixes two models, and {len(self.stages)} stages below the large one were given")
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Cascade:
+        """Read a cascade from a YAML file whose keys are the fields of `Cascade`, and under `stages` those of `Stage`.
+
+        Raises `Unsupported` for a file that cannot be read as such, and for a key that is none.
+        """
+        import yaml
+
+        try:
+            read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise Unsupported(f"{path} cannot be read as YAML: {error}") from error
+        keys = _keys(read, cls, str(path))
+        stages = keys.get("stages")
+        if isinstance(stages, list):
+            keys["stages"] = [
+                Stage(**_keys(each, Stage, f"{path}, stage {index}")) if isinstance(each, dict) else each
+                for index, each in enumerate(stages)
+            ]
+        return cls(**keys)
+
+
+def _keys(read: Any, kind: Any, where: str) -> dict[str, Any]:
+    accepted = [each.name for each in fields(kind)]
+    if not isinstance(read, dict):
+        raise Unsupported(f"{where} must hold keys and values; accepted keys are {', '.join(accepted)}")
+    unknown = [str(key) for key in read if key not in accepted]
+    if unknown:
+        raise Unsupported(f"{where}: unknown key {', '.join(unknown)}; accepted keys are {', '.join(accepted)}")
+    return dict(read)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise Unsupported(f"Cascade: {name} must be a number, not {value!r}")
+    return float(value)
