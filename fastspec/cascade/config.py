@@ -124,7 +124,7 @@ class Cascade:
             raise Unsupported(f"Cascade: price={self.price} must not be negative: it is what a bad answer costs, in milliseconds")
         costs, thresholds, below = self.costs, self.thresholds, len(self.stages)
         if costs is not None and (len(costs) != below + 1 or min(costs) <= 0):
-            raise Unsupported(f"Cascade: costs={costs} must be {below + 1} positive numbers: milliseconds per token, the large model's last")
+            raise Unsupported(f"Cascade: costs={costs} must be {below + 1} positive numbers: milliseconds a token, the large model's last")
         if thresholds is not None and (len(thresholds) != below or not all(0 <= each <= 1 for each in thresholds)):
             raise Unsupported(f"Cascade: thresholds={thresholds} must be {below} probabilities, one for every stage below the last")
         if self.risk is not None and not 0 < _number("risk", self.risk) < 1:
