@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from fastspec.generation.handover import Read
 from fastspec.generation.rounds import Rounds, timed
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import RowProcessor, choose, walk_with_history
+from fastspec.generation.verify import RowProcessor, choose, measure, walk_with_history
 
 
 @dataclass(slots=True)
@@ -26,7 +27,8 @@ class Request:
     no end tokens; else they are over. `process_at` is called level by level of the walk where processors look at the history; all others
     belong to the rounds. `stop(row, new_tokens)` is asked after every token, and
     `emit(row, tokens, accepted, done)` is told of every round; before that `watch(tree, verdict, logits)` sees the round's tree and
-    the target's raw logits [B, N, V] of its nodes, on the device.
+    the target's raw logits [B, N, V] of its nodes, on the device. `answers`, a text per row that another model wrote, are verified as
+    drafts first. `measure` asks for `fastspec.generation.verify.measure` of every new token.
     """
 
     prompts: Tensor
@@ -41,15 +43,20 @@ class Request:
     context: tuple[Tensor, Tensor] | None = None
     keep_scores: bool = False
     keep_logits: bool = False
+    answers: Sequence[Sequence[int]] | None = None
+    measure: bool = False
 
 
 @dataclass(slots=True)
 class Outcome:
-    """New tokens per row, trimmed; per row and new token its processed scores and raw logits [V] where asked for."""
+    """New tokens per row, trimmed; per row and new token its processed scores and raw logits [V] where asked for, and per row the
+    measures [T, 3] of its new tokens. `kept` counts the tokens of each row's given answer that the target has said too."""
 
     tokens: list[list[int]]
     scores: list[list[Tensor]] = field(default_factory=list)
     logits: list[list[Tensor]] = field(default_factory=list)
+    measures: list[Tensor] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
 
 
@@ -59,11 +66,12 @@ class _Run:
     def __init__(self, request: Request, stats: Stats) -> None:
         rows = request.prompts.shape[0]
         self.request, self.stats = request, stats
-        self.out = Outcome([[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)], stats)
+        self.out = Outcome([[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)], stats=stats)
         self.active = [True] * rows
         self.limit = request.limit
         self.asked: dict[tuple[int, int], bool] = {}  # (row, tokens said) -> what `stop` said of it
         self.stops: dict[int, int] = {}  # row -> tokens it had said when it was stopped, where there are no end tokens
+        self.measures: list[list[Tensor]] = [[] for _ in range(rows)]
 
     def take(self, row: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
         """Append tokens to a row until it ends; scores and logits are [len(tokens), V]."""
@@ -111,6 +119,9 @@ class _Run:
             for row in kept:
                 del row[self.limit :]
         self.stats.emitted = sum(map(len, self.out.tokens))
+        if self.request.measure:
+            parts = [torch.cat(row)[: len(said)] for row, said in zip(self.measures, self.out.tokens, strict=True)]
+            self.out.measures = [part.cpu() for part in parts]
 
 
 def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
@@ -122,16 +133,22 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
     with timed(stats, "prefill"):
         logits, features = target.prefill(request.prompts, request.counts)
         root, scores = _first(rounds, request, logits)
-        if drafter is not None:
-            whole = request.context if request.context is not None and not features.shape[-1] else (request.prompts, request.counts)
-            drafter.begin(*whole, features, root)
+        shown = request.context if request.context is not None and not features.shape[-1] else (request.prompts, request.counts)
+        if drafter is not None and request.answers is None:
+            drafter.begin(*shown, features, root)
         rounds.begin(root)
         firsts = root.tolist()  # waits for the device: what comes after is the rounds' time
-    del features
+    if request.measure:
+        for row, value in enumerate(measure(logits, root)):
+            run.measures[row].append(value[None])
     for row, token in enumerate(firsts):
         one = slice(row, row + 1)
         run.take(row, [token], 0, scores[one] if request.keep_scores else None, logits[one] if request.keep_logits else None)
     longest = int(target.lengths.max())
+    if request.answers is not None:
+        with timed(stats, "verify"):
+            longest = _verify_answers(rounds, run, Read(*shown, features), longest)
+    del features
     while any(run.active):
         rounds.activate(run.active)
         decide = None if request.process_at is None else lambda: _decide(rounds, request, run)
@@ -139,6 +156,29 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
     run.finish()
     stats.seconds = time.perf_counter() - began
     return run.out
+
+
+def _verify_answers(rounds: Rounds, run: _Run, read: Read, longest: int) -> int:
+    """Rounds over the given answers, then the start of the call's own drafter -> the longest row's committed tokens."""
+    request, drafter = run.request, rounds.drafter
+    assert request.answers is not None
+    with rounds.verifying(request.answers) as chain:
+        chain.drafter.begin(request.prompts, request.counts, read.blank, chain.root)
+        stats, run.stats = run.stats, Stats()  # of these rounds, which say nothing of the drafter's
+        while chain.drafter.goes_on and any(run.active):
+            chain.activate(run.active)
+            running = list(run.active)
+            decide = None if request.process_at is None else lambda: _decide(chain, request, run)
+            longest += _take(chain.step(longest, run.stats, decide), chain, run)
+            read.add(chain.tree, chain.verdict, chain.features, running)
+        run.stats = stats
+    run.out.kept = list(chain.drafter.kept)
+    rounds.begin(chain.root)
+    if drafter is not None:
+        if hasattr(drafter, "learn"):
+            drafter.learn(request.answers)
+        drafter.begin(*read.whole(), rounds.root.clone())
+    return longest
 
 
 def _first(rounds: Rounds, request: Request, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,6 +196,7 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
     request, stats, verdict = run.request, run.stats, rounds.verdict
     if request.watch is not None:
         request.watch(rounds.tree, verdict, rounds.logits)
+    measures = rounds.measures.clone() if request.measure else None  # the next replay writes over them
     for row, (accepted, *said) in enumerate(packed):
         if not run.active[row]:
             continue
@@ -166,6 +207,8 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
         stats.round_tokens += accepted + 1
         path = verdict.path[row, : accepted + 1]
         scores = rounds.along(row, path) if request.keep_scores else None
+        if measures is not None:
+            run.measures[row].append(measures[row, : accepted + 1])
         run.take(row, said[: accepted + 1], accepted, scores, rounds.logits[row, path].float() if request.keep_logits else None)
     stats.rounds += 1
     return max(entry[0] for entry in packed) + 1

@@ -8,7 +8,7 @@ branches where several continuations are known, as in the trees of SuffixDecodin
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,13 @@ class NasdDrafter:
         self.ends: frozenset[int] = frozenset()
         self.cursors: list[Any] = [storage.start() for storage in storages]
         self.roots, self.active = [0] * rows, [True] * rows
+
+    def learn(self, texts: Sequence[Sequence[int]]) -> None:
+        """Count a text per row that is no part of what the row says, such as another model's answer."""
+        for storage, text in zip(self.storages, texts, strict=True):
+            cursor = storage.start()
+            for token in text:
+                cursor = storage.feed(cursor, token)
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Count the prompt and the first new token: ids [B, T], counts [B] real tokens, root [B]."""

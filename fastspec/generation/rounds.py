@@ -7,7 +7,7 @@ the logits, the verdict) is valid until the next one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -17,15 +17,16 @@ from torch import Tensor
 
 from fastspec.generation.capture import Captured, Program
 from fastspec.generation.clock import Clock
+from fastspec.generation.handover import TextVerifier
 from fastspec.generation.protocols import Drafter, LanguageModel, Ops
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import choose, walk, walk_drawn
+from fastspec.generation.verify import choose, measure, walk, walk_drawn
 
 EXTENT_BUCKET = 128
 Process = Callable[[Tensor], Tensor]
 Decide = Callable[[], tuple[Verdict, Tensor]]
-LEFT = ("tree", "logits", "features", "scores", "verdict", "packed")
+LEFT = ("tree", "logits", "features", "scores", "verdict", "packed", "measures")
 """What a round leaves behind; see `Rounds`."""
 
 
@@ -39,11 +40,11 @@ class Rounds:
 
     def __init__(
         self, target: LanguageModel, drafter: Drafter | None, ops: Ops, *, rows: int, sample: bool, process: Process | None,
-        whole: bool = True,
+        whole: bool = True, measure: bool = False,
     ) -> None:  # fmt: skip
         # beyond the protocols, what is captured has a cache, and is opened and given room
         self.target, self.drafter = cast(Any, target), cast(Any, drafter)
-        self.ops, self.sample, self.process, self.whole = ops, sample, process, whole
+        self.ops, self.sample, self.process, self.whole, self.measure = ops, sample, process, whole, measure
         device = target.lengths.device
         self.root = torch.zeros(rows, dtype=torch.long, device=device)
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
@@ -54,6 +55,10 @@ class Rounds:
         self.verdict: Verdict
         self.features: Tensor
         self.packed: Tensor
+        self.measures: Tensor
+        """[B, P, 3] of the tokens that a round emits, with `measure`; see `fastspec.generation.verify.measure`."""
+        self.chain: Rounds | None = None
+        """The rounds that verify a given text on the same target, once they were asked for."""
         self.clock: Clock | None = None
         """Takes the parts of every round down where a profile is wanted."""
         self.kept: Tensor | None = None
@@ -67,6 +72,24 @@ class Rounds:
             self.captured = {name: Captured(partial(self._left, program)) for name, program in programs.items()}
         self.judges: dict[int, Program[dict[str, Any]]] = {}
         """Longest path of a tree -> all of a round but its drafting, captured by the tree's size; for drafters that the host drives."""
+
+    @contextmanager
+    def verifying(self, texts: Sequence[Sequence[int]]) -> Iterator[Rounds]:
+        """Rounds on the same target that verify a text per row, before these begin."""
+        if self.chain is None:
+            self.chain = Rounds(
+                self.target, TextVerifier(texts, self.root.device), self.ops, rows=len(self.root), sample=self.sample, process=self.process,
+                whole=self.whole, measure=self.measure,
+            )  # fmt: skip
+        chain = self.chain
+        chain.drafter = TextVerifier(texts, self.root.device)
+        chain.begin(self.root)
+        alone = getattr(self.target, "alone", False)
+        self.target.alone = getattr(self.target, "captures", False)  # these rounds are captured by themselves
+        try:
+            yield chain
+        finally:
+            self.target.alone = alone
 
     def begin(self, root: Tensor) -> None:
         """Start after a prompt whose first new tokens are root [B]."""
@@ -234,7 +257,11 @@ class Rounds:
     def _commit(self) -> None:
         self.target.commit(self.verdict, self.active)
         self.root.copy_(torch.where(self.active, self.verdict.bonus, self.root))
-        self.packed = torch.cat((self.verdict.accepted[:, None], self.verdict.tokens(self.tree)), 1)
+        said = self.verdict.tokens(self.tree)
+        self.packed = torch.cat((self.verdict.accepted[:, None], said), 1)
+        if self.measure:
+            at = self.verdict.path[..., None].expand(-1, -1, self.logits.shape[-1])
+            self.measures = measure(self.logits.gather(1, at), said)
         self._mark("commit")
 
     def _held(self, verdict: Verdict) -> Verdict:

@@ -103,3 +103,12 @@ def _pick(
         draws = None if uniform is None else uniform[row, node][:, None]
         picked |= zip(rows, choose(processed[:, None], draws, ops)[:, 0].tolist(), strict=True)
     return [picked[row] for row, _, _ in at]
+
+
+def measure(logits: Tensor, tokens: Tensor) -> Tensor:
+    """What a model's raw logits [..., V] say of the tokens [...] that were emitted there -> [..., 3] fp32, in nats: a token's
+    log-probability, the gap between the two largest log-probabilities, and the entropy of the distribution."""
+    law = torch.log_softmax(logits.float(), -1)
+    best = law.topk(2, -1).values
+    entropy = -(law.exp() * law.clamp(min=torch.finfo(law.dtype).min)).sum(-1)  # 0 * -inf is not 0
+    return torch.stack((law.gather(-1, tokens[..., None])[..., 0], best[..., 0] - best[..., 1], entropy), -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.eagle.static import StaticDrafter
+from fastspec.generation.loop import Outcome
 from fastspec.generation.nasd import NasdDecoding
 from fastspec.generation.protocols import Ops
 from fastspec.patches.heads import moved
@@ -73,12 +74,24 @@ class StaticDecoding:
         return StaticDrafter(self.head, self.config.tree(), rows=rows, capacity=capacity, ops=ops, process=process)
 
 
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """An assistant that goes on from given answers: they are verified as drafts first. `answers` holds a text per row, and `hear` is
+    told the call's outcome, measures included."""
+
+    decoding: Any
+    answers: Sequence[Sequence[int]] | None = None
+    hear: Callable[[Outcome], None] | None = None
+
+
 def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
     """The decoding that an `assistant=` asks for. Raises Unsupported for an unknown name or a missing resource."""
     if isinstance(assistant, str):
         if assistant not in NAMES:
             raise Unsupported(f"assistant={assistant!r} is unknown: accepted are {', '.join(map(repr, NAMES))}, or a config object")
         assistant = NAMES[assistant]()
+    if isinstance(assistant, Continued):
+        return replace(assistant, decoding=resolve(assistant.decoding, resources, model))
     if type(assistant) in RESOLVERS:
         return RESOLVERS[type(assistant)](assistant, resources, model)
     if callable(getattr(assistant, "drafter", None)) and isinstance(getattr(assistant, "name", None), str):

@@ -12,10 +12,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.clock import Clock
+from fastspec.generation.handover import CHUNKS
 from fastspec.generation.loop import Outcome, Request, decode
 from fastspec.generation.rounds import Rounds
 from fastspec.generation.tree import TokenTree
-from fastspec.patches.assistants import EagleDecoding, resolve
+from fastspec.patches.assistants import Continued, EagleDecoding, resolve
 from fastspec.patches.cache import export_span, import_past
 from fastspec.patches.compat import fill_cache, is_out_of_memory, own_stop_strings, read_cache
 from fastspec.patches.engines import weights_of
@@ -76,7 +77,8 @@ class _Call:
         self, model: Any, session: PatchSession, decoding: Any, given: dict[str, Any], ids: Tensor, processors: LogitsProcessorList,
         criteria: Any, config: Any, model_kwargs: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.model, self.session, self.decoding, self.config, self.processors = model, session, decoding, config, processors
+        self.given = decoding if isinstance(decoding, Continued) else Continued(decoding)
+        self.model, self.session, self.decoding, self.config, self.processors = model, session, self.given.decoding, config, processors
         self.ids, self.ops = ids.to(model.device), session.ops(model)
         self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
         self.handed_in = given.get("past_key_values") is not None  # the cache is the user's own, to be filled in place
@@ -88,7 +90,7 @@ class _Call:
             self.keep = self._keep(given.get("attention_mask"), ids.shape[0])
         else:  # the mask is the source's
             self.keep = torch.ones_like(self.ids, dtype=torch.bool)
-            self.decoding = decoding.reading(self.source) if hasattr(decoding, "reading") else decoding
+            self.decoding = self.decoding.reading(self.source) if hasattr(self.decoding, "reading") else self.decoding
         refuse_prompts(model, self.ids, self.keep, self.past_length)
         self.ending = Ending(criteria, self.ids)
 
@@ -127,6 +129,7 @@ class _Call:
             watch=streaming.watch if streaming else None,
             keep_scores=bool(self.config.return_dict_in_generate and self.config.output_scores),
             keep_logits=bool(self.config.return_dict_in_generate and self.config.output_logits),
+            answers=self.given.answers, measure=self.given.hear is not None,
         )  # fmt: skip
         try:
             self.decoding = self._sized(capacity, request)
@@ -141,6 +144,8 @@ class _Call:
             ) from error
         if streaming is not None:
             streaming.end()
+        if self.given.hear is not None:
+            self.given.hear(outcome)
         outcome.stats.fused = getattr(rounds.drafter, "fused", None) is not None
         self.session.calls.append(outcome.stats)
         output = self._output(outcome, rounds.target, counts)
@@ -164,7 +169,8 @@ class _Call:
             engines.make_room()
             target, drafter = self._parts(rows, capacity, drawn)
             whole = process is None or all(type(each) in CAPTURABLE for each in self.processors)
-            rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole)
+            measure = self.given.hear is not None
+            rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole, measure=measure)
             key = None if key is None else self._key(rows, sample, process)  # making the drafter may have packed its head's weights
         else:
             rounds.target.open(capacity)
@@ -203,7 +209,8 @@ class _Call:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
         drawn = signature(self.processors) if process is not None else None
         others = [value for name in ("draft", "head") if isinstance(value := getattr(self.decoding, name, None), nn.Module)]
-        key = self.decoding, rows, sample, drawn, tuple(weights_of(module) for module in (self.model, *others))
+        extra = self.given.answers is not None, self.given.hear is not None
+        key = self.decoding, rows, sample, drawn, extra, tuple(weights_of(module) for module in (self.model, *others))
         try:
             hash(key)
         except TypeError:
@@ -219,6 +226,7 @@ class _Call:
     def _parts(self, rows: int, capacity: int, process: Any) -> tuple[HFModel, Any]:
         drafter = self._drafter(rows, capacity, process)
         nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
+        nodes = nodes if self.given.answers is None else max(nodes, *CHUNKS.get(self.model.device.type, CHUNKS["cuda"]))
         target = language_model(
             self.model, self.source, rows=rows, capacity=capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
         )  # fmt: skip

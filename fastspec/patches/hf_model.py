@@ -51,8 +51,8 @@ class HFModel:
         self.layers: list[LayerParts] = []
         self.passes = Program(self._pass)
         self.chunks = Program(self._chunk) if ops.captures and adapter is not None else None
-        self.alone = ops.captures and adapter is not None
-        """Whether a pass is captured by itself; a round that is captured as a whole sets it to False."""
+        self.captures = self.alone = ops.captures and adapter is not None
+        """Whether passes are captured, and now each by itself: a round that is captured as a whole sets `alone` to False."""
         if adapter is not None:
             self._take(adapter)
 

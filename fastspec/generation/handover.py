@@ -1,0 +1,103 @@
+"""A text that another model wrote, verified as a draft before the rounds of a call's own drafter begin.
+
+The draws are the target's own at every position, and a token of the text is kept where it is what was drawn: so the call's law is the
+target's whatever the text is, and whoever wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fastspec.generation.tree import TokenTree, Verdict
+
+# device type -> numbers of nodes of the first, second, ... pass, the last one for all that follow. On a CPU a pass costs what its nodes
+# cost, and a text that is left early should not have cost much; a GPU reads its weights once for all of them.
+CHUNKS = {"cpu": (8, 16, 32, 64), "cuda": (64,)}
+
+
+class TextVerifier:
+    """Chains of the next tokens of each row's text, as long as the target says the same. Rows that have left their text go on token by
+    token, with guesses as drafts, until every row has."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.texts, self.device = [list(text) for text in texts], device
+        self.chunks = CHUNKS.get(device.type, CHUNKS["cuda"])
+        self.nodes = self.max_path = self.chunks[-1]
+        self.kept = [0] * len(self.texts)
+        """Tokens of each row's text that the target has said too, from its beginning."""
+
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        """Take each row's first new token root [B]."""
+        self.roots: list[int] = root.tolist()
+        self.step = 0
+        self.following = [True] * len(self.texts)
+        for row, root in enumerate(self.roots):
+            self._follow(row, [root])
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a row is still in its text, and has more of it."""
+        return any(self.following)
+
+    def propose(self, extent: int) -> TokenTree:
+        """The next chunk of every row's text; where a row has none it is filled up with token 0, a guess like any other."""
+        nodes = self.chunks[min(self.step, len(self.chunks) - 1)]
+        self.step += 1
+        rows = []
+        for row, root in enumerate(self.roots):
+            more = self.texts[row][self.kept[row] :][: nodes - 1] if self.following[row] else []
+            rows.append([root, *more, *[0] * (nodes - 1 - len(more))])
+        return TokenTree.chain(torch.tensor(rows, device=self.device))
+
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+        """Follow every running row as far as the target said its text."""
+        read_back = torch.cat((active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1).tolist()
+        for row, (goes_on, accepted, *said) in enumerate(read_back):
+            if goes_on:
+                self.roots[row] = said[accepted]
+                self._follow(row, said[: accepted + 1])
+            else:
+                self.following[row] = False
+
+    def _follow(self, row: int, said: list[int]) -> None:
+        text = self.texts[row]
+        for token in said:
+            if not self.following[row]:
+                return
+            same = self.kept[row] < len(text) and text[self.kept[row]] == token
+            self.kept[row] += same
+            self.following[row] = same and self.kept[row] < len(text)
+
+
+class Read:
+    """What a drafter is to be shown of every row: the prompts ids [B, T], counts [B] and their features [B, T, F], and then what the target
+    has said and is in its cache."""
+
+    def __init__(self, ids: Tensor, counts: Tensor, features: Tensor) -> None:
+        real = counts.tolist()
+        self.ids = [[row[:count]] for row, count in zip(ids, real, strict=True)]
+        wide = features.shape[1] == ids.shape[1] and features.shape[2] > 0
+        self.features = [[row[:count]] for row, count in zip(features, real, strict=True)] if wide else None
+        self.blank = features[:, :1, :0]
+
+    def add(self, tree: TokenTree, verdict: Verdict, features: Tensor, running: Sequence[bool]) -> None:
+        """Append the root and the accepted nodes of a round, for the rows that were running in it."""
+        for row, accepted in enumerate(verdict.accepted.tolist()):
+            if running[row]:
+                path = verdict.path[row, : accepted + 1]
+                self.ids[row].append(tree.tokens[row, path])
+                if self.features is not None:
+                    self.features[row].append(features[row, path])
+
+    def whole(self) -> tuple[Tensor, Tensor, Tensor]:
+        """ids [B, T'], counts [B], features [B, T', F], filled up on the right."""
+        texts = [torch.cat(parts) for parts in self.ids]
+        ids = pad_sequence(texts, batch_first=True)
+        counts = torch.tensor([len(text) for text in texts], device=ids.device)
+        if self.features is None:
+            return ids, counts, self.blank.expand(-1, ids.shape[1], -1)
+        return ids, counts, pad_sequence([torch.cat(parts) for parts in self.features], batch_first=True)

@@ -1,0 +1,145 @@
+"""Answers of another model that are verified as drafts: the target says what it would have said, and counts what it kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import MAKERS, TREE, prompts
+from helpers_models import tiny_head, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastspec
+from fastspec.generation.eagle.drafter import EagleDrafter
+from fastspec.generation.handover import TextVerifier
+from fastspec.generation.verify import measure
+from fastspec.patches.assistants import Continued
+
+ASSISTANTS: dict[str, Any] = {
+    "autoregressive": "autoregressive", "nasd": "nasd", "eagle3": TREE, "speculative": fastspec.Speculative(gamma=3),
+    "early exit": fastspec.Speculative(early_exit=2),
+}  # fmt: skip
+LENGTH = 90  # more than a pass verifies at once
+
+
+@pytest.fixture(scope="module", params=sorted(MAKERS))
+def model(request: pytest.FixtureRequest) -> Any:
+    make, head = MAKERS[request.param]
+    model = make()
+    model.generation_config.eos_token_id = 5
+    return fastspec.patch(model, eagle3=head(model), speculative=tiny_model(seed=3, num_hidden_layers=2))
+
+
+def answered(model: Any, texts: list[list[int]], assistant: Any, **options: Any) -> tuple[Any, Any]:
+    heard: list[Any] = []
+    out = model.generate(**options, assistant=Continued(assistant, texts, heard.append))
+    return out, heard[0]
+
+
+def common(first: list[int], second: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+
+
+@pytest.mark.parametrize("name", ASSISTANTS)
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_greedy_output_is_the_plain_one_and_the_common_part_was_kept(model: Any, name: str, data: st.DataObject) -> None:
+    batch = prompts(7, 3, 5, seed=data.draw(st.integers(0, 3)))
+    penalty = data.draw(st.sampled_from([1.0, 1.3]))
+    options = {**batch, "do_sample": False, "max_new_tokens": LENGTH, "repetition_penalty": penalty}
+    plain = model.generate(**options)
+    width = batch["input_ids"].shape[1]
+    said = [row[width:].tolist() for row in plain]
+    said = [row[: row.index(5) + 1] if 5 in row else row for row in said]
+    texts = []
+    for row in said:
+        kept = data.draw(st.integers(0, len(row)))
+        texts.append(row[:kept] + data.draw(st.lists(st.integers(0, 96), max_size=20)))
+    out, outcome = answered(model, texts, ASSISTANTS[name], **options)
+    assert out.tolist() == plain.tolist()
+    assert outcome.kept == [common(text, row) for text, row in zip(texts, said, strict=True)]
+    assert outcome.tokens == said
+
+
+@pytest.mark.parametrize("name", ASSISTANTS)
+def test_measures_are_those_of_the_raw_distribution(model: Any, name: str) -> None:
+    batch = prompts(6, 4)
+    options = {**batch, "do_sample": False, "max_new_tokens": 30, "repetition_penalty": 1.2}
+    plain = model.generate(**options)
+    width = batch["input_ids"].shape[1]
+    texts = [row[width : width + 9].tolist() for row in plain]
+    _, outcome = answered(model, texts, ASSISTANTS[name], **options)
+    for row, said in enumerate(outcome.tokens):
+        prompt = batch["input_ids"][row][batch["attention_mask"][row].bool()].tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
+        torch.testing.assert_close(outcome.measures[row], measure(logits, torch.tensor(said)), atol=1e-4, rtol=1e-4)
+
+
+def test_sampled_text_follows_the_plain_law_whatever_the_answer_is() -> None:
+    """4,000 texts of two tokens over a vocabulary of 7: chi-square on the pairs at a significance of 1e-4."""
+    model = tiny_model(vocab_size=7, pad_token_id=None, bos_token_id=None, eos_token_id=None, initializer_range=0.2)
+    rows, ids = 4000, torch.tensor([[1, 3, 2]])
+    model.requires_grad_(False)
+    first = torch.softmax(model(ids).logits[0, -1], -1)
+    laws = [torch.softmax(model(torch.cat((ids, torch.tensor([[token]])), 1)).logits[0, -1], -1) for token in range(7)]
+    expected = torch.stack([first[token] * laws[token] for token in range(7)]).flatten() * rows
+    texts = [[int(first.argmax()), 4, 4]] * (rows // 2) + [[0, 0]] * (rows // 2)
+    torch.manual_seed(5)
+    with fastspec.patched(model):
+        out, _ = answered(model, texts, "autoregressive", input_ids=ids.expand(rows, -1), do_sample=True, top_k=0, max_new_tokens=2)
+    seen = Counter((out[:, 3] * 7 + out[:, 4]).tolist())
+    counts = torch.tensor([seen[pair] for pair in range(49)])
+    chi = float(((counts - expected) ** 2 / expected).sum())
+    assert chi < 93.2  # the 1 - 1e-4 quantile with 48 degrees of freedom is 93.2
+
+
+def test_streams_and_scores_are_those_of_the_plain_call(model: Any) -> None:
+    batch = prompts(6)
+    options = {**batch, "do_sample": False, "max_new_tokens": 20, "return_dict_in_generate": True, "output_scores": True}
+    plain = model.generate(**options)
+    text = plain.sequences[0, 6:16].tolist()
+    out, outcome = answered(model, [text], "nasd", **options)
+    assert out.sequences.tolist() == plain.sequences.tolist() and outcome.kept == [len(text)]
+    torch.testing.assert_close(torch.stack(out.scores), torch.stack(plain.scores), atol=1e-4, rtol=1e-4)
+
+
+def test_the_verifier_takes_few_passes(model: Any) -> None:
+    batch = prompts(6)
+    plain = model.generate(**batch, do_sample=False, max_new_tokens=LENGTH)
+    text = plain[0, 6:].tolist()
+    passes: list[int] = []
+
+    class Counting(TextVerifier):
+        def propose(self, extent: int) -> Any:
+            tree = super().propose(extent)
+            passes.append(tree.tokens.shape[1])
+            return tree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastspec.generation.rounds.TextVerifier", Counting)
+        answered(model, [text], "autoregressive", **batch, do_sample=False, max_new_tokens=LENGTH)
+    assert passes == [8, 16, 32, 64][: len(passes)] and sum(passes) >= len(text) - 1
+
+
+def test_head_is_shown_the_features_of_what_was_kept() -> None:
+    """What a drafter begins with after a kept answer is what it begins with where the answer stands in the prompt."""
+    model = MAKERS["bigram"][0]()
+    fastspec.patch(model, eagle3=tiny_head(model))
+    batch = prompts(6, 4, seed=2)
+    options = {"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": None}
+    said = model.generate(**batch, **options)[:, 6:].tolist()
+    shown: list[Any] = []
+    begin = EagleDrafter.begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EagleDrafter, "begin", lambda *args: (shown.append([x.clone() for x in args[1:]]), begin(*args))[1])
+        answered(model, [said[0][:40], [*said[1][:13], 96]], TREE, **batch, **options)
+        ids, counts, features, root = shown.pop()
+        for row, real in enumerate((6, 4)):
+            whole = torch.tensor([batch["input_ids"][row, 6 - real :].tolist() + said[row]])[:, : int(counts[row])]
+            assert ids[row, : counts[row]].tolist() == whole[0].tolist() and int(root[row]) == said[row][int(counts[row]) - real]
+            model.generate(whole, do_sample=False, max_new_tokens=2, assistant=TREE)
+            torch.testing.assert_close(features[row, : counts[row]], shown.pop()[2][0], atol=1e-4, rtol=1e-4)
