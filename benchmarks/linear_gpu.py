@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from fastspec.kernels import linear as kernel
 from fastspec.kernels import reference
-from fastspec.kernels.linear import Launch, launch_for, linear
+from fastspec.kernels.linear import Launch, RowLaunch, launch_for, linear
 
 MODELS = {  # name -> (layers, the layer's [M, K], the head's)
     "Llama-3.1-8B": (32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), (128256, 4096)),
@@ -35,28 +35,27 @@ MODELS = {  # name -> (layers, the layer's [M, K], the head's)
 }
 GATED = {(28672, 4096), (17920, 1536), (3072, 576)}
 DTYPE = torch.bfloat16
-Way = tuple[str, Launch | None, Callable[[Tensor, Tensor], Tensor]]
+AnyLaunch = Launch | RowLaunch
+Way = tuple[str, AnyLaunch | None, Callable[[Tensor, Tensor], Tensor]]
 
 
 def launches(text: str) -> list[Launch]:
-    """Launches by "channels depth programs warps stages", and tma, pdl or gemv where it applies, parted by commas."""
+    """Launches by "channels depth programs warps stages", and tma, pdl where it applies, parted by commas."""
     found = []
     for words in (entry.split() for entry in text.split(",")):
         channels, depth, programs, warps, stages = map(int, words[:5])
-        tma, pdl, dots = "tma" in words, "pdl" in words, "gemv" not in words
-        found.append(Launch(channels, depth, programs, warps, stages, tma=tma, pdl=pdl, dots=dots))
+        found.append(Launch(channels, depth, programs, warps, stages, tma="tma" in words, pdl="pdl" in words))
     return found
 
 
-def short(launch: Launch) -> str:
-    marks = [name for name, on in (("tma", launch.tma), ("pdl", launch.pdl), ("gemv", not launch.dots)) if on]
+def short(launch: AnyLaunch) -> str:
+    if isinstance(launch, RowLaunch):
+        return f"{launch.channels} {launch.depth} {launch.warps} row"
+    marks = [name for name, on in (("tma", launch.tma), ("pdl", launch.pdl)) if on]
     return " ".join(map(str, (launch.channels, launch.depth, launch.programs, launch.warps, launch.stages, *marks)))
 
 
-ONE = launches(
-    "8 256 0 1 1 gemv, 4 512 0 2 1 gemv, 8 1024 0 4 1 gemv, 4 1024 0 4 1 gemv, 8 1024 1056 4 1 gemv, 8 1024 528 4 4 gemv,"
-    "4 512 0 2 1 pdl gemv"
-)
+ROWS = [RowLaunch(*sizes) for sizes in ((4, 512, 2), (2, 512, 1), (2, 1024, 2), (4, 1024, 4), (2, 2048, 4), (4, 2048, 4), (4, 2048, 8))]
 FEW = launches(
     "16 128 0 4 4, 16 256 0 4 4, 32 128 0 4 4, 16 128 0 2 6 pdl, 16 64 0 4 6 tma, 64 64 0 4 4, 64 128 0 4 4, 64 64 264 4 6, 64 128 264 4 3,"
     "64 128 264 4 4, 64 128 264 4 5, 64 64 528 4 4, 128 64 264 4 5, 128 128 132 8 5, 64 256 132 4 5, 64 128 264 4 4 tma, 64 64 528 4 4 tma,"
@@ -70,12 +69,14 @@ MANY = launches(
 )
 
 
-def candidates(rows: int, shape: tuple[int, int], swiglu: bool, tried: list[Launch]) -> list[Launch]:
+def candidates(rows: int, shape: tuple[int, int], swiglu: bool, tried: list[AnyLaunch]) -> list[AnyLaunch]:
     """The chosen launch and, of those tried, what is worth timing; under SwiGLU a tile is two, so its channels are halved."""
     chosen = launch_for(rows, shape[0] >> swiglu, shape[1], DTYPE, swiglu)
-    found = [] if chosen is None else [chosen, replace(chosen, pdl=True)]
+    found: list[AnyLaunch] = [] if chosen is None else [chosen]
+    if isinstance(chosen, Launch):
+        found.append(replace(chosen, pdl=True))
     for launch in tried:
-        halved = replace(launch, channels=launch.channels >> swiglu) if launch.dots else launch
+        halved = replace(launch, channels=launch.channels >> swiglu) if isinstance(launch, Launch) else launch
         wasteful = launch.channels <= 32 and rows > 16 and shape[0] * shape[1] > 2**23  # x would be read more often than the weights
         if halved not in found and not wasteful:
             found.append(halved)
@@ -135,8 +136,8 @@ def main() -> None:
     where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "read_gb_s": round(read)}
     print(f"{where}, {time.perf_counter() - start:.0f} s", flush=True)
     rows: list[dict[str, object]] = []
-    tried: list[Launch] = []
-    best: dict[tuple[tuple[int, int], int, bool], tuple[tuple[float, float], Launch]] = {}
+    tried: list[AnyLaunch] = []
+    best: dict[tuple[tuple[int, int], int, bool], tuple[tuple[float, float], AnyLaunch]] = {}
     cells = [
         (name, count, shape, gated)
         for name in options.models
@@ -157,10 +158,10 @@ def main() -> None:
         exact = F.linear(whole[0].float(), whole[1].float())
         ways: list[Way] = [("cuBLAS", None, partial(cublas, gated))]
         if not gated:
-            tried = ((ONE if count == 1 else []) + (FEW if count <= 16 else MANY)) * options.sweep
+            tried = [*(ROWS if count == 1 else []), *(FEW if count <= 16 else MANY)] * options.sweep
         for launch in candidates(count, shape, gated, tried):
             ways.append((short(launch), launch, partial(linear, bias=None, swiglu=gated, launch=launch)))
-        ours: list[tuple[float, str, Launch]] = []
+        ours: list[tuple[float, str, AnyLaunch]] = []
         theirs = float("inf")
         for way, option, call in ways:
             try:

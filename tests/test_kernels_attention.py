@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fastspec.kernels import reference
+from fastspec.kernels import few_attention, reference
 from fastspec.kernels import tree_attention as kernels
 
 HAS_CUDA = torch.cuda.is_available()
@@ -87,7 +87,6 @@ class Case:
             got = kernels.tree_attention(self.q, self.k, self.v, layout, self.scale)
         assert got.is_contiguous() and got.dtype == self.q.dtype
         assert excess(got, self.expected()) < 1
-        assert not layout.counters.any()
         return got
 
 
@@ -110,22 +109,25 @@ def test_the_interpreted_kernel_agrees_with_the_reference(prefixes, nodes, heads
 @EVERYWHERE
 @pytest.mark.parametrize("nodes", [1, 20])
 @pytest.mark.parametrize("prefixes", [[0], [40], [300, 3]], ids=str)
-@pytest.mark.parametrize(("splits", "at_once"), [(1, 8192), (3, 8192), (16, 8192), (16, 128)])
-def test_any_number_of_splits(device, nodes, prefixes, splits, at_once):
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("splits", [1, 3, 16, 64])
+def test_any_number_of_splits(device, nodes, prefixes, splits, chain):
     """More splits than there are blocks, one layout for two layers, a capacity beyond the lengths, and equal results each time."""
-    case = Case(prefixes, nodes, (1, 3), 32, torch.float32, device, capacity=500)
+    case = Case(prefixes, nodes, (1, 3), 32, torch.float32, device, capacity=500, chain=chain)
     layout = case.layout()
-    with patch.object(kernels, "_splits", lambda *_: splits), patch.object(kernels, "MERGE_ELEMENTS", at_once):
+    with patch.object(kernels, "_splits", lambda *_: splits), patch.object(few_attention, "_splits", lambda *_: splits):
         first = case.check(layout)
         assert torch.equal(first, case.check(layout))
 
 
 def test_how_many_splits():
-    assert kernels._splits(8, 34, 264, 1, 2) >= 16  # plain decoding: the chip is filled
-    assert kernels._splits(8, 2, 264, 1, 2) == 1  # a merge would take longer
     assert kernels._splits(512, 500, 132, 1, 6) == 1  # full without
     assert kernels._splits(4096, 4096, 132, 8, 6) >= 8  # uneven rows
     assert kernels._splits(1, 100_000, 264, 1, 2) == kernels.MAX_SPLITS
+    assert few_attention._splits(8, 34, 264) == 33  # plain decoding: the chip is filled
+    assert few_attention._splits(8, 2, 264) == 1  # a merge would take longer
+    assert few_attention._splits(512, 500, 264) == 1
+    assert few_attention._splits(1, 100_000, 264) == few_attention.MAX_SPLITS
 
 
 @EVERYWHERE
@@ -153,11 +155,11 @@ def test_a_node_that_sees_nothing_is_zero(device):
     assert not got[:, 1].any() and got[:, 0].all() and not got.isnan().any()
 
 
+@pytest.mark.parametrize("slots", [[0, 31, 32, 63, 64, 95, 127, 128, 129], [0, 1, 31, 32, 62, 63]], ids=["three words", "one word"])
 @pytest.mark.parametrize(("device", "dtype"), TYPED)
-def test_each_bit_decides_one_slot(device, dtype):
+def test_each_bit_decides_one_slot(device, dtype, slots):
     """Node n sees tail slot bit(n) alone, and the result is that slot's value."""
-    tail = 130
-    slots = [0, 31, 32, 63, 64, 95, 127, 128, 129]
+    tail = slots[-1] + 1
     case = Case([0], len(slots), (1, 1), 16, dtype, device, tail=tail)
     case.words.zero_()
     for node, slot in enumerate(slots):
@@ -246,7 +248,7 @@ def test_a_large_batch_of_uneven_rows(device, dtype):
 @ON_CUDA
 @pytest.mark.parametrize("nodes", [1, 4, 60])
 def test_a_captured_launch_follows_the_lengths(device, nodes):
-    """Replayed at lengths other than those of the capture, many times over: no race in the merge, and the counters come back to 0."""
+    """Replayed at lengths other than those of the capture, many times over: no race in the merge."""
     case = Case([3000, 2000], nodes, (8, 4), 128, torch.float16, device, capacity=8192)
     layout = case.layout()
     case.check(layout)
@@ -268,4 +270,3 @@ def test_a_captured_launch_follows_the_lengths(device, nodes):
             first = out.clone() if first is None else first
             assert torch.equal(out, first)
         assert excess(out, expected) < 1
-        assert not layout.counters.any()

@@ -25,8 +25,9 @@ from fastspec.kernels.tree_build import tree_build
 ON_GPU = torch.cuda.is_available()
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="no CUDA device")])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
-# `linear` lets dependents start before its own wait: see the last paragraph of launch.py, and its tests.
-FILES = [p for p in sorted(Path(launch.__file__).parent.glob("*.py")) if "import dependent" in p.read_text() and p.stem != "linear"]
+# The products let dependents start before their own wait: see the last paragraph of launch.py, and their tests.
+PRODUCTS = ("linear", "linear_row")
+FILES = [p for p in sorted(Path(launch.__file__).parent.glob("*.py")) if "import dependent" in p.read_text() and p.stem not in PRODUCTS]
 BEFORE_THE_WAIT = {"tl.load(p_weight"}  # the weights of a norm: the only memory that is read before
 
 
@@ -71,21 +72,9 @@ def test_every_kernel_waits_before_it_touches_memory(path):
 
 
 def test_the_rule_is_looked_for_in_all_files():
-    assert {"rms_norm", "swiglu", "rope_cache", "kv_block_copy", "experts", "tree_attention", "topk_expand", "tree_build"} < {
-        path.stem for path in FILES
-    }
-
-
-def test_counters_are_not_made_in_a_capture(monkeypatch):
-    monkeypatch.setattr(tree_attention, "_arrived", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="before the capture"):
-        tree_attention._counters(torch.device("cuda", 0))
-
-
-def test_layouts_of_a_device_share_their_counters():
-    layouts = [tree_attention.attention_layout(torch.tensor([4]), None, nodes, nodes, 9) for nodes in (2, 3)]
-    assert layouts[0].counters is layouts[1].counters and not layouts[0].counters.any()
+    found = {path.stem for path in FILES}
+    assert {"rms_norm", "swiglu", "rope_cache", "kv_block_copy", "experts", "topk_expand", "tree_build"} < found
+    assert {"tree_attention", "few_attention", "attention_parts"} < found
 
 
 @pytest.mark.parametrize(("shape", "begin", "bytes_"), [((4, 64), 0, 128), ((4, 512), 0, 512), ((4, 60), 0, 0), ((4, 64), 1, 0)])

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fastspec.kernels import linear as kernel
 from fastspec.kernels import reference
-from fastspec.kernels.linear import Launch, launch_for, linear
+from fastspec.kernels.linear import Launch, RowLaunch, launch_for, linear, linear_row
 
 ON_GPU = torch.cuda.is_available()
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(ON_GPU, reason="kernels are compiled here and take no CPU tensors"))
@@ -21,10 +21,10 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the inter
 # programs: one per tile, fewer than tiles, one, more than tiles (parts of a tile), as many as there are steps
 SMALL = [Launch(16, 32, 0, 4, 3), Launch(16, 16, 3, 4, 3), Launch(32, 32, 1, 4, 2), Launch(16, 16, 7, 4, 4), Launch(16, 32, 10**6, 4, 2)]
 SMALL += [Launch(32, 16, 5, 4, 3, tma=True)]
-ONE_ROW = [Launch(8, 32, 0, 4, 1, dots=False), Launch(8, 32, 5, 4, 3, dots=False), Launch(16, 64, 3, 4, 2, dots=False)]
+ONE_ROW = [RowLaunch(8, 32, 4), RowLaunch(1, 16, 1), RowLaunch(4, 64, 2)]
 # what the tables hold, and the shapes beside them that a measurement may choose
 WIDE = [Launch(64, 128, 264, 4, 4), Launch(128, 64, 264, 4, 4), Launch(64, 64, 97, 4, 3, tma=True), Launch(16, 128, 0, 4, 4)]
-WIDE += [Launch(8, 512, 0, 4, 1, dots=False), Launch(8, 256, 264, 4, 4, dots=False, pdl=True), Launch(4, 1024, 528, 8, 1, dots=False)]
+WIDE += [RowLaunch(4, 512, 2), RowLaunch(4, 1024, 4), RowLaunch(2, 2048, 8), RowLaunch(1, 256, 1)]
 WIDE += [Launch(64, 128, 132, 4, 3, tma=True, pdl=True), Launch(64, 64, 0, 4, 3, pdl=True), Launch(128, 64, 132, 8, 4)]
 
 
@@ -64,16 +64,17 @@ def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, device: str,
     return x.to(dtype)[:, :depth], weight.to(dtype)[:, :depth], bias
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch, swiglu: bool) -> None:
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch | RowLaunch, swiglu: bool) -> None:
     """Twice into a poisoned buffer: every element within its bound, the two equal bit for bit, and the counters at rest."""
     exact, bound = (gated if swiglu else product)(x, weight, bias)
     outs = [torch.full(exact.shape, torch.nan, dtype=x.dtype, device=x.device) for _ in range(2)]
+    run = linear_row if isinstance(launch, RowLaunch) else kernel._launch
     for out in outs:
-        kernel._launch(x, weight, bias, out, launch, swiglu)
+        run(x, weight, bias, out, launch, swiglu)
     off = (outs[0].double() - exact).abs()
     assert bool((off <= bound).all()), f"off by {(off / bound).nan_to_num(torch.inf).max().item():.3g} bounds: {launch}"
     assert torch.equal(*outs)
-    assert not kernel._arrived[x.device].any()
+    assert not kernel._counters(x.device).any()
 
 
 @pytest.mark.parametrize("device", [CPU])
@@ -85,7 +86,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch, swiglu
 @settings(max_examples=100, deadline=None)
 def test_every_launch_gives_the_product(device, rows, channels, depth, dtype, swiglu, biased, sliced, launch, seed):
     torch.manual_seed(seed)
-    rows = rows if launch.dots else 1
+    rows = 1 if isinstance(launch, RowLaunch) else rows
     check(*drawn(rows, channels * (1 + swiglu), depth, dtype, device, biased, sliced), launch, swiglu)
 
 
@@ -99,8 +100,8 @@ def test_every_launch_gives_the_product(device, rows, channels, depth, dtype, sw
 @settings(max_examples=6, deadline=None)
 def test_wide_launches_give_the_product(device, launch, rows, channels, depth, dtype, swiglu, biased, sliced, seed):
     torch.manual_seed(seed)
-    rows = rows if launch.dots else 1
-    if rows > 64 or (swiglu and launch.channels > 64):
+    rows = 1 if isinstance(launch, RowLaunch) else rows
+    if isinstance(launch, Launch) and (rows > 64 or (swiglu and launch.channels > 64)):
         launch = Launch(64, 64, launch.programs, launch.warps, 3, launch.tma, launch.pdl)  # what fits into shared memory
     check(*drawn(rows, channels * (1 + swiglu), depth, dtype, device, biased, sliced), launch, swiglu)
 
@@ -170,22 +171,28 @@ def test_every_launch_chosen_fits_the_device(most):
     for channels, depth in [(1, 1), (576, 576), (1536, 1536), (28672, 4096), (4096, 14336), (151936, 1536)]:
         for swiglu in (False, True):
             launch = launch_for(most, channels, depth, torch.bfloat16, swiglu)
-            if launch is None:
+            if launch is None or isinstance(launch, RowLaunch):  # which keeps its blocks in registers
                 continue
-            lines = launch.channels * (1 + swiglu) + kernel.padded(most) * launch.dots
+            lines = launch.channels * (1 + swiglu) + kernel.padded(most)
             assert launch.stages * launch.depth * 2 * lines < 227 * 1024  # bytes of shared memory
     assert launch_for(kernel.MAX_ROWS + 1, 64, 64, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("device", [CUDA])
-@pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("tma", [False, True])
-def test_a_graph_of_dependent_products_says_what_torch_says(device, pdl, tma):
+@pytest.mark.parametrize(
+    "launches",
+    [
+        *([Launch(64, 64, programs, 4, 4, tma, pdl) for programs in (264, 0, 97)] for tma in (False, True) for pdl in (False, True)),
+        [RowLaunch(4, 512, 2), RowLaunch(2, 2048, 4), RowLaunch(4, 1024, 4)],
+    ],
+    ids=["plain", "pdl", "tma", "tma, pdl", "row"],
+)
+def test_a_graph_of_dependent_products_says_what_torch_says(device, launches):
     """A chain of products, each of which reads the one before it, replayed on changing inputs: a launch that runs ahead is found out."""
     torch.manual_seed(1)
-    launches = [Launch(64, 64, programs, 4, 4, tma, pdl) for programs in (264, 0, 97)]
+    rows = 1 if isinstance(launches[0], RowLaunch) else 16
     weights = [torch.randn(2048, 2048, device=device, dtype=torch.bfloat16) / 2048**0.5 for _ in range(9)]
-    x = torch.zeros(16, 2048, device=device, dtype=torch.bfloat16)
+    x = torch.zeros(rows, 2048, device=device, dtype=torch.bfloat16)
 
     def chain() -> list[Tensor]:
         outs = [x]

@@ -2,6 +2,7 @@
 
 R rows, K input channels, M output channels, T tiles of BM output channels, P programs. A tile [BM, BK] of the weights is the left operand
 of the product, so that the tensor cores' 64 (or 16) lines are output channels and their narrow side is BR, the rows padded to a power of 2.
+One row has a kernel of its own: linear_row.py.
 
 The work is T times cdiv(K, BK) steps, one weight tile each, cut into P runs that differ by at most one step: whatever the shape, no
 multiprocessor is left over in a last wave. A run that holds only part of a tile's depth writes its sum to scratch, and the last of the
@@ -23,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastspec.kernels import swiglu as swiglu_kernel
 from fastspec.kernels.launch import dependent, prefetch
+from fastspec.kernels.linear_row import RowLaunch, linear_row, row_launch_for
 
 
 @triton.jit
@@ -52,7 +54,7 @@ def _weights(p_w, d_w, first, o_m, o_k, lines, K, stride_w, BK: tl.constexpr, EV
 def _linear_kernel(
     p_x, p_w, d_w, p_bias, p_out, p_parts, p_arrived, R, M, K, stride_x, stride_w, base, extra,
     BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Out [R, M] of x [R, K] and w [M, K], or [2 * M, K] under SWIGLU; d_w is w's descriptor under TMA and None otherwise."""
     program = tl.program_id(0)
@@ -87,8 +89,8 @@ def _linear_kernel(
         from_step = tl.maximum(begin - tile * depth, 0)
         to_step = tl.minimum(end - tile * depth, depth)
         first = tile * BM
-        b_sum = tl.zeros([BM, BR if DOTS else BK], tl.float32)
-        b_up = tl.zeros([BM, BR if DOTS else BK], tl.float32)
+        b_sum = tl.zeros([BM, BR], tl.float32)
+        b_up = tl.zeros([BM, BR], tl.float32)
         for step in tl.range(from_step, to_step, num_stages=STAGES):
             o_k = step * BK
             m_x = m_r[:, None]
@@ -96,19 +98,10 @@ def _linear_kernel(
                 m_x = m_x & ((o_k + o_bk) < K)[None, :]
             b_x = tl.load(p_rows + (o_k + o_bk)[None, :], mask=m_x, other=0.0)
             b_w = _weights(p_w, d_w, first, o_m, o_k, lines, K, stride_w, BK, EVEN_K, TMA)
-            if DOTS:
-                b_sum = tl.dot(b_w, tl.trans(b_x), b_sum, input_precision="ieee")
-            else:
-                b_sum += b_w.to(tl.float32) * b_x.to(tl.float32)
+            b_sum = tl.dot(b_w, tl.trans(b_x), b_sum, input_precision="ieee")
             if SWIGLU:
                 b_w = _weights(p_w, d_w, first + M, o_m, o_k, lines, K, stride_w, BK, EVEN_K, TMA)
-                if DOTS:
-                    b_up = tl.dot(b_w, tl.trans(b_x), b_up, input_precision="ieee")
-                else:
-                    b_up += b_w.to(tl.float32) * b_x.to(tl.float32)
-        if not DOTS:
-            b_sum = tl.sum(b_sum, 1)[:, None]
-            b_up = tl.sum(b_up, 1)[:, None]
+                b_up = tl.dot(b_w, tl.trans(b_x), b_up, input_precision="ieee")
 
         done = to_step - from_step == depth
         if SPLIT:  # noqa: SIM102 (known when compiled; the other is not)
@@ -156,8 +149,7 @@ class Launch:
 
     `tma` reads the weights through a tensor descriptor, which wants lines of a multiple of 16 bytes. `pdl` lets the kernel start while
     the one before it in the stream still runs (programmatic dependent launch): it then fetches at most `prefetch` bytes (a multiple of
-    16) of each line of its first weight tile into L2, and waits before it touches anything else. `dots=False` multiplies one row, no
-    more, without tensor cores.
+    16) of each line of its first weight tile into L2, and waits before it touches anything else.
     """
 
     channels: int
@@ -168,7 +160,6 @@ class Launch:
     tma: bool = False
     pdl: bool = False
     prefetch: int = 512
-    dots: bool = True
 
 
 MAX_ROWS = 128
@@ -177,9 +168,8 @@ MAX_ROWS = 128
 PDL = True
 """Whether launches that `launch_for` chooses start before the kernel in front of them has finished."""
 
-_LARGE = 2**26
 _SMALL = 3 * 2**19
-"""Numbers of weights that part the launches below, which were measured on an H200 (benchmarks/results/linear_h200.jsonl)."""
+"""A number of weights that parts the launches below, which were measured on an H200 (benchmarks/results/linear_h200.jsonl)."""
 _TILES = 16384  # that can be split: more than any vocabulary's output channels make
 _SERVED = ({torch.bfloat16}, {torch.float16}, {torch.float32})
 
@@ -192,21 +182,15 @@ def padded(rows: int) -> int:
 _arrived: dict[torch.device, Tensor] = {}
 
 
-def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu: bool = False) -> Launch | None:
+def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu: bool = False) -> Launch | RowLaunch | None:
     """The launch of x [rows, depth] times `channels` output channels (twice as many weights with swiglu); None: torch is as good."""
     if dtype == torch.float32 or not 0 < rows <= 64:
         return None
     size = channels * depth * (1 + swiglu)
     launch: Launch | None = None
     if rows == 1:
-        if depth <= 1024:
-            wide = channels >= 16384
-            launch = Launch(8, 1024, 528, 4, 4, dots=False) if swiglu else None if wide else Launch(16, 128, 0, 2, 6)
-        elif size < _LARGE:
-            launch = Launch(4, 512, 0, 2, 1, dots=False)
-        elif not swiglu:
-            launch = Launch(4, 1024, 0, 4, 1, dots=False)
-    elif rows <= 16:
+        return row_launch_for(channels, depth, swiglu)
+    if rows <= 16:
         if swiglu:
             launch = Launch(32, 64, 0, 4, 4)
         elif size <= _SMALL:
@@ -230,7 +214,9 @@ def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight, bias, swiglu=True)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, swiglu: bool = False, launch: Launch | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, swiglu: bool = False, launch: Launch | RowLaunch | None = None
+) -> Tensor:
     """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M] in x's dtype, summed in fp32 and rounded once.
 
     With swiglu the weight [2 * M, K] and the bias [2 * M] hold a gate, then an up-projection, and the result [..., M] is silu(gate) * up,
@@ -259,6 +245,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, swiglu: bool = Fal
         return F.silu(out[..., :width]) * out[..., width:] if swiglu else out
     flat = x.reshape(rows, depth)
     out = x.new_empty(*x.shape[:-1], width)
+    if isinstance(launch, RowLaunch):
+        if rows > 1:
+            raise ValueError(f"{launch} multiplies one row, not {rows}: give a Launch")
+        linear_row(flat, weight, bias, out, launch, swiglu)
+        return out
     _launch(flat, weight, bias, out, launch, swiglu)
     return out
 
@@ -273,9 +264,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch:
         programs = tiles  # more tiles than counters: enough of them to fill a device unsplit
     base, extra = divmod(tiles * steps, programs)
     split = bool(extra or base % steps)
-    wide = padded(rows) if launch.dots else 1
-    if rows > wide:
-        raise ValueError(f"{launch} multiplies one row, not {rows}: set dots=True")
+    wide = padded(rows)
     parts = torch.empty(2 * programs * (1 + swiglu) * launch.channels * wide if split else 1, dtype=torch.float32, device=x.device)
     lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size() | depth * weight.element_size()) % 16 == 0
     tma, pdl = launch.tma and lined_up, launch.pdl and lined_up and dependent(x.device)["PDL"]
@@ -284,8 +273,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch:
         x, weight, TensorDescriptor.from_tensor(weight, [launch.channels, launch.depth]) if tma else None,
         bias, out, parts, _counters(x.device), rows, width, depth, x.stride(0), weight.stride(0), base, extra,
         BM=launch.channels, BK=launch.depth, BR=wide, SWIGLU=swiglu, BIAS=bias is not None, EVEN_K=depth % launch.depth == 0,
-        SPLIT=split, TMA=tma, PREFETCH=launch.prefetch, PDL=pdl,
-        DOTS=launch.dots, STAGES=launch.stages, **options,
+        SPLIT=split, TMA=tma, PREFETCH=launch.prefetch, PDL=pdl, STAGES=launch.stages, **options,
     )  # fmt: skip
 
 

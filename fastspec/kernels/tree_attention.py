@@ -4,10 +4,8 @@ B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq
 words. A pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g, cut into tiles of BLOCK_M. A tile's
 slots are cut into blocks of BLOCK_N that are aligned to the end of the prefix, so that a tail block starts at a bit that is a multiple
 of 32: first the full blocks of the prefix (no mask), then the rest at its start and the tail (masked). Up to S programs share the blocks
-of one tile and leave normed partial sums [pair, split, row, D] with their log-sum-exp (base 2); the last of them to arrive merges them, or
-a second kernel does where that would be too much for one program. All lengths are read on the device: the shares follow them.
-
-Split attention with a merge by log-sum-exp: Dao et al., Flash-Decoding (2023); the online softmax: Milakov and Gimelshein (2018).
+of one tile and leave parts for attention_parts.py to merge. All lengths are read on the device: the shares follow them.
+Few queries, plain decoding above all, have a kernel of their own: few_attention.py.
 """
 
 from __future__ import annotations
@@ -20,21 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.attention_parts import LOG2E, MAX_SPLITS, merge, update
+from fastspec.kernels.few_attention import MAX_ROWS, few_attention, processors
 from fastspec.kernels.launch import dependent
 
-LOG2E = 1.4426950408889634
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-COUNTERS = 1024  # tiles whose splits may be counted in one launch
-MAX_SPLITS = 64
-MIN_BLOCKS = 2  # a share of fewer blocks costs more in merging than it saves
-MIN_BLOCKS_APART = 6  # the same where the merge is a launch of its own
-LONG = 8192  # slots from which few rows take wider blocks
+MIN_BLOCKS = 3  # a share of fewer blocks costs more in merging than it saves
 MERGE_COST = 4  # what a merge takes, in the time of a block
-PARTIAL_COST = 2  # what it takes to leave a partial sum, likewise
-MERGE_ELEMENTS = 8192  # partial sums that a merge holds at once: 64 registers a thread
-FUSED_ROWS = 16  # tiles of at most this many rows are merged by the last program to arrive
+PARTIAL_COST = 2  # what it takes to leave a part, likewise
 MAX_SHARE = 16384  # slots: rows of a batch differ in length, and the longest should not finish alone
-INTERPRETED_PROCESSORS = 16  # what the interpreter on the CPU pretends to have
 
 _VARYING = ["nodes", "tail", "extent", "splits", "kv_heads"]  # from launch to launch: one compiled kernel takes them all
 
@@ -56,64 +48,13 @@ def _active(blocks, splits, MIN_BLOCKS: tl.constexpr):
     return tl.maximum(tl.minimum((blocks + MIN_BLOCKS - 1) // MIN_BLOCKS, splits), 1)
 
 
-@triton.jit
-def _update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, MASKED: tl.constexpr):
-    """One block of the online softmax; maxima are in units of log2."""
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    if MASKED:
-        b_s = tl.where(m_seen, b_s, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale2)
-    b_off = b_new
-    if MASKED:  # a row that has seen nothing yet: -inf - -inf is not a number
-        b_off = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_p = tl.exp2(b_s * scale2 - b_off[:, None])
-    b_keep = tl.exp2(b_max - b_off)
-    b_sum = b_sum * b_keep + tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_keep[:, None], input_precision="ieee")
-    return b_acc, b_new, b_sum
-
-
-@triton.jit
-def _merge(p_part, p_lse, p_out, s_ob, i_pair, o_row, rows, kv_heads, splits, active, GROUP: tl.constexpr, D: tl.constexpr,
-           BLOCK_D: tl.constexpr, MERGE_S: tl.constexpr, MERGE_M: tl.constexpr):  # fmt: skip
-    """Merge the partial sums of MERGE_M matrix rows of one pair, MERGE_S splits at a time and always in the same order."""
-    o_d = tl.arange(0, BLOCK_D)
-    m_row, m_d = o_row < rows, o_d < D
-    b_acc = tl.zeros([MERGE_M, BLOCK_D], tl.float32)
-    b_max = tl.full([MERGE_M], float("-inf"), tl.float32)
-    b_sum = tl.zeros([MERGE_M], tl.float32)
-    o_pair = i_pair.to(tl.int64) * splits * rows
-    p_lse += o_pair
-    p_part += o_pair * D
-    for first in range(0, active, MERGE_S):
-        o_s = first + tl.arange(0, MERGE_S)
-        m_s = (o_s < active)[:, None] & m_row[None, :]
-        o_sm = o_s[:, None] * rows + o_row[None, :]
-        # .cg: other processors wrote this during the launch, and L1 is not coherent.
-        b_lse = tl.load(p_lse + o_sm, mask=m_s, other=float("-inf"), cache_modifier=".cg")
-        b_part = tl.load(
-            p_part + o_sm[:, :, None] * D + o_d[None, None, :], mask=m_s[:, :, None] & m_d[None, None, :], other=0.0, cache_modifier=".cg"
-        )
-        b_new = tl.maximum(b_max, tl.max(b_lse, 0))
-        b_off = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_weight = tl.exp2(b_lse - b_off[None, :])
-        b_keep = tl.exp2(b_max - b_off)
-        b_acc = b_acc * b_keep[:, None] + tl.sum(b_part * b_weight[:, :, None], 0)
-        b_sum = b_sum * b_keep + tl.sum(b_weight, 0)
-        b_max = b_new
-    b_acc = b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
-    o_head = (i_pair % kv_heads) * GROUP + o_row % GROUP
-    o_out = (i_pair // kv_heads).to(tl.int64) * s_ob + ((o_row // GROUP).to(tl.int64) * (kv_heads * GROUP) + o_head) * D
-    tl.store(p_out + o_out[:, None] + o_d[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_row[:, None] & m_d[None, :])
-
-
 @triton.jit(do_not_specialize=[*_VARYING, "s_wb", "s_wn"])
 def _attention_kernel(
-    p_q, p_k, p_v, p_out, p_part, p_lse, p_counters, p_prefix, p_words, scale2, nodes, tail, extent, splits, kv_heads,
+    p_q, p_k, p_v, p_out, p_part, p_lse, p_prefix, p_words, scale2, nodes, tail, extent, splits, kv_heads,
     s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn,
     S_K: tl.constexpr, S_V: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, MIN_BLOCKS: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr, FUSED: tl.constexpr,
-    TAIL_STAGES: tl.constexpr, MERGE_S: tl.constexpr, MERGE_M: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, MIN_BLOCKS: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr,
+    TAIL_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -124,16 +65,20 @@ def _attention_kernel(
     rows = nodes * GROUP
     prefix, width, blocks = _bounds(p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP, BLOCK_M, BLOCK_N, CHAIN)
     active = _active(blocks, splits, MIN_BLOCKS)
-    if i_split >= active:
-        return
+    o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_m = o_m < rows
+    if SPLIT:
+        o_part = (i_pair.to(tl.int64) * rows + o_m) * splits + i_split
+        if i_split >= active:
+            tl.store(p_lse + o_part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=m_m)
+            return
     first, last = blocks * i_split // active, blocks * (i_split + 1) // active
     full, rest = prefix // BLOCK_N, prefix % BLOCK_N
     ragged = (rest + BLOCK_N - 1) // BLOCK_N  # 1 if the prefix starts with less than a block
     end = prefix + width
 
-    o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    m_m, m_d = o_m < rows, o_d < D
+    m_d = o_d < D
     o_node = o_m // GROUP
     o_q = o_node.to(tl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(tl.int64) * s_qh
     b_q = tl.load(p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
@@ -154,7 +99,7 @@ def _attention_kernel(
         else:
             b_k = tl.load(p_k + start * S_K + o_k, mask=m_d[None, :], other=0.0)
             b_v = tl.load(p_v + start * S_V + o_v, mask=m_d[None, :], other=0.0)
-        b_acc, b_max, b_sum = _update(b_q, b_k, b_v, m_m, b_acc, b_max, b_sum, scale2, False)
+        b_acc, b_max, b_sum = update(b_q, b_k, b_v, m_m, b_acc, b_max, b_sum, scale2, False)
 
     # A stage less: the ancestor bits take shared memory too, and two programs should fit a processor.
     for block in tl.range(tl.maximum(first, full), last, num_stages=TAIL_STAGES):
@@ -178,54 +123,25 @@ def _attention_kernel(
                 b_bits = tl.where((o_n // 32 == half)[None, :], b_half[:, None], b_bits)
             m_tail = ((b_bits >> (o_n % 32)[None, :]) & 1) == 1
         m_seen = ((o_slot >= 0) & (o_slot < end))[None, :] & ((o_rel < 0)[None, :] | m_tail)
-        b_acc, b_max, b_sum = _update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, True)
+        b_acc, b_max, b_sum = update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, True)
 
     b_total = tl.where(b_sum > 0.0, b_sum, 1.0)  # nothing seen: the sum is zero and stays so, its logarithm -inf through the maximum
     b_acc = b_acc / b_total[:, None]
     m_md = m_m[:, None] & m_d[None, :]
-    if active > 1:
-        if SPLIT:  # always so where active > 1, and a kernel without splits is smaller
-            o_part = (i_pair.to(tl.int64) * splits + i_split) * rows + o_m
-            tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_md)
-            tl.store(p_lse + o_part, b_max + tl.log2(b_total), mask=m_m)
-            if FUSED:
-                tl.debug_barrier()  # every thread's stores come before the count
-                p_counter = p_counters + i_pair * tl.num_programs(0) + i_tile
-                arrived = tl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu")
-                if arrived == active - 1:
-                    o_row = i_tile * BLOCK_M + tl.arange(0, MERGE_M)
-                    _merge(p_part, p_lse, p_out, s_ob, i_pair, o_row, rows, kv_heads, splits, active, GROUP, D, BLOCK_D, MERGE_S, MERGE_M)
-                    tl.store(p_counter, 0)  # for the next layer
+    if SPLIT:
+        tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_md)
+        tl.store(p_lse + o_part, b_max + tl.log2(b_total), mask=m_m)
     else:
         o_head = i_head * GROUP + o_m % GROUP
         o_out = i_row.to(tl.int64) * s_ob + (o_node.to(tl.int64) * (kv_heads * GROUP) + o_head) * D
         tl.store(p_out + o_out[:, None] + o_d[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_md)
 
 
-@triton.jit(do_not_specialize=_VARYING)
-def _merge_kernel(
-    p_part, p_lse, p_out, p_prefix, nodes, tail, extent, splits, kv_heads, s_ob, s_p,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MIN_BLOCKS: tl.constexpr,
-    CHAIN: tl.constexpr, MERGE_S: tl.constexpr, MERGE_M: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    first, i_pair = tl.program_id(0) * MERGE_M, tl.program_id(1)
-    i_row, i_tile = i_pair // kv_heads, first // BLOCK_M
-    _, _, blocks = _bounds(p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP, BLOCK_M, BLOCK_N, CHAIN)
-    active = _active(blocks, splits, MIN_BLOCKS)
-    if active > 1:
-        o_row = first + tl.arange(0, MERGE_M)
-        _merge(p_part, p_lse, p_out, s_ob, i_pair, o_row, nodes * GROUP, kv_heads, splits, active, GROUP, D, BLOCK_D, MERGE_S, MERGE_M)
-
-
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
     """What N queries of each row may see, made once per forward pass and shared by its layers. No mask is stored.
 
-    `prefix` [B] int64; `words` [B, N, W] int64 or None for a chain; `extent` bounds prefix + tail; `counters` [COUNTERS] int32 are zero
-    between launches; all layouts of a device share them, so its launches must be ordered: not two streams at a time.
+    `prefix` [B] int64; `words` [B, N, W] int64 or None for a chain; `extent` bounds prefix + tail.
     """
 
     prefix: Tensor
@@ -234,7 +150,6 @@ class TreeLayout:
     tail: int
     extent: int
     group: int
-    counters: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +163,10 @@ class Launch:
     resident: int
 
 
-_LONG = {(2, 64): Launch(16, 128, 4, 3, 1), (2, 128): Launch(16, 128, 4, 3, 1)}
-"""For at most 16 matrix rows over a long text: 79 % of an H200's read bandwidth at 32k slots, where narrower blocks give 56 %."""
-
 # By bytes of an element and head size, rounded up to a power of two: for at most so many matrix rows; the last takes the rest.
 _LAUNCHES: dict[tuple[int, int], tuple[tuple[int, Launch], ...]] = {
     (2, 64): ((16, Launch(16, 32, 4, 3, 2)), (32, Launch(32, 64, 4, 3, 2)), (512, Launch(64, 64, 4, 3, 2)), (0, Launch(128, 128, 8, 3, 1))),
-    (2, 128): ((16, Launch(16, 64, 4, 3, 1)), (32, Launch(32, 64, 4, 3, 2)), (64, Launch(64, 64, 4, 3, 2)), (0, Launch(128, 64, 8, 4, 1))),
+    (2, 128): ((16, Launch(16, 64, 4, 3, 1)), (32, Launch(32, 64, 4, 3, 2)), (512, Launch(64, 64, 4, 3, 2)), (0, Launch(128, 64, 8, 4, 1))),
     (2, 256): ((16, Launch(16, 32, 4, 3, 2)), (32, Launch(32, 32, 4, 3, 2)), (64, Launch(64, 32, 4, 3, 1)), (0, Launch(128, 32, 8, 3, 1))),
     (4, 64): ((16, Launch(16, 32, 4, 2, 2)), (0, Launch(32, 32, 4, 2, 3))),
     (4, 128): ((16, Launch(16, 32, 8, 2, 1)), (0, Launch(32, 32, 8, 2, 1))),
@@ -268,8 +180,6 @@ def attention_layout(prefix: Tensor, words: Tensor | None, nodes: int, tail: int
     Bit j of words [B, N, W] int64 (last dimension contiguous) says whether the node sees tail slot j; words=None means a chain (slot j is
     seen by nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent, which only chooses how many
     programs a launch has. `group` is the number of query heads per key head.
-
-    The first call on a device makes the counters and cannot be captured in a graph (RuntimeError).
     """
     if prefix.ndim != 1 or prefix.dtype != torch.int64:
         raise ValueError(f"prefix is {prefix.dtype} of shape {tuple(prefix.shape)}; it must be int64 of shape [B]")
@@ -280,7 +190,7 @@ def attention_layout(prefix: Tensor, words: Tensor | None, nodes: int, tail: int
             raise ValueError(f"{words.shape[2]} words of 64 bits do not cover a tail of {tail} slots")
         if words.shape[2] > 1 and words.stride(2) != 1:
             raise ValueError(f"words have strides {words.stride()}; the last dimension must be contiguous: words.contiguous()")
-    return TreeLayout(prefix, words, nodes, tail, extent, group, _counters(prefix.device))
+    return TreeLayout(prefix, words, nodes, tail, extent, group)
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) -> Tensor:
@@ -296,38 +206,32 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: f
     group, rows, pairs = layout.group, nodes * layout.group, batch * kv_heads
     block_d = max(16, triton.next_power_of_2(size))
     extent = min(layout.extent, capacity)
-    launch = _launch(q.element_size(), block_d, rows, extent >= LONG)
-    tiles = triton.cdiv(rows, launch.block_m)
     out = q.new_empty(q.shape)
     if out.numel() == 0:
         return out
+    chain = layout.words is None or layout.tail == 0
+    if rows <= MAX_ROWS and (chain or layout.tail <= 64):
+        few_attention(q, k, v, out, layout.prefix, None if chain else layout.words, layout.tail, extent, scale)
+        return out
+    launch = _launch(q.element_size(), block_d, rows)
+    tiles = triton.cdiv(rows, launch.block_m)
     blocks = triton.cdiv(extent, launch.block_n) + 1  # the prefix and the tail begin a block each
     least = triton.cdiv(extent, MAX_SHARE) if batch > 1 else 1
-    fused = launch.block_m <= FUSED_ROWS and pairs * tiles <= COUNTERS
-    share = MIN_BLOCKS if fused else MIN_BLOCKS_APART
-    splits = _splits(pairs * tiles, blocks, _processors(q.device) * launch.resident, least, share)
-    merge_m = min(launch.block_m, triton.next_power_of_2(rows)) if fused else min(launch.block_m, 8)
-    merge_s = max(1, min(MERGE_ELEMENTS // (merge_m * block_d), triton.next_power_of_2(splits)))
+    splits = _splits(pairs * tiles, blocks, processors(q.device) * launch.resident, least, MIN_BLOCKS)
     part, lse = out, out
     if splits > 1:
-        part = q.new_empty((pairs, splits, rows, size), dtype=torch.float32)
-        lse = q.new_empty((pairs, splits, rows), dtype=torch.float32)
-    chain = layout.words is None or layout.tail == 0
+        part = q.new_empty((pairs, rows, splits, size), dtype=torch.float32)
+        lse = q.new_empty((pairs, rows, splits), dtype=torch.float32)
     words, (s_wb, s_wn) = (layout.prefix, (0, 0)) if layout.words is None else (layout.words, layout.words.stride()[:2])
-    shared = {
-        "GROUP": group, "D": size, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "BLOCK_D": block_d, "MIN_BLOCKS": share,
-        "CHAIN": chain, "MERGE_S": merge_s, "MERGE_M": merge_m, **dependent(q.device),
-    }  # fmt: skip
-    lengths = (nodes, layout.tail, extent, splits, kv_heads)
     _attention_kernel[(tiles, splits, pairs)](
-        q, k, v, out, part, lse, layout.counters, layout.prefix, words, scale * LOG2E, *lengths,
+        q, k, v, out, part, lse, layout.prefix, words, scale * LOG2E, nodes, layout.tail, extent, splits, kv_heads,
         *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), layout.prefix.stride(0), s_wb, s_wn,
-        S_K=k.stride(2), S_V=v.stride(2), SPLIT=splits > 1, FUSED=fused, TAIL_STAGES=max(2, launch.stages - 1),
-        num_warps=launch.warps, num_stages=launch.stages, **shared,
+        S_K=k.stride(2), S_V=v.stride(2), GROUP=group, D=size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=block_d,
+        MIN_BLOCKS=MIN_BLOCKS, CHAIN=chain, SPLIT=splits > 1, TAIL_STAGES=max(2, launch.stages - 1),
+        num_warps=launch.warps, num_stages=launch.stages, **dependent(q.device),
     )  # fmt: skip
-    if splits > 1 and not fused:
-        grid = (triton.cdiv(rows, merge_m), pairs)
-        _merge_kernel[grid](part, lse, out, layout.prefix, *lengths, out.stride(0), layout.prefix.stride(0), num_warps=4, **shared)
+    if splits > 1:
+        merge(part, lse, out, kv_heads)
     return out
 
 
@@ -350,12 +254,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) ->
 
 
 @lru_cache
-def _launch(element: int, block_d: int, rows: int, long: bool) -> Launch:
-    """The row of the table for so many bytes per element, a padded head size, so many matrix rows, and a long text or a short one."""
-    key = element, max(64, block_d)
-    if long and rows <= 16 and key in _LONG:
-        return _LONG[key]
-    options = _LAUNCHES[key]
+def _launch(element: int, block_d: int, rows: int) -> Launch:
+    """The row of the table for so many bytes per element, a padded head size, and so many matrix rows."""
+    options = _LAUNCHES[element, max(64, block_d)]
     return next((launch for most, launch in options if rows <= most), options[-1][1])
 
 
@@ -369,20 +270,3 @@ def _splits(tiles: int, blocks: int, slots: int, least: int, share_least: int) -
         return waves * (share + PARTIAL_COST) + MERGE_COST + splits / 16 if splits > 1 else waves * share
 
     return min(range(min(least, most), most + 1), key=cost)
-
-
-_arrived: dict[torch.device, Tensor] = {}
-
-
-def _counters(device: torch.device) -> Tensor:
-    """Arrivals by tile, all zero between launches."""
-    if device not in _arrived:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("the first attention_layout on a device cannot be captured in a CUDA graph: call it once before the capture")
-        _arrived[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-    return _arrived[device]
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_PROCESSORS

@@ -1,0 +1,151 @@
+"""Tree attention of a few queries over a KV cache, plain decoding above all: flash decoding in which each program reads little.
+
+B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots. A pair is one key head
+of one row; its N * G queries, 16 at most, are the rows of a matrix. Up to S programs share the slots of a pair, in blocks of BLOCK_N;
+how many blocks a program takes follows the lengths, which are read on the device. What matters is how long one program takes from its
+first load to its last store, so all go through one loop, a program without a share too, and the parts are summed by a launch of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.attention_parts import LOG2E, MAX_SPLITS, merge, update
+from fastspec.kernels.launch import dependent
+
+MAX_ROWS = 16
+LONG = 8192  # slots from which programs take wider blocks
+INTERPRETED_PROCESSORS = 16  # what the interpreter on the CPU pretends to have
+
+
+@triton.jit(do_not_specialize=["nodes", "tail", "extent", "splits", "kv_heads", "s_wb", "s_wn"])
+def _few_kernel(
+    p_q, p_k, p_v, p_out, p_part, p_lse, p_prefix, p_words, scale2, nodes, tail, extent, splits, kv_heads,
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn,
+    S_K: tl.constexpr, S_V: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    i_split, i_pair = tl.program_id(0), tl.program_id(1)
+    i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
+    rows = nodes * GROUP
+    prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
+    o_m, o_n, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    m_m, m_d = o_m < rows, o_d < D
+    o_node = o_m // GROUP
+    o_q = o_node.to(tl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(tl.int64) * s_qh
+    b_q = tl.load(p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
+    p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
+    p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
+
+    b_word = tl.zeros([BLOCK_M], tl.int64)
+    if CHAIN:
+        tail = tl.minimum(tail, nodes)  # nothing behind the last node is seen
+    else:
+        b_word = tl.load(p_words + i_row.to(tl.int64) * s_wb + o_node.to(tl.int64) * s_wn, mask=m_m, other=0)
+    end = tl.minimum(prefix + tail, extent)
+    blocks = (end + BLOCK_N - 1) // BLOCK_N
+    share = (blocks + splits - 1) // splits
+    first = i_split * share
+    # Within a block 32 bits do, and strides known to the compiler become immediates.
+    o_k = o_n[:, None] * S_K + o_d[None, :]
+    o_v = o_n[:, None] * S_V + o_d[None, :]
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    for block in tl.range(first, tl.minimum(first + share, blocks), num_stages=STAGES):
+        start = block * BLOCK_N
+        o_slot = start + o_n
+        # Slots that nobody sees may hold anything: 0 * nan is nan, so they are not loaded.
+        m_kv = (o_slot < end)[:, None] & m_d[None, :]
+        b_k = tl.load(p_k + start.to(tl.int64) * S_K + o_k, mask=m_kv, other=0.0)
+        b_v = tl.load(p_v + start.to(tl.int64) * S_V + o_v, mask=m_kv, other=0.0)
+        o_rel = o_slot - prefix
+        if CHAIN:  # noqa: SIM108
+            m_tail = o_rel[None, :] <= o_node[:, None]
+        else:
+            m_tail = (o_rel < 0)[None, :] | (((b_word[:, None] >> (o_rel & 63)[None, :]) & 1) == 1)
+        m_seen = (o_slot < end)[None, :] & m_tail
+        b_acc, b_max, b_sum = update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, True)
+
+    b_total = tl.where(b_sum > 0.0, b_sum, 1.0)  # nothing seen: the sum is zero and stays so, its logarithm -inf through the maximum
+    b_acc = b_acc / b_total[:, None]
+    m_md = m_m[:, None] & m_d[None, :]
+    if SPLIT:
+        o_part = (i_pair.to(tl.int64) * rows + o_m) * splits + i_split
+        tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_md)
+        tl.store(p_lse + o_part, b_max + tl.log2(b_total), mask=m_m)
+    else:
+        o_head = i_head * GROUP + o_m % GROUP
+        o_out = i_row.to(tl.int64) * s_ob + (o_node.to(tl.int64) * (kv_heads * GROUP) + o_head) * D
+        tl.store(p_out + o_out[:, None] + o_d[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_md)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Slots of a block, warps, pipeline stages, and how many programs a processor holds at once."""
+
+    block_n: int
+    warps: int
+    stages: int
+    resident: int
+
+
+# By bytes of an element and head size, rounded up to a power of two: over a short text, and over a long one.
+_LAUNCHES: dict[tuple[int, int], tuple[Launch, Launch]] = {
+    (2, 64): (Launch(64, 4, 2, 2), Launch(128, 4, 3, 1)),
+    (2, 128): (Launch(64, 4, 2, 2), Launch(128, 4, 3, 1)),
+    (2, 256): (Launch(32, 4, 3, 2), Launch(32, 4, 3, 2)),
+    (4, 64): (Launch(32, 4, 2, 2), Launch(32, 4, 2, 2)),
+    (4, 128): (Launch(32, 8, 2, 1), Launch(32, 8, 2, 1)),
+    (4, 256): (Launch(32, 8, 2, 1), Launch(32, 8, 2, 1)),
+}
+
+
+def few_attention(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, prefix: Tensor, words: Tensor | None, tail: int, extent: int, scale: float
+) -> None:
+    """Fill out [B, N, Hq, D], contiguous, with the attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D].
+
+    A node sees its row's prefix [B] int64 slots and, of the `tail` slots behind them, those of its bits in words [B, N, 1] int64, or the
+    first n + 1 for node n where words is None. Slots from `extent` on are not read. N * Hq / Hkv is at most MAX_ROWS, and tail at most 64
+    with words. dtypes, strides and sizes as `tree_attention` checks them.
+    """
+    batch, nodes, heads, size = q.shape
+    kv_heads = k.shape[1]
+    rows, pairs, block_d = nodes * heads // kv_heads, batch * kv_heads, max(16, triton.next_power_of_2(size))
+    launch = _LAUNCHES[q.element_size(), max(64, block_d)][extent >= LONG]
+    splits = _splits(pairs, triton.cdiv(extent, launch.block_n), processors(q.device) * launch.resident)
+    s_wb, s_wn = (0, 0) if words is None else words.stride()[:2]
+    part, lse = out, out
+    if splits > 1:
+        part = q.new_empty((pairs, rows, splits, size), dtype=torch.float32)
+        lse = q.new_empty((pairs, rows, splits), dtype=torch.float32)
+    _few_kernel[(splits, pairs)](
+        q, k, v, out, part, lse, prefix, prefix if words is None else words, scale * LOG2E, nodes, tail, extent, splits, kv_heads,
+        *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), prefix.stride(0), s_wb, s_wn,
+        S_K=k.stride(2), S_V=v.stride(2), GROUP=heads // kv_heads, D=size, BLOCK_M=MAX_ROWS, BLOCK_N=launch.block_n,
+        BLOCK_D=block_d, CHAIN=words is None, SPLIT=splits > 1, STAGES=launch.stages,
+        num_warps=launch.warps, num_stages=launch.stages, **dependent(q.device),
+    )  # fmt: skip
+    if splits > 1:
+        merge(part, lse, out, kv_heads)
+
+
+def _splits(pairs: int, blocks: int, slots: int) -> int:
+    """How many programs share a pair's blocks: as many as the chip holds at once, one where there are but two blocks."""
+    return max(1, min(MAX_SPLITS, slots // pairs, blocks)) if blocks > 2 else 1
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_PROCESSORS

@@ -1,0 +1,116 @@
+"""One row times a weight, as fast as the weight can be read: no tensor cores, and no sum goes through memory.
+
+K input channels, M output channels. A program takes CHANNELS lines of the weight (as many of gate and of up under SwiGLU) and goes through
+them in blocks of DEPTH, the next of which is on its way while one is multiplied. The first is asked for before the kernel in front has
+finished: no kernel of a stream writes weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.launch import dependent
+from fastspec.kernels.swiglu import silu_times
+
+EACH = 8  # neighbours whose products a thread adds up first: 16 bytes of half precision
+
+
+@triton.jit
+def _block(p_lines, o_k, K, EVEN: tl.constexpr):
+    """Weights [CHANNELS, DEPTH], zero past K."""
+    if EVEN:  # noqa: SIM108
+        b_w = tl.load(p_lines + o_k[None, :])
+    else:
+        b_w = tl.load(p_lines + o_k[None, :], mask=(o_k < K)[None, :], other=0.0)
+    return b_w
+
+
+@triton.jit
+def _products(b_w, b_x, CHANNELS: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr):
+    """Sums [CHANNELS, DEPTH / EACH] of the products of neighbours, in fp32."""
+    return tl.sum(tl.reshape(b_w.to(tl.float32) * b_x.to(tl.float32)[None, :], [CHANNELS, DEPTH // EACH, EACH]), 2)
+
+
+@triton.jit
+def _row_kernel(
+    p_x, p_w, p_bias, p_out, M, K, stride_w,
+    CHANNELS: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Out [M] of x [K] and w [M, K], or [2 * M, K] under SWIGLU."""
+    first = tl.program_id(0) * CHANNELS
+    o_i = first + tl.arange(0, CHANNELS)
+    m_i = o_i < M
+    o_k = tl.arange(0, DEPTH)
+    p_lines = p_w + tl.minimum(o_i, M - 1).to(tl.int64)[:, None] * stride_w
+    p_above = p_lines + tl.cast(M, tl.int64) * stride_w
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    b_w = _block(p_lines, o_k, K, EVEN)
+    b_u = b_w
+    if SWIGLU:
+        b_u = _block(p_above, o_k, K, EVEN)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    b_sums = tl.zeros([CHANNELS, DEPTH // EACH], tl.float32)
+    b_ups = tl.zeros([CHANNELS, DEPTH // EACH], tl.float32)
+    last = (K - 1) // DEPTH * DEPTH
+    for start in tl.range(0, last, DEPTH, num_stages=1):
+        b_next = _block(p_lines, start + DEPTH + o_k, K, EVEN)
+        b_next_up = b_next
+        if SWIGLU:
+            b_next_up = _block(p_above, start + DEPTH + o_k, K, EVEN)
+        b_x = tl.load(p_x + start + o_k)
+        b_sums += _products(b_w, b_x, CHANNELS, DEPTH, EACH)
+        if SWIGLU:
+            b_ups += _products(b_u, b_x, CHANNELS, DEPTH, EACH)
+        b_w, b_u = b_next, b_next_up
+    b_x = tl.load(p_x + last + o_k, mask=last + o_k < K, other=0.0)
+    b_sum = tl.sum(b_sums + _products(b_w, b_x, CHANNELS, DEPTH, EACH), 1)
+    if BIAS:
+        b_sum += tl.load(p_bias + o_i, mask=m_i, other=0.0).to(tl.float32)
+    b_out = b_sum.to(p_out.dtype.element_ty)
+    if SWIGLU:
+        b_up = tl.sum(b_ups + _products(b_u, b_x, CHANNELS, DEPTH, EACH), 1)
+        if BIAS:
+            b_up += tl.load(p_bias + M + o_i, mask=m_i, other=0.0).to(tl.float32)
+        b_out = silu_times(b_out, b_up.to(p_out.dtype.element_ty))
+    tl.store(p_out + o_i, b_out, mask=m_i)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLaunch:
+    """How a product of one row is launched: a program takes blocks of channels x depth, powers of two."""
+
+    channels: int
+    depth: int
+    warps: int
+
+
+def row_launch_for(channels: int, depth: int, swiglu: bool = False) -> RowLaunch:
+    """The launch of a row [depth] times `channels` output channels (twice as many weights with swiglu) in half precision.
+
+    Found on an H200 by the time of whole stacks of layers, in which kernels overlap (benchmarks/results/stack_h200.jsonl).
+    """
+    if swiglu:
+        return RowLaunch(4, 1024, 4) if depth <= 1024 else RowLaunch(2, 512, 1) if depth <= 2048 else RowLaunch(2, 2048, 4)
+    if channels >= 65536:
+        return RowLaunch(4, 512, 2)
+    if depth <= 2048:  # a line at once
+        block = max(512, triton.next_power_of_2(depth))
+        return RowLaunch(4, block, block // 512)
+    return RowLaunch(4, 2048, 8) if channels <= 2048 else RowLaunch(4, 1024, 4)  # few programs: more of their lines on the way
+
+
+def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: RowLaunch, swiglu: bool) -> None:
+    """Fill out [..., M] of one row, contiguous, with the product of x [1, K] and weight [M, K] ([2 * M, K] with swiglu), as `linear`."""
+    width, depth = out.shape[-1], weight.shape[1]
+    _row_kernel[(triton.cdiv(width, launch.channels),)](
+        x, weight, bias, out, width, depth, weight.stride(0), CHANNELS=launch.channels, DEPTH=launch.depth, EACH=min(EACH, launch.depth),
+        SWIGLU=swiglu, BIAS=bias is not None, EVEN=depth % launch.depth == 0, num_warps=launch.warps, **dependent(x.device),
+    )  # fmt: skip
