@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fastspec.cascade.config import Cascade, Stage
 from fastspec.config import Autoregressive, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
 from fastspec.errors import CheckpointError, FastSpecError, PatchConflict, Unsupported
 
@@ -31,8 +32,8 @@ _LAZY = {
 }  # fmt: skip
 
 __all__ = [
-    "Autoregressive", "CheckpointError", "Eagle1", "Eagle2", "Eagle3", "FastSpecError", "Nasd", "NgramStorage",
-    "PatchConflict", "Profile", "Report", "Speculative", "SuffixStorage", "TreeShape", "Unsupported", "__version__",
+    "Autoregressive", "Cascade", "CheckpointError", "Eagle1", "Eagle2", "Eagle3", "FastSpecError", "Nasd", "NgramStorage",
+    "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage", "TreeShape", "Unsupported", "__version__",
     "frontier_generate", "load_head", "patch", "patched", "profile", "report", "unpatch",
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The command line: `fastspec demo`, `chat`, `bench`, `inspect`, `train`. Torch and transformers load only when a command needs them."""
+"""The command line: `fastspec demo`, `chat`, `bench`, `inspect`, `train`, `cascade`. What is heavy loads when a command needs it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fastspec.cli_cascade import app as cascade
 from fastspec.errors import FastSpecError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -37,6 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cascade, name="cascade")
 
 
 @app.callback()
@@ -70,7 +72,7 @@ def chat(
     prompt: Annotated[list[str] | None, typer.Option(help="Answer this and exit; several make one conversation, commands too.")] = None,
     model: Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")] = "smollm2-135m-instruct",
     head: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
-    resource: Annotated[list[str] | None, typer.Option(help="ASSISTANT=SOURCE: the head or draft model of another assistant.")] = None,
+    resource: Annotated[list[str] | None, typer.Option(help="ASSISTANT=SOURCE: a head, a draft model, or a cascade's YAML file.")] = None,
     assistant: Annotated[str | None, typer.Option(help="Who answers; several, comma-separated, are compared.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,

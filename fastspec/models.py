@@ -35,12 +35,13 @@ def load_smollm2(device: str = "cpu", dtype: torch.dtype | None = None) -> tuple
     return load_model(SMOLLM2, device, dtype)
 
 
-def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None, **options: Any) -> tuple[Any, Any]:
     """(model, tokenizer), the model dense, in eval mode and on `device`.
 
     `name` is "smollm2-135m-instruct" (from the installed package), a path ending in .gguf, a directory, or a hub id. `dtype`
-    defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. Transformers shows its progress
-    bars on stderr meanwhile. Raises `Unsupported` when there is no such model.
+    defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. Further options go to
+    `from_pretrained`; with a `device_map` or a quantisation the model stays where that puts it. Transformers shows its progress bars
+    on stderr meanwhile. Raises `Unsupported` when there is no such model.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -49,10 +50,11 @@ def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None)
     source, packed = _source(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **packed)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **packed, **_unpack(packed))
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
     except (OSError, ValueError) as error:
         raise Unsupported(f"could not load the model {name!r}: {error}") from error
-    return model.to(device).eval(), tokenizer
+    placed = {"device_map", "quantization_config"} & set(options)
+    return (model if placed else model.to(device)).eval(), tokenizer
 
 
 def load_config(name: str) -> Any:

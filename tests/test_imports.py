@@ -13,7 +13,8 @@ HEAVY = {"torch", "triton", "transformers", "accelerate", "safetensors", "numpy"
 ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("errors", "kernels")),
     "generation": ({"torch", "safetensors"}, ("config", "errors", "generation", "kernels.reference")),
-    "patches": (HEAVY - {"triton"}, ("config", "errors", "generation", "kernels", "patches")),
+    "cascade": ({"torch", "safetensors"}, ("cascade", "config", "errors", "generation", "kernels.reference")),
+    "patches": (HEAVY - {"triton"}, ("cascade", "config", "devices", "errors", "generation", "kernels", "models", "patches")),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import statistics
 import subprocess
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import fastspec
 from fastspec.bench.prompts import Row
+from fastspec.devices import device_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +70,9 @@ def environment(model: Any) -> Row:
         command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
         found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
     return {
-        "device": torch.cuda.get_device_name() if model.device.type == "cuda" else cpu_name(),
+        "device": device_name(model.device),
         "dtype": str(model.dtype).removeprefix("torch."), "threads": torch.get_num_threads(), "torch": torch.__version__,
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "transformers": importlib.metadata.version("transformers"), "fastspec": fastspec.__version__, "commit": found,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
-
-
-def cpu_name() -> str:
-    """The processor's name, by Linux' own account where there is one."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -76,8 +76,9 @@ class Cascade:
     - mode="lossless": each stage drafts for the next, and the output is the large model's.
 
     `gamma` is the number of tokens drafted a round in the last two. `assistant` is what the large model decodes with in adaptive mode,
-    `tokenizer` its tokenizer, needed where a stage has another. `memory` bounds the bytes of keys and values that are kept between calls
-    (None keeps none), `host_memory` those moved to the CPU's memory. With `explain` every request's decisions are printed.
+    `label` its name in reports and predictors, `tokenizer` its tokenizer, needed where a stage has another. `memory` bounds the bytes of
+    keys and values that are kept between calls (None keeps none), `host_memory` those moved to the CPU's memory. With `explain` every
+    request's decisions are printed.
 
     Raises `Unsupported` for what does not fit together.
     """
@@ -86,6 +87,7 @@ class Cascade:
     stages: Sequence[Any] = ()
     mode: str = "adaptive"
     tokenizer: Any = None
+    label: str | None = None
     assistant: Any = "nasd"
     predictor: Any = None
     price: float = 1000.0

@@ -64,13 +64,15 @@ class ChainDrafter:
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the text ids [B, T], of which counts [B] tokens are real, but for its last token."""
-        self.root = root
-        self.alive = torch.ones_like(root, dtype=torch.bool)
         if self.whole is None:
             self.draft.prefill(self._known(ids), counts)
-            self.draft.rewind(counts - 1)
-        else:
-            self.draft.rewind(self.whole.lengths)
+        self._restart(ids, counts, root)
+
+    def _restart(self, ids: Tensor, counts: Tensor, root: Tensor) -> None:
+        """Stand behind a text that the draft model has read, but for its last token."""
+        self.root = root
+        self.alive = torch.ones_like(root, dtype=torch.bool)
+        self.draft.rewind(counts - 1 if self.whole is None else self.whole.lengths)
         self.previous = ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
 
     def propose(self, extent: int) -> TokenTree:
@@ -120,7 +122,11 @@ class ChainDrafter:
         logits, _ = self.draft.score(tree, extent)
         last = tree.depths[:, -1]
         self.draft.commit(Verdict(tree.depths, last, last), torch.ones_like(self.alive))
-        scores = logits[:, -1, : self.vocab].float()
+        return self._fitted(logits[:, -1])
+
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """The draft model's logits [B, its vocabulary] as fp32 scores over the target's [B, V]."""
+        scores = logits[:, : self.vocab].float()
         return torch.nn.functional.pad(scores, (0, self.vocab - scores.shape[1]), value=-torch.inf)
 
     def _choose(self, scores: Tensor) -> Tensor:

@@ -32,11 +32,10 @@ class TextVerifier:
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Take each row's first new token root [B]."""
-        self.roots: list[int] = root.tolist()
-        self.step = 0
+        self.roots, self.step = root.tolist(), 0
         self.following = [True] * len(self.texts)
-        for row, root in enumerate(self.roots):
-            self._follow(row, [root])
+        for row, first in enumerate(self.roots):
+            self._follow(row, [first])
 
     @property
     def goes_on(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fastspec.errors import Unsupported
 from fastspec.generation.handover import Read
 from fastspec.generation.rounds import Rounds, timed
 from fastspec.generation.stats import Stats
@@ -132,8 +133,8 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
     run = _Run(request, stats)
     with timed(stats, "prefill"):
         logits, features = target.prefill(request.prompts, request.counts)
-        root, scores = _first(rounds, request, logits)
         shown = request.context if request.context is not None and not features.shape[-1] else (request.prompts, request.counts)
+        root, scores = _first(rounds, request, logits, shown)
         if drafter is not None and request.answers is None:
             drafter.begin(*shown, features, root)
         rounds.begin(root)
@@ -181,10 +182,19 @@ def _verify_answers(rounds: Rounds, run: _Run, read: Read, longest: int) -> int:
     return longest
 
 
-def _first(rounds: Rounds, request: Request, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token of every row from the prefill's logits [B, V] -> tokens [B], processed scores [B, V]."""
+def _first(rounds: Rounds, request: Request, logits: Tensor, shown: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The first token of every row from the prefill's logits [B, V] -> tokens [B], processed scores [B, V]; a drafter that mixes its own
+    law in reads the text `shown` for it."""
+    mixes = hasattr(rounds.drafter, "mix")
+    if mixes and (request.process_at is not None or request.answers is not None):
+        raise Unsupported(
+            "a mixture of two models' laws takes no processors that look at the tokens so far (repetition_penalty, no_repeat_ngram_size, "
+            "...) and no answers to verify: leave them out, or decode the large model's own law"
+        )
     if request.process_at is None:
         scores = rounds.processed(logits)
+        if mixes:
+            scores = rounds.drafter.first(*shown, logits, scores, process=rounds.process, sample=rounds.sample)
     else:
         scores = request.process_at(list(range(logits.shape[0])), torch.stack(request.history), logits.float())
     uniform = rounds.uniform((scores.shape[0], 1))

@@ -146,8 +146,9 @@ class Rounds:
             return self._run("back", stats).tolist()
 
     def _judges(self, decide: Decide | None) -> bool:
-        """Whether a round of a drafter that the host drives is captured from its scoring on: drafts that bring their law are not."""
-        return decide is None and self.whole and getattr(self.target, "alone", False) and getattr(self.drafter, "process", None) is None
+        """Whether a round of a drafter that the host drives is captured from its scoring on: drafts that bring a law are not."""
+        laws = getattr(self.drafter, "process", None) is not None or hasattr(self.drafter, "mix")
+        return decide is None and self.whole and getattr(self.target, "alone", False) and not laws
 
     def _judged(self, extent: int, stats: Stats) -> list[list[int]]:
         with timed(stats, "draft"):
@@ -242,6 +243,8 @@ class Rounds:
     def _choose(self) -> None:
         uniform, tree = self.uniform(self.tree.tokens.shape), self.tree
         self.scores = self.processed(self.logits)
+        if hasattr(self.drafter, "mix"):
+            self.scores = self.drafter.mix(tree, self.logits, self.scores)
         if tree.q is not None and uniform is not None:
             self.verdict = walk_drawn(tree, self.scores, tree.q, uniform, self.ops)
         else:

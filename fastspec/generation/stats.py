@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -26,6 +27,8 @@ class Stats:
     """Whether a head's draft phases were one launch each, rather than one kernel after another."""
     replays: int = 0
     """Replays of captured graphs: one a round where rounds are captured whole."""
+    explanations: tuple[Any, ...] = ()
+    """What a cascade did with each row: `fastspec.cascade.explain.Explanation`."""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
 

@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastspec.cascade.config import Cascade
+from fastspec.cascade.memory import MemoryStats
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.clock import Profile
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import adapter_for, check_supported, mode_of
 from fastspec.patches.backends import choose_backend
+from fastspec.patches.cascade import CascadeModels
 from fastspec.patches.compat import drop_capturing_hooks, has_capturing_hooks
 from fastspec.patches.generate import generate
 from fastspec.patches.heads import load_heads
@@ -28,13 +31,16 @@ Source = str | Path | EagleHead | None
 
 
 def patch(
-    model: Any, *, eagle: Source = None, eagle2: Source = None, eagle3: Source = None, speculative: Any = None, backend: str = "auto"
-) -> Any:
+    model: Any, *, eagle: Source = None, eagle2: Source = None, eagle3: Source = None, speculative: Any = None,
+    cascade: Cascade | None = None, backend: str = "auto",
+) -> Any:  # fmt: skip
     """Give a transformers model `generate(..., assistant=...)`, and return the same model.
 
     `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of a head
     that ships with fastspec ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
-    `speculative` is a smaller transformers model with the target's tokenizer, on its device. `backend` is "auto", "triton" or "torch".
+    `speculative` is a smaller transformers model with the target's tokenizer, on its device; `cascade` names the smaller models of a
+    cascade whose last stage is this one: they are patched, where they are not yet, when a call first needs them. `backend` is "auto",
+    "triton" or "torch".
     Only this instance is changed, and nothing in its forward pass; without `assistant=` it does what it did. On CUDA the weights of
     layers that read one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
     values, names and shapes stay.
@@ -51,6 +57,8 @@ def patch(
     resources: dict[str, Any] = {**load_heads(heads, model)}
     if speculative is not None:
         resources["speculative"] = check_draft(speculative, model)
+    if cascade is not None:
+        resources["cascade"] = _cascade(cascade, model)
     choose_backend(backend, model.device.type, adapted=adapter_for(model) is not None)  # refuses what cannot be
     session = PatchSession(backend, resources, has_capturing_hooks(model))
     try:
@@ -61,6 +69,12 @@ def patch(
         session.undo(force=True)
         raise
     return model
+
+
+def _cascade(config: Any, model: Any) -> CascadeModels:
+    if not isinstance(config, Cascade):
+        raise Unsupported(f"cascade={config!r} must be a fastspec.Cascade(stages=[...], ...)")
+    return CascadeModels(config, model)
 
 
 def unpatch(model: Any, *, force: bool = False) -> Any:
@@ -124,6 +138,9 @@ class Report:
     trees: dict[tuple[Any, int], TreeChoice] = field(default_factory=dict)
     """(config, rows) -> what total_tokens="auto" measured and chose for the model as it is now."""
 
+    memory: MemoryStats | None = None
+    """What the cascade keeps of keys and values between calls, and how that went; None where it keeps nothing."""
+
     @property
     def last(self) -> Stats | None:
         """Statistics of the last assisted call."""
@@ -145,9 +162,26 @@ class Report:
             way = "; drafted in one launch a round" if mine[-1].fused else ""
             shares = ", ".join(f"{phase} {spent:.2f} s" for phase, spent in phases.items())
             lines.append(f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}; {shares}{way}")
+        lines += _stages_reached([call.explanations for call in self.calls if call.explanations])
+        if self.memory is not None:
+            lines.append(f"  kept between the cascade's calls: {self.memory}")
         for (config, rows), choice in self.trees.items():
             lines += [f"  {config}, rows: {rows}", *(f"    {line}" for line in str(choice).split("\n"))]
         return "\n".join(lines)
+
+
+def _stages_reached(calls: list[tuple[Any, ...]]) -> list[str]:
+    """A line for every stage of the cascade: how many requests it answered, and what was taken over."""
+    told = [explanation for call in calls for explanation in call]
+    visits = [visit for explanation in told for visit in explanation.visits]
+    lines = []
+    for stage, name in sorted({(visit.stage, visit.name) for visit in visits}):
+        mine = [visit for visit in visits if visit.stage == stage]
+        answered = sum(explanation.stage == stage for explanation in told)
+        line = f"    stage {stage}, {name}: answered {answered} of {len(told)} requests, {sum(v.new_tokens for v in mine)} new tokens"
+        handed = sum(visit.handed_tokens for visit in mine)
+        lines.append(line + (f", {sum(v.kept_tokens for v in mine)} of {handed} taken over" if handed else ""))
+    return lines
 
 
 def report(model: Any) -> Report:
@@ -164,5 +198,6 @@ def report(model: Any) -> Report:
         assistants=("autoregressive", "nasd", *session.resources),
         calls=tuple(session.calls),
         kernels=dict(session.kernels),
+        memory=None if "cascade" not in session.resources else session.resources["cascade"].memory_stats,
         trees={(config, rows): choice for (config, rows, *where), choice in session.trees.items() if where == [model.device, model.dtype]},
     )

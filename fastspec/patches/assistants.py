@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fastspec.cascade.config import Cascade
 from fastspec.config import Autoregressive, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.eagle.drafter import EagleDrafter
@@ -89,7 +90,7 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
     if isinstance(assistant, str):
         if assistant not in NAMES:
             raise Unsupported(f"assistant={assistant!r} is unknown: accepted are {', '.join(map(repr, NAMES))}, or a config object")
-        assistant = NAMES[assistant]()
+        assistant = _cascade(resources).config if assistant == Cascade.name else NAMES[assistant]()
     if isinstance(assistant, Continued):
         return replace(assistant, decoding=resolve(assistant.decoding, resources, model))
     if type(assistant) in RESOLVERS:
@@ -127,6 +128,13 @@ def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> 
     return EagleDecoding(config.name, _head(config.name, resources, model, shape.top_k), shape, auto)
 
 
+def _cascade(resources: dict[str, Any]) -> Any:
+    models = resources.get(Cascade.name)
+    if models is None:
+        raise Unsupported("assistant 'cascade' has no stages: fastspec.patch(model, cascade=fastspec.Cascade(...)) supplies them")
+    return models
+
+
 RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
     Autoregressive: lambda config, resources, model: Plain(),
     Eagle1: _eagle,
@@ -134,7 +142,8 @@ RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
     Eagle3: _dynamic,
     Nasd: lambda config, resources, model: NasdDecoding(config),
     Speculative: resolve_speculative,
+    Cascade: lambda config, resources, model: _cascade(resources).decoding(config),
 }
 """Config class -> (config, resources, model) -> Decoding."""
 NAMES = {config.name: config for config in RESOLVERS}
-"""What `assistant=` takes as a string; `NAMES[name]()` is the assistant with its defaults."""
+"""What `assistant=` takes as a string; `NAMES[name]()` is the assistant with its defaults, but for the cascade, which is the patch's."""

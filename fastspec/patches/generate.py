@@ -18,6 +18,7 @@ from fastspec.generation.rounds import Rounds
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.assistants import Continued, EagleDecoding, resolve
 from fastspec.patches.cache import export_span, import_past
+from fastspec.patches.cascade import AdaptiveCascade
 from fastspec.patches.compat import fill_cache, is_out_of_memory, own_stop_strings, read_cache
 from fastspec.patches.engines import weights_of
 from fastspec.patches.hf_model import HFModel
@@ -43,10 +44,11 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
     original = type(self).generate.__get__(self) if before is ABSENT else before
     if assistant is None:
         return original(*args, **kwargs)
-    decoding = resolve(assistant, session.resources, self)
+    decoding = assistant if isinstance(assistant, AdaptiveCascade) else resolve(assistant, session.resources, self)
+    if isinstance(decoding, AdaptiveCascade):
+        return decoding.generate(self, session, _by_name(self, args, kwargs))
     session.pack(self)
-    given = inspect.signature(type(self).generate).bind_partial(self, *args, **kwargs).arguments
-    given = {name: value for name, value in (given | given.pop("kwargs", {})).items() if value is not self}
+    given = _by_name(self, args, kwargs)
     refuse_arguments(given, self.generation_config)
     if self.config.is_encoder_decoder:
         refuse_seq2seq(self, decoding, given)
@@ -65,6 +67,12 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
 
     with session.turn.taken():
         return original(**{**own_stop_strings(self, given), "custom_generate": custom})
+
+
+def _by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a `generate` call by name."""
+    given = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
+    return {name: value for name, value in (given | given.pop("kwargs", {})).items() if value is not model}
 
 
 class _Call:
@@ -209,6 +217,7 @@ class _Call:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
         drawn = signature(self.processors) if process is not None else None
         others = [value for name in ("draft", "head") if isinstance(value := getattr(self.decoding, name, None), nn.Module)]
+        others += getattr(self.decoding, "drafts", ())
         extra = self.given.answers is not None, self.given.hear is not None
         key = self.decoding, rows, sample, drawn, extra, tuple(weights_of(module) for module in (self.model, *others))
         try:

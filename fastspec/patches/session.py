@@ -149,6 +149,8 @@ class PatchSession:
         self.log.clear()
         self.engines.clear()
         self.trees.clear()
+        if "cascade" in self.resources:
+            self.resources["cascade"].close()
         for parameter in self.packed:
             unpack(parameter)
         self.packed.clear()

@@ -1,0 +1,345 @@
+"""What a stage's answer lets one expect: the probabilities that it and later answers are acceptable, and the later answers' lengths."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastspec.cascade.calibration import Calibrator, Posterior
+from fastspec.cascade.features import NAMES
+from fastspec.cascade.stopping import Rates, Scores, Table
+from fastspec.errors import CheckpointError, Unsupported
+
+FORMAT, VERSION = "fastspec-cascade-predictor", "1"
+HIDDEN = 32
+FOLDS = 5
+CLAMP = 5.0
+"""Standardised features are held within this many standard deviations."""
+LEAST_ITEMS = 20
+STEPS, PATIENCE = 400, 60
+LEARNING_RATE, DECAY = 1.5e-3, 1.0
+LENGTHS = 0.2
+"""Weight of the lengths' squared error beside the cross entropy."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """The MLP of one stage, fp32: standardised features [F], held within 5 standard deviations, to outputs [O].
+
+    mean, scale [F]; w1 [H, F], b1 [H]; w2 [O, H], b2 [O]. The outputs are logits of quality, then logs of tokens. It is the mean of one
+    network of 32 hidden units for each fold, side by side.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+
+    def __call__(self, features: Tensor) -> list[float]:
+        """features [F] fp32 -> the outputs."""
+        with torch.inference_mode():
+            x = features.sub(self.mean).div_(self.scale).clamp_(-CLAMP, CLAMP)
+            return torch.addmv(self.b2, self.w2, torch.addmv(self.b1, self.w1, x).relu_()).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """From a logit to the probability to reckon with, for the answer of one stage as seen from one stage."""
+
+    calibrator: Calibrator
+    posterior: Posterior
+
+    def __call__(self, logit: float, risk: float | None) -> float:
+        """The posterior's mean, or its lower quantile `risk`."""
+        probability = self.calibrator(logit)
+        return self.posterior.mean(probability) if risk is None else self.posterior.lower(probability, risk)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predictor:
+    """Predictions at every stage of a cascade of L stages, by what its answers say about themselves (`fastspec.cascade.features`).
+
+    `points[k]` [n, 2 (L - k) - 1] fp32 are the outputs at stage k for the training items, each by a network that was not trained on it;
+    fresh and kept [n, L] fp32 the tokens that their stages generated and took over. `factors[k]` corrects exp(mean log) to a mean.
+    """
+
+    stages: tuple[str, ...]
+    heads: tuple[Head, ...]
+    outlooks: tuple[tuple[Outlook, ...], ...]
+    factors: tuple[tuple[float, ...], ...]
+    points: tuple[Tensor, ...]
+    fresh: Tensor
+    kept: Tensor
+    names: tuple[str, ...] = NAMES
+    rates: Rates | None = None
+    """What the stages cost where the predictor was made, and `place` says where that was: device, dtype and versions."""
+    place: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def fit(
+        cls, stages: Sequence[str], features: Sequence[Tensor], labels: Tensor, tokens: Tensor, kept: Tensor, *, seed: int,
+        groups: Sequence[str] | None = None,
+    ) -> Predictor:  # fmt: skip
+        """Train on n items that every one of the L stages has answered.
+
+        features: for each stage [n, F]; labels [n, L]: whether the stage's answer is acceptable, in [0, 1]; tokens [n, L]: the length of
+        its answer; kept [n, L]: how much of it was taken over from the stage before (column 0 zeros), so tokens - kept were generated.
+        Five networks are trained on four fifths of the items each, and calibrated on the outputs for the items that each did not see;
+        items of one group, such as the samples of one question, stay together. The same seed gives the same predictor, whatever the
+        state of torch's random numbers. Raises `Unsupported` for shapes and values that do not fit.
+        """
+        _check_training(stages, features, labels, tokens, kept, groups)
+        kept, fresh = kept.float(), (tokens - kept).float()
+        generator = torch.Generator().manual_seed(seed)
+        folds = _folds(len(labels), groups, generator)
+        heads, outlooks, factors, points = [], [], [], []
+        for stage, given in enumerate(features):
+            logs = fresh[:, stage + 1 :].clamp(min=1).log()
+            with _one_thread():
+                head, held_out = train(given.float(), labels[:, stage:].float(), logs, folds, generator)
+            heads.append(head)
+            points.append(held_out)
+            outlooks.append(tuple(
+                _outlook(held_out[:, at], labels[:, stage + at], folds) for at in range(len(stages) - stage)
+            ))  # fmt: skip
+            means = held_out[:, len(stages) - stage :].double().exp().mean(0)
+            factors.append(tuple((fresh[:, stage + 1 :].double().clamp(min=1).mean(0) / means).tolist()))
+        return cls(tuple(stages), tuple(heads), tuple(outlooks), tuple(factors), tuple(points), fresh, kept)
+
+    def score(self, stage: int, features: Tensor, risk: float | None = None) -> Scores:
+        """features [F] fp32 of the answer of `stage` -> `Scores`; with `risk`, qualities are that lower quantile of their posterior.
+
+        Raises `Unsupported` for a stage that the predictor has not, and features of another size or not finite.
+        """
+        if not 0 <= stage < len(self.stages) or features.shape != (len(self.names),):
+            raise Unsupported(f"score: stage {stage} of {len(self.stages)}, features {tuple(features.shape)}; expected [{len(self.names)}]")
+        if not math.isfinite(float(features.sum())):
+            raise Unsupported(f"score: the features of stage {stage} are not finite: {features.tolist()}")
+        return self._scores(stage, self.heads[stage](features), risk)
+
+    def table(self, risk: float | None = None) -> Table:
+        """The training items as `fastspec.cascade.stopping.Solver` needs them; `risk` as for the scores that it will decide on."""
+        quality = []
+        for stage, points in enumerate(self.points):
+            scored = [self._scores(stage, point, risk).quality for point in points.tolist()]
+            quality.append(torch.tensor(scored, dtype=torch.float64))
+        return Table(tuple(quality), self.points, self.fresh, self.kept)
+
+    def _scores(self, stage: int, point: list[float], risk: float | None) -> Scores:
+        outlooks = self.outlooks[stage]
+        quality = tuple(outlook(logit, risk) for outlook, logit in zip(outlooks, point, strict=False))
+        tokens = tuple(f * math.exp(min(log, 30.0)) for f, log in zip(self.factors[stage], point[len(outlooks) :], strict=True))
+        return Scores(quality, tokens, tuple(point))
+
+    def check(self, stages: Sequence[str]) -> None:
+        """Raises `CheckpointError` where the predictor was trained for other stages, by name and order, or on other features."""
+        if self.stages != tuple(stages):
+            raise CheckpointError(
+                f"the predictor was trained for {len(self.stages)} stages ({', '.join(self.stages)}), and the cascade has {len(stages)} "
+                f"({', '.join(stages)}); train one for these with `fastspec cascade train`, or name the stages as it has them"
+            )
+        if self.names != NAMES:
+            other = sorted(set(self.names) ^ set(NAMES)) or ["another order"]
+            raise CheckpointError(f"the predictor was trained on other features ({', '.join(other)}); train it anew")
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file. Raises `CheckpointError` when it cannot be written."""
+        tensors = {"fresh": self.fresh, "kept": self.kept}
+        for k, head in enumerate(self.heads):
+            tensors |= {f"{k}.{each.name}": getattr(head, each.name) for each in fields(Head)}
+            tensors |= {f"{k}.points": self.points[k], f"{k}.factors": torch.tensor(self.factors[k], dtype=torch.float64)}
+            for m, outlook in enumerate(self.outlooks[k], k):
+                calibrator, posterior = outlook.calibrator, outlook.posterior
+                numbers = {
+                    "temperature": (calibrator.temperature,), "knots": calibrator.knots, "values": calibrator.values,
+                    "edges": posterior.edges, "prior": (posterior.a, posterior.b),
+                }  # fmt: skip
+                tensors |= {f"{k}.{m}.{name}": torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
+                tensors[f"{k}.{m}.counts"] = torch.tensor(posterior.counts)
+        if self.rates is not None:
+            tensors["rates"] = torch.tensor([getattr(self.rates, each.name) for each in fields(Rates)], dtype=torch.float64)
+        texts = {"stages": self.stages, "features": self.names, "place": dict(self.place)}
+        header = {"format": FORMAT, "version": VERSION, **{name: json.dumps(text) for name, text in texts.items()}}
+        try:
+            save_file({name: each.contiguous() for name, each in tensors.items()}, str(path), metadata=header)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: the predictor could not be written: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Predictor:
+        """Read what `save` wrote. Raises `CheckpointError` for a file that is missing, damaged, foreign or of another version."""
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                header = file.metadata() or {}
+                if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+                    found = f"format {header.get('format')!r}, version {header.get('version')!r}"
+                    raise Unsupported(f"{found}; expected {FORMAT!r}, version {VERSION!r}")
+                # Copies: a file's tensors lie at odd addresses, where torch may add in another order.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            stages, names = (tuple(map(str, json.loads(header[key]))) for key in ("stages", "features"))
+            place = {str(name): str(value) for name, value in json.loads(header["place"]).items()}
+            return replace(_read(stages, names, tensors), place=place)
+        except (OSError, SafetensorError, Unsupported, KeyError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: no readable predictor of a cascade: {error}") from error
+
+
+def train(x: Tensor, labels: Tensor, logs: Tensor, folds: Tensor, generator: torch.Generator) -> tuple[Head, Tensor]:
+    """One network for each fold, trained on the other folds: cross entropy of labels and squared error of standardised logs.
+
+    x [n, F], labels [n, M] in [0, 1], logs [n, M - 1], folds [n] int64. All networks take the same number of steps: the one that is best
+    on the items held out from each, by the sum over all. Returns (their mean as one `Head`, held-out outputs [n, 2 M - 1] fp32).
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        mean, deviation = x.mean(0), x.std(0, correction=0)
+        scale = torch.where(deviation > 1e-6, deviation, 1.0)
+        inputs = ((x - mean) / scale).clamp(-CLAMP, CLAMP)
+        centre = logs.mean(0)
+        spread = (logs - centre).square().mean(0).sqrt().clamp(min=1e-3)
+        wanted = (logs - centre) / spread
+        items, goods, networks = torch.arange(len(x)), labels.shape[1], int(folds.max()) + 1
+        held = torch.nn.functional.one_hot(folds, networks).T.float()
+        seen = (1 - held) / (1 - held).sum(1, keepdim=True)
+        rates = labels.mean(0).clamp(0.01, 0.99)
+        weights = _initial(networks, inputs.shape[1], torch.cat((rates.logit(), torch.zeros(goods - 1))), generator)
+        optimiser = torch.optim.AdamW(weights, lr=LEARNING_RATE, weight_decay=DECAY)
+        best, best_step, kept, outputs = math.inf, 0, weights, torch.empty(0)
+        for step in range(STEPS):
+            w1, b1, w2, b2 = weights
+            out = torch.baddbmm(b2, torch.baddbmm(b1, inputs.expand(networks, -1, -1), w1).relu(), w2)
+            logits = out[..., :goods]
+            entropy = torch.nn.functional.softplus(logits) - labels * logits
+            losses = entropy.sum(-1) + LENGTHS * (out[..., goods:] - wanted).square().sum(-1)
+            loss = float((losses.detach() * held).sum())
+            if loss < best:
+                best, best_step = loss, step
+                kept, outputs = [each.detach().clone() for each in weights], out.detach()[folds, items]
+            if step - best_step >= PATIENCE:
+                break
+            optimiser.zero_grad()
+            (losses * seen).sum().backward()
+            optimiser.step()
+    unit = torch.cat((torch.ones(goods), spread))
+    zero = torch.cat((torch.zeros(goods), centre))
+    w1, b1, w2, b2 = kept
+    w1, w2 = w1.transpose(1, 2).flatten(0, 1), (w2 / networks).flatten(0, 1).T * unit[:, None]
+    w1, w2 = (each.clone(memory_format=torch.contiguous_format) for each in (w1, w2))
+    head = Head(mean, scale, w1, b1.flatten(), w2, b2.mean(0)[0] * unit + zero)
+    return head, outputs * unit + zero
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing from more threads, and the order of a sum must not depend on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _initial(networks: int, size: int, bias: Tensor, generator: torch.Generator) -> list[Tensor]:
+    """Weights of K networks at the start: w1 [K, F, H], b1 [K, 1, H], w2 [K, H, O], b2 [K, 1, O]."""
+    w1 = torch.randn(networks, size, HIDDEN, generator=generator) * math.sqrt(2 / size)
+    w2 = torch.randn(networks, HIDDEN, len(bias), generator=generator) * math.sqrt(0.01 / HIDDEN)
+    weights = [w1, torch.zeros(networks, 1, HIDDEN), w2, bias.repeat(networks, 1, 1)]
+    return [each.requires_grad_() for each in weights]
+
+
+def _outlook(logits: Tensor, labels: Tensor, folds: Tensor) -> Outlook:
+    z, y = logits.tolist(), labels.tolist()
+    calibrator = Calibrator.fit(z, y, folds.tolist())
+    return Outlook(calibrator, Posterior.fit([calibrator(each) for each in z], y))
+
+
+def _folds(items: int, groups: Sequence[str] | None, generator: torch.Generator) -> Tensor:
+    """A fold for each item -> [n] int64: whole groups, in random order, the largest first, each to the fold with the fewest items."""
+    names = list(range(items)) if groups is None else list(groups)
+    members: dict[object, list[int]] = {}
+    for item, name in enumerate(names):
+        members.setdefault(name, []).append(item)
+    mixed = [list(members.values())[i] for i in torch.randperm(len(members), generator=generator).tolist()]
+    folds, sizes = torch.empty(items, dtype=torch.long), [0] * min(FOLDS, len(members))
+    for group in sorted(mixed, key=len, reverse=True):
+        fold = sizes.index(min(sizes))
+        folds[group] = fold
+        sizes[fold] += len(group)
+    return folds
+
+
+def _check_training(
+    stages: Sequence[str], features: Sequence[Tensor], labels: Tensor, tokens: Tensor, kept: Tensor, groups: Sequence[str] | None
+) -> None:
+    wide = len(stages)
+    if isinstance(stages, str) or wide < 2 or len(features) != wide or labels.dim() != 2:
+        raise Unsupported(f"fit: {len(features)} features and labels {tuple(labels.shape)} for stages {stages!r}; at least two are needed")
+    items = len(labels)
+    if items < LEAST_ITEMS:
+        raise Unsupported(f"fit: {items} training items; at least {LEAST_ITEMS} are needed, and some hundreds for a useful predictor")
+    for name, given in (("labels", labels), ("tokens", tokens), ("kept", kept)):
+        if given.shape != (items, wide):
+            raise Unsupported(f"fit: {name} {tuple(given.shape)} must be [{items}, {wide}], a column for each stage")
+    for stage, given in enumerate(features):
+        if given.shape != (items, len(NAMES)) or not bool(torch.isfinite(given).all()):
+            raise Unsupported(f"fit: the features of stage {stage}, {tuple(given.shape)}, must be [{items}, {len(NAMES)}] and finite")
+    if not bool(((labels >= 0) & (labels <= 1)).all()):
+        raise Unsupported("fit: labels must lie in [0, 1]: 1 where the stage's answer is acceptable")
+    if not bool(((kept >= 0) & (kept <= tokens)).all()) or bool(kept[:, 0].any()):
+        raise Unsupported("fit: kept must lie between 0 and tokens, and be 0 at stage 0, which has no answer to take over")
+    if groups is not None and (len(groups) != items or len(set(groups)) < 2):
+        raise Unsupported(f"fit: groups must name one of at least two groups for each of {items} items")
+
+
+def _read(stages: tuple[str, ...], names: tuple[str, ...], tensors: dict[str, Tensor]) -> Predictor:
+    """The predictor of a file's tensors. Raises KeyError or Unsupported for what does not fit together."""
+    bad = [name for name, each in tensors.items() if each.is_floating_point() and not bool(torch.isfinite(each).all())]
+    if bad:
+        raise Unsupported(f"{', '.join(bad)}: not finite")
+    heads, outlooks, factors, points = [], [], [], []
+    for k in range(len(stages)):
+        head = Head(*(tensors[f"{k}.{each.name}"] for each in fields(Head)))
+        width, hidden = 2 * (len(stages) - k) - 1, len(head.b1)
+        shapes = [(len(names),), (len(names),), (hidden, len(names)), (hidden,), (width, hidden), (width,)]
+        for each, shape in zip(fields(Head), shapes, strict=True):
+            _expect(tensors, f"{k}.{each.name}", shape)
+        heads.append(head)
+        points.append(_expect(tensors, f"{k}.points", (len(tensors["fresh"]), width)))
+        factors.append(tuple(_expect(tensors, f"{k}.factors", (len(stages) - k - 1,), torch.float64).tolist()))
+        outlooks.append(tuple(_read_outlook(f"{k}.{m}.", tensors) for m in range(k, len(stages))))
+    fresh, kept = (_expect(tensors, name, (len(tensors["fresh"]), len(stages))) for name in ("fresh", "kept"))
+    rates = None
+    if "rates" in tensors:
+        columns = _expect(tensors, "rates", (len(fields(Rates)), len(stages)), torch.float64).tolist()
+        rates = Rates(*(tuple(column) for column in columns))
+    return Predictor(stages, tuple(heads), tuple(outlooks), tuple(factors), tuple(points), fresh, kept, names, rates)
+
+
+def _read_outlook(where: str, tensors: dict[str, Tensor]) -> Outlook:
+    counts = tensors[where + "counts"]
+    sizes = {"temperature": 1, "prior": 2, "edges": len(counts) - 1, "knots": None, "values": len(tensors[where + "knots"])}
+    temperature, prior, edges, knots, values = (
+        tuple(_expect(tensors, where + name, (len(tensors[where + name]) if size is None else size,), torch.float64).tolist())
+        for name, size in sizes.items()
+    )
+    ascending = all(list(each) == sorted(each) for each in (edges, knots, values))
+    if not ascending or counts.dtype != torch.long or int(counts.min()) < 0 or temperature[0] <= 0 or min(prior) <= 0:
+        raise Unsupported(f"{where}: a calibration that falls, or a count, temperature or prior out of range")
+    return Outlook(Calibrator(temperature[0], knots, values), Posterior(edges, tuple(counts.tolist()), *prior))
+
+
+def _expect(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    given = tensors[name]
+    if given.shape != shape or given.dtype != dtype:
+        raise Unsupported(f"{name} is {given.dtype} {tuple(given.shape)}; expected {dtype} {shape}")
+    return given

@@ -1,0 +1,170 @@
+"""`fastspec cascade train | evaluate`: make a cascade's predictor on this machine, and see what it is worth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastspec.errors import Unsupported
+
+app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
+Stages = Annotated[list[str], typer.Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")]
+Model = Annotated[str, typer.Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")]
+
+
+@app.command()
+def train(
+    stage: Stages,
+    model: Model,
+    prompts: Annotated[list[Path], typer.Option(help="Items as JSON lines, with their answer keys; several files are several sets.")],
+    out: Annotated[Path, typer.Option(help="The predictor to write, a .safetensors file.")],
+    answers: Annotated[Path, typer.Option(help="The stages' answers; a file that is there is gone on with.")],
+    report: Annotated[Path | None, typer.Option(help="Append the calibration's rows to this file, as JSON lines.")] = None,
+    head: Annotated[list[str] | None, typer.Option(help="NAME=HEAD: a stage's EAGLE-3 head, which it then decodes with.")] = None,
+    most: Annotated[int | None, typer.Option(min=1, help="Items of each file that are used.")] = None,
+    share: Annotated[float, typer.Option(min=0, max=1, help="Part of the items that is trained on; the rest is held out.")] = 0.5,
+    batch: Annotated[int, typer.Option(min=1, help="Items answered at a time.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Without a key: the F1 with the last stage's answer to reach.")] = 0.5,
+    run_code: Annotated[bool, typer.Option("--run-code", help="Run the code that models wrote, for items with unit tests.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the split and of the training.")] = 0,
+) -> None:
+    """Let every stage answer the items, judge the answers, train and calibrate a predictor, and report its calibration."""
+    from fastspec.cascade import records
+    from fastspec.patches.stages import measure_rates
+    from fastspec.training import cascade, cascade_answers
+
+    console = Console(highlight=False)
+    items = [item for path in prompts for item in cascade_answers.read_items(path, most)]
+    models, tokenizer = models_of(stage, model, head or [], device, dtype)
+    try:
+        told = console.print
+        cascade_answers.answer(
+            models, tokenizer, items, answers, batch=batch, new_tokens=max_new_tokens, seed=seed, share=share, tell=told
+        )
+        first = cascade_answers.encode(tokenizer, items[0].prompt)
+        rates = measure_rates(models.stages, first)
+        where = cascade_answers.place(models.large)
+    finally:
+        models.close()
+    cascade_answers.judge(answers, items, threshold=threshold, run_code=run_code)
+    predictor = cascade.fit(answers, models.names, seed=seed, rates=rates, place=where)
+    predictor.save(out)
+    table = records.table(records.read(answers), models.names)
+    _print_rates(console, models.names, rates)
+    told_of = {"seed": seed, **where}
+    rows = cascade.calibration_rows(cascade.held_out(predictor, table.where(split="held-out")), more=told_of) if share < 1 else []
+    _print_calibration(console, rows)
+    _append(report, rows)
+    console.print(f"predictor written to {out}")
+
+
+@app.command()
+def evaluate(
+    predictor: Annotated[Path, typer.Option(help="The predictor that `fastspec cascade train` wrote.")],
+    answers: Annotated[Path, typer.Option(help="The stages' answers that it wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Append the rows to this file, as JSON lines.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the frontier and the calibration into this picture.")] = None,
+    risk: Annotated[float | None, typer.Option(min=0, max=1, help="Decide by this lower quantile of the probabilities' posterior.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the confidence intervals.")] = 0,
+) -> None:
+    """The quality-cost frontier over the price of a bad answer, beside single stages, random mixing and the oracle, on held-out items."""
+    from fastspec.cascade import records
+    from fastspec.cascade.predictor import Predictor
+    from fastspec.training import cascade
+
+    console = Console(highlight=False)
+    held = Predictor.load(predictor)
+    if held.rates is None:
+        raise Unsupported(f"{predictor} does not say what its stages cost: make it with `fastspec cascade train`")
+    table = records.table(records.read(answers), held.stages).where(split="held-out")
+    rows = cascade.frontier_rows(held, table, held.rates, seed=seed, risk=risk, more=held.place)
+    rows += cascade.calibration_rows(cascade.held_out(held, table, risk), more={"seed": seed, **held.place})
+    _print_rates(console, held.stages, held.rates)
+    _print_frontier(console, rows)
+    _print_calibration(console, [row for row in rows if row["kind"] == "reliability"])
+    _append(out, rows)
+    if plot is not None:
+        from fastspec.cascade.plot import draw
+
+        draw(rows, plot)
+        console.print(f"drawn to {plot}")
+
+
+def models_of(stages: list[str], large: str, heads: list[str], device: str, dtype: str | None) -> tuple[Any, Any]:
+    """The models of a cascade that has no predictor yet, loaded and patched, and the large one's tokenizer."""
+    import torch
+
+    import fastspec
+    from fastspec.models import load_model
+    from fastspec.patches.cascade import CascadeModels
+
+    kind = None if dtype is None else getattr(torch, dtype)
+    drafts = dict(_named("--head", text) for text in heads)
+    below = []
+    for name, source in (_named("--stage", text) for text in stages):
+        model, tokenizer = load_model(source, device, kind)
+        more: dict[str, Any] = {"assistant": "eagle3", "resources": {"eagle3": drafts.pop(name)}} if name in drafts else {}
+        below.append(fastspec.Stage(model, tokenizer=tokenizer, name=name, **more))
+    if drafts:
+        raise Unsupported(f"--head names {', '.join(drafts)}, which is no --stage")
+    label, source = _named("--model", large)
+    model, tokenizer = load_model(source, device, kind)
+    fastspec.patch(model)
+    return CascadeModels(fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=label), model), tokenizer
+
+
+def _named(option: str, text: str) -> tuple[str, str]:
+    name, sign, rest = text.partition("=")
+    if not (name and sign and rest):
+        raise Unsupported(f"{option} {text!r} must be NAME={'HEAD' if option == '--head' else 'MODEL'}")
+    return name, rest
+
+
+def _append(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _print_rates(console: Console, stages: tuple[str, ...], rates: Any) -> None:
+    table = Table("stage", "ms a token", "ms a verified token", "ms a start", box=None)
+    for name, *values in zip(stages, rates.token_ms, rates.verify_ms, rates.start_ms, strict=True):
+        table.add_row(name, *(f"{value:.2f}" for value in values))
+    console.print(table)
+
+
+def _print_calibration(console: Console, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    table = Table("set", "after", "answer of", "held-out items", "ECE", box=None)
+    for row in rows:
+        table.add_row(row["set"], row["seen_at"], row["stage"], str(row["items"]), f"{row['ece']:.3f}")
+    console.print(table)
+
+
+def _print_frontier(console: Console, rows: list[dict[str, Any]]) -> None:
+    for name in dict.fromkeys(row["set"] for row in rows if row["kind"] == "frontier"):
+        mine = [row for row in rows if row["set"] == name]
+        table = Table("price, ms", "mean cost, ms", "quality", "random mixing", "gain", "95 % interval", "mean stage", title=name, box=None)
+        for row in mine:
+            if row["kind"] == "frontier" and row["inside"]:
+                interval = f"{row['gain_low']:+.3f} {row['gain_high']:+.3f}"
+                table.add_row(
+                    f"{row['price']:.0f}", f"{row['cost']:.1f}", f"{row['quality']:.3f}", f"{row['hull']:.3f}", f"{row['gain']:+.3f}",
+                    interval, f"{row['stage']:.2f}",
+                )  # fmt: skip
+        console.print(table)
+        for row in mine:
+            if row["kind"] == "stage":
+                console.print(f"{row['stage']} alone: {row['cost']:.1f} ms, quality {row['quality']:.3f}")
+            if row["kind"] == "area":
+                share = "none" if row["share"] is None else f"{row['share']:.0%}"
+                console.print(f"area gained: {row['mean']:.4f} of quality on average, {share} of what the oracle gains")

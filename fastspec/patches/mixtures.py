@@ -1,0 +1,55 @@
+"""The cascade's other two modes as decodings: a mixture of two models' laws token by token, and a chain of models that draft losslessly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastspec.cascade.config import Cascade
+from fastspec.cascade.deferral import mixed
+from fastspec.generation.mixed_draft import MixedDrafter
+from fastspec.generation.protocols import Ops
+from fastspec.generation.staged_draft import StagedDrafter, room
+from fastspec.patches.adapters import adapter_for
+from fastspec.patches.hf_model import HFModel
+from fastspec.patches.speculative import vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class MixedDecoding:
+    """Decoding whose every token follows a deferral rule's mixture of the target's law and the draft model's."""
+
+    config: Cascade
+    draft: Any
+    target: Any
+    name: str = "cascade"
+    taps: None = None
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> MixedDrafter:
+        """The drafter of one call."""
+        config, more = self.config, self.config.gamma + 2
+        model = HFModel(self.draft, adapter_for(self.draft), rows=rows, capacity=capacity + more, tail=2, taps=None, ops=ops)
+        blend = partial(mixed, config.rule, config.alpha)
+        return MixedDrafter(model, config.gamma, blend, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedDecoding:
+    """Decoding with drafts of a chain of models, the smallest first: the target's law exactly."""
+
+    config: Cascade
+    drafts: tuple[Any, ...]
+    target: Any
+    name: str = "cascade"
+    taps: None = None
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StagedDrafter:
+        """The drafter of one call."""
+        gamma = self.config.gamma
+        more, tail = room(len(self.drafts), gamma)
+        models = [
+            HFModel(draft, adapter_for(draft), rows=rows, capacity=capacity + more, tail=tail, taps=None, ops=ops) for draft in self.drafts
+        ]
+        vocabs = [vocabulary(draft) for draft in self.drafts]
+        return StagedDrafter(models, gamma, vocab=vocabulary(self.target), vocabs=vocabs, ops=ops, process=process)

@@ -1,0 +1,121 @@
+"""What a cascade's predictor is trained on: every stage's answer to every item, each verified and continued by the next stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastspec.bench.device import environment
+from fastspec.cascade import labels, records
+from fastspec.cascade.features import NAMES
+from fastspec.errors import Unsupported
+from fastspec.patches.cascade import AdaptiveCascade, CascadeModels, Heard
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A prompt, the set that it is from, and the key that its answers are judged by."""
+
+    name: str
+    set: str
+    prompt: str
+    key: labels.Key | None
+
+
+def read_items(path: str | Path, most: int | None = None) -> list[Item]:
+    """The items of a JSON-lines file, at most `most` of them; the file's name is their set's. Raises Unsupported for what is no item."""
+    items = []
+    text = Path(path)
+    if not text.is_file():
+        raise Unsupported(f"{path}: no such file of prompts")
+    for number, line in enumerate(text.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise Unsupported(f"{path}, line {number} is no JSON object: {error}") from error
+        name = str(row.get("id", f"{text.stem}-{number}"))
+        items.append(Item(name, text.stem, labels.prompt_of(row), labels.key_of(row)))
+        if len(items) == most:
+            break
+    return items
+
+
+def answer(
+    models: CascadeModels, tokenizer: Any, items: Sequence[Item], path: str | Path, *, batch: int, new_tokens: int, seed: int, share: float,
+    tell: Callable[[str], None] = lambda text: None,
+) -> None:  # fmt: skip
+    """Let every stage answer every item greedily, in batches, and write a record of each; what the file holds already is not done again.
+
+    Items go through as chat turns of the large model's template. `share` of them, drawn by `seed` and the item's name, are for training.
+    """
+    known = place(models.large)
+    with records.Writer(path, NAMES) as writer:
+        todo = [item for item in items if any((item.name, stage) not in writer.done for stage in models.names)]
+        encoded = [encode(tokenizer, item.prompt) for item in todo]
+        order = sorted(range(len(todo)), key=lambda at: len(encoded[at]))
+        for first in range(0, len(order), batch):
+            chosen = order[first : first + batch]
+            heard: list[Heard] = []
+            plain = replace(models.config, explain=False)
+            cascade = AdaptiveCascade(models, plain, hear=heard.append, assistant="autoregressive")  # in batches the fastest
+            ids, mask = _padded([encoded[at] for at in chosen], models.large.device)
+            models.large.generate(ids, attention_mask=mask, assistant=cascade, max_new_tokens=new_tokens, do_sample=False)
+            for each in heard:
+                item, stage = todo[chosen[each.row]], models.stages[each.visit.stage]
+                if (item.name, stage.label) not in writer.done:
+                    writer.add(_record(item, stage, each, seed, share, known))
+            tell(f"{min(first + batch, len(order))} of {len(order)} items answered by {len(models.stages)} stages")
+
+
+def place(model: Any) -> dict[str, str]:
+    """The device, the dtype and the versions that a model runs with."""
+    told = environment(model)
+    return {name: str(told[name]) for name in ("device", "dtype", "torch", "transformers", "fastspec", "commit")}
+
+
+def _record(item: Item, stage: Any, heard: Heard, seed: int, share: float, known: dict[str, str]) -> records.Record:
+    visit, reader = heard.visit, stage.tokenizer or stage.large_tokenizer
+    return records.Record(
+        item=item.name, set=item.set, split=records.split(item.name, seed, share), stage=stage.label, index=visit.stage,
+        prompt_tokens=heard.prompt_tokens, answer=reader.decode(heard.answer, skip_special_tokens=True), new_tokens=visit.new_tokens,
+        kept_tokens=visit.kept_tokens, ended=heard.ended, start_ms=heard.start_ms, decode_ms=heard.decode_ms, label=None,
+        features=tuple(heard.features.tolist()), seed=seed, versions=known,
+    )  # fmt: skip
+
+
+def judge(path: str | Path, items: Sequence[Item], *, threshold: float, run_code: bool, workers: int = 2) -> None:
+    """Label the records of a file: by the items' keys, else by agreement (F1 of at least `threshold`) with the last stage's answer."""
+    read = records.read(path)
+    keys = {item.name: item.key for item in items}
+    unknown = sorted({record.item for record in read.records} - set(keys))
+    if unknown:
+        raise Unsupported(f"{path} has {len(unknown)} items that the prompts do not have, such as {unknown[0]!r}: give all prompt files")
+    last = max(record.index for record in read.records)
+    final = {record.item: record.answer for record in read.records if record.index == last}
+    open_ = [record for record in read.records if record.label is None and record.item in final]
+    found = labels.label_all(
+        [keys[record.item] for record in open_], [record.answer for record in open_], last=[final[record.item] for record in open_],
+        threshold=threshold, run_code=run_code, workers=workers,
+    )  # fmt: skip
+    judged = {(record.item, record.stage): value for record, value in zip(open_, found, strict=True)}
+    labelled = (replace(record, label=judged.get((record.item, record.stage), record.label)) for record in read.records)
+    records.rewrite(path, records.Records(read.features, tuple(labelled)))
+
+
+def encode(tokenizer: Any, prompt: str) -> list[int]:
+    if tokenizer.chat_template is None:
+        return list(tokenizer(prompt)["input_ids"])
+    out = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True)
+    return list(out["input_ids"])
+
+
+def _padded(prompts: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask

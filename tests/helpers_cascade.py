@@ -1,0 +1,54 @@
+"""What the tests of the cascade share: tiny stages, and a predictor that says what it is told to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from helpers_models import tiny_model
+
+import fastspec
+from fastspec.cascade.features import NAMES
+from fastspec.cascade.predictor import Predictor
+from fastspec.cascade.stopping import Scores
+
+NAMED = ("small", "medium", "large")
+
+
+def trained(stages: tuple[str, ...] = NAMED, items: int = 120, seed: int = 0) -> Predictor:
+    """A predictor for drawn items: the larger the stage the better its answers, and the better the surer."""
+    generator = torch.Generator().manual_seed(seed)
+    features = [torch.randn(items, len(NAMES), generator=generator) for _ in stages]
+    chance = torch.stack([torch.sigmoid(2 * each[:, 0] + 2 * stage) for stage, each in enumerate(features)], 1)
+    labels = (torch.rand(chance.shape, generator=generator) < chance).float()
+    tokens = torch.randint(5, 30, chance.shape, generator=generator).float()
+    kept = torch.cat((torch.zeros(items, 1), tokens[:, 1:] // 3), 1)
+    return Predictor.fit(stages, features, labels, tokens, kept, seed=seed)
+
+
+def stages(count: int = 3, **over: Any) -> list[Any]:
+    """Tiny models, the smallest first; the last is the large one."""
+    depths = [2, 3, 6][-count:]
+    return [tiny_model(seed=index, num_hidden_layers=depth, **over) for index, depth in enumerate(depths)]
+
+
+def cascaded(models: list[Any], **options: Any) -> Any:
+    """The last model, patched with the others as its stages."""
+    names = NAMED[-len(models) :] if len(models) < 3 else NAMED
+    settings = {"predictor": trained(names), "costs": [1.0, 2.0, 4.0][: len(models)]} | options
+    below = [fastspec.Stage(model, name=name) for model, name in zip(models[:-1], names, strict=False)]
+    return fastspec.patch(models[-1], cascade=fastspec.Cascade(stages=settings.pop("stages", below), label=names[-1], **settings))
+
+
+@dataclass
+class Told:
+    """Replaces `Predictor.score`: takes down what it was asked and answers from a script of qualities."""
+
+    script: list[tuple[float, ...]]
+    asked: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+    def __call__(self, predictor: Any, stage: int, features: torch.Tensor, risk: float | None = None) -> Scores:
+        self.asked.append((stage, features))
+        quality = self.script[len(self.asked) - 1]
+        return Scores(quality, (10.0,) * (len(quality) - 1))

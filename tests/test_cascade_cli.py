@@ -1,0 +1,134 @@
+"""`fastspec cascade train` and `evaluate` on tiny models: answers, labels, a predictor, the frontier, and a run that was cut short."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_training import small_target, small_tokenizer, write_prompts
+from typer.testing import CliRunner
+
+import fastspec
+from fastspec.cascade import records
+from fastspec.cascade.predictor import Predictor
+from fastspec.cli import app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models that agree on some prompts: some rows of the small one's LM head are noise."""
+    found = tmp_path_factory.mktemp("cascade")
+    for name, noise in (("small", 0.5), ("large", 0.0)):
+        model = small_target(peak=0.3)
+        torch.manual_seed(1)
+        model.lm_head.weight[4:] += noise * torch.randn(124, 64)
+        model.save_pretrained(found / name)
+        tokenizer = small_tokenizer()
+        tokenizer.chat_template = None  # a bigram model's answer depends on the prompt's last word
+        tokenizer.save_pretrained(found / name)
+    write_prompts(found / "first.jsonl", 30)
+    write_prompts(found / "second.jsonl", 40)
+    return found
+
+
+def run(folder: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["cascade", *arguments])
+    assert result.exit_code == 0, result.output + str(result.exception)
+    return result.output
+
+
+def training(folder: Path, *more: str) -> list[str]:
+    return [
+        "train", "--stage", f"small={folder}/small", "--model", f"large={folder}/large", "--prompts", f"{folder}/first.jsonl",
+        "--prompts", f"{folder}/second.jsonl", "--out", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl",
+        "--max-new-tokens", "16", "--batch", "8", *more,
+    ]  # fmt: skip
+
+
+def test_a_predictor_is_trained_judged_and_used(folder: Path) -> None:
+    said = run(folder, *training(folder, "--report", str(folder / "calibration.jsonl")))
+    assert "70 of 70 items answered by 2 stages" in said and "predictor written" in said and "ms a token" in said
+    held = records.read(folder / "answers.jsonl")
+    assert len(held.records) == 140 and all(record.label is not None for record in held.records)
+    assert all(record.label == 1 for record in held.records if record.stage == "large")
+    assert {record.split for record in held.records} == {"train", "held-out"}
+    rows = [json.loads(line) for line in (folder / "calibration.jsonl").read_text().splitlines()]
+    assert {row["set"] for row in rows} == {"all", "first", "second"}
+
+    lines = (folder / "answers.jsonl").read_text().splitlines(keepends=True)
+    (folder / "answers.jsonl").write_text("".join(lines[:60]))  # as a run that was cut short leaves it
+    again = run(folder, *training(folder))
+    assert "70 of 70" not in again
+    assert sorted((folder / "answers.jsonl").read_text().splitlines()) != [] and len(records.read(folder / "answers.jsonl").records) == 140
+
+    picture = folder / "frontier.png"
+    said = run(
+        folder, "evaluate", "--predictor", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl",
+        "--out", f"{folder}/rows.jsonl",
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert {record.label for record in held.records if record.stage == "small"} == {0.0, 1.0}
+    points = [row for row in rows if row["kind"] == "frontier" and row["set"] == "all"]
+    assert points[0]["stage"] == 0 and points[-1]["stage"] >= points[0]["stage"] and "area gained" in said
+    assert all(before["stage"] <= after["stage"] for before, after in pairwise(points))
+    pytest.importorskip("matplotlib")
+    run(folder, "evaluate", "--predictor", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl", "--plot", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_records_are_what_the_models_say(folder: Path) -> None:
+    """Whatever the batch, a stage's answer is its own greedy answer, and the label its agreement with the last."""
+    path = folder / "alone.jsonl"
+    arguments = training(folder)
+    arguments[arguments.index("--answers") + 1] = str(path)
+    run(folder, *arguments, "--most", "25", "--seed", "3")
+    tokenizer = small_tokenizer()
+    from fastspec.models import load_model
+
+    models = {name: load_model(str(folder / name))[0] for name in ("small", "large")}
+    prompts = {f"first-{at}": json.loads(line)["prompt"] for at, line in enumerate((folder / "first.jsonl").read_text().splitlines(), 1)}
+    checked = 0
+    for record in records.read(path).records:
+        if record.set == "first" and checked < 12:
+            ids = tokenizer(prompts[record.item], return_tensors="pt")
+            out = models[record.stage].generate(**ids, max_new_tokens=16, do_sample=False, pad_token_id=0)[0, ids["input_ids"].shape[1] :]
+            assert record.answer == tokenizer.decode(out, skip_special_tokens=True)
+            assert record.new_tokens + record.kept_tokens == len(out) and record.prompt_tokens == ids["input_ids"].shape[1]
+            checked += 1
+    assert checked == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--stage": "small"}, "NAME=MODEL"), ({"--head": "other=x"}, "no --stage"), ({"--prompts": "/nowhere.jsonl"}, "no such file"),
+        ({"--model": "large=/nowhere"}, "could not load"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_end_with_a_message(folder: Path, change: dict[str, str], message: str) -> None:
+    arguments: list[Any] = training(folder, "--head", "small=x")
+    if "--head" not in change:
+        del arguments[-2:]
+    for option, value in change.items():
+        arguments[arguments.index(option) + 1] = value
+    result = CliRunner().invoke(app, ["cascade", *arguments])
+    assert result.exit_code == 1 and message in " ".join(result.output.split())
+
+
+def test_what_train_writes_is_a_cascade_s_predictor(folder: Path) -> None:
+    if not (folder / "p.safetensors").exists():
+        run(folder, *training(folder))
+    from fastspec.models import load_model
+
+    predictor = Predictor.load(folder / "p.safetensors")
+    assert predictor.rates is not None and predictor.place["dtype"] == "float32"
+    small, _ = load_model(str(folder / "small"))
+    large, tokenizer = load_model(str(folder / "large"))
+    cascade = fastspec.Cascade(stages=[fastspec.Stage(small, name="small")], label="large", predictor=folder / "p.safetensors", price=1e6)
+    fastspec.patch(large, cascade=cascade)
+    ids = tokenizer("w5 w6 w7", return_tensors="pt")
+    assert large.generate(**ids, assistant="cascade", max_new_tokens=8, do_sample=False).shape[1] <= 11

@@ -1,0 +1,583 @@
+"""Two ways of decoding with several models: a mixture's law at every token, and a chain's last model, exactly.
+
+The loop itself is enumerated. Its only random decisions are draws of a token and acceptances of one; both are replaced by a script, and
+every script that differs from another in one decision is run, with its chance. So the law of the first tokens is a finite sum, the real
+drafters, rounds and caches at work, and it must be the closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import free, prompts
+from helpers_models import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cascade_deferral import twin
+from test_sampling import SIGNIFICANCE, p_value
+from torch import Tensor
+
+from fastspec.cascade.config import RANGES, RULES
+from fastspec.cascade.deferral import mixed
+from fastspec.errors import Unsupported
+from fastspec.generation.loop import Outcome, Request, decode
+from fastspec.generation.mixed_draft import MixedDrafter
+from fastspec.generation.rounds import Rounds
+from fastspec.generation.staged_draft import StagedDrafter, drafted, room
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.adapters import adapter_for
+from fastspec.patches.backends import TORCH
+from fastspec.patches.hf_model import HFModel
+
+Text = tuple[int, ...]
+PROMPT = (1, 0)
+CLOSE = 1e-5
+"""A text's chance is a sum of products of at most 40 fp32 chances, and each is off by a few roundings of 6e-8: 40 * 4 * 6e-8."""
+PROCESSES: list[Callable[[Tensor], Tensor] | None] = [
+    None, lambda scores: scores / 0.6, lambda scores: (scores * 0.7).masked_fill(scores < scores.amax(-1, keepdim=True) - 1.2, -torch.inf),
+]  # fmt: skip
+
+
+class Tables:
+    """A model of `vocab` tokens with scores of its own after every text, and a cache of tokens that is read as it stands."""
+
+    def __init__(self, seed: int, name: str, rows: int, vocab: int, rooms: int = 40) -> None:
+        self.seed, self.name, self.vocab = seed, name, vocab
+        self.cells = torch.full((rows, rooms), -1)
+        self.lengths = torch.zeros(rows, dtype=torch.long)
+        self.known: dict[Text, list[float]] = {}
+
+    def after(self, text: Text) -> list[float]:
+        if text not in self.known:
+            random = Random(f"{self.seed} {self.name} {text}")
+            scores = [random.uniform(-1.5, 1.5) if random.random() < 0.85 else -torch.inf for _ in range(self.vocab)]
+            scores[random.randrange(self.vocab)] = random.uniform(-1.5, 1.5)
+            self.known[text] = scores
+        return self.known[text]
+
+    def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        self.cells[:, : ids.shape[1]], self.lengths = ids, counts.clone()
+        texts = [tuple(text[:n]) for text, n in zip(ids.tolist(), counts.tolist(), strict=True)]
+        return torch.tensor([self.after(text) for text in texts]), ids[..., None][..., :0]
+
+    def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
+        rows, nodes = tree.tokens.shape
+        self.cells.scatter_(1, self.lengths[:, None] + torch.arange(nodes), tree.tokens)
+        cells, lengths, tokens, parents = self.cells.tolist(), self.lengths.tolist(), tree.tokens.tolist(), tree.parents.tolist()
+        assert int(self.lengths.max()) <= extent
+        out = []
+        for row in range(rows):
+            texts = [(*cells[row][: lengths[row]], tokens[row][0])]
+            for node in range(1, nodes):
+                texts.append((*texts[parents[row][node]], tokens[row][node]))
+            out.append([self.after(text) for text in texts])
+        return torch.tensor(out), tree.tokens[..., None][..., :0]
+
+    def commit(self, verdict: Verdict, active: Tensor) -> None:
+        base = self.lengths[:, None]
+        self.cells.scatter_(1, base + torch.arange(verdict.path.shape[1]), self.cells.gather(1, base + verdict.path))
+        self.lengths = self.lengths + (verdict.accepted + 1) * active
+
+    def rewind(self, lengths: Tensor) -> None:
+        assert bool((lengths <= self.lengths).all())
+        self.lengths = lengths.clone()
+
+    def open(self, capacity: int) -> None:
+        raise AssertionError("no second call here")
+
+
+class Scripts:
+    """The random decisions of one batch: the row's script first, then the first that is possible, with the others noted down.
+
+    Rows from `scripted` on are not enumerated: their decisions are drawn by a generator of their own.
+    """
+
+    def __init__(self, scripts: list[list[int]], companions: int = 0) -> None:
+        self.scripts, self.taken, self.weights = scripts, [[] for _ in scripts], [1.0] * len(scripts)  # type: ignore[var-annotated]
+        self.others: list[list[int]] = []
+        self.companions = [Random(row) for row in range(companions)]
+        self.rounds: Rounds
+
+    @property
+    def rows(self) -> int:
+        return len(self.scripts) + len(self.companions)
+
+    def decide(self, row: int, chances: list[float]) -> int:
+        if row >= len(self.scripts):
+            return self.companions[row - len(self.scripts)].choices(range(len(chances)), chances)[0]
+        options = [option for option, chance in enumerate(chances) if chance > 0]
+        script, taken = self.scripts[row], self.taken[row]
+        if len(taken) < len(script):
+            option = script[len(taken)]
+        else:
+            option = options[0]
+            self.others += [[*taken, other] for other in options[1:]]
+        taken.append(option)
+        self.weights[row] *= chances[option]
+        return option
+
+    def pick(self, scores: Tensor, uniform: Any) -> Tensor:
+        """In place of `Ops.pick`."""
+        if uniform is None:
+            return scores.argmax(-1)
+        chances = torch.softmax(scores.double(), -1).flatten(0, -2).tolist()
+        picked = [self.decide(row, each) if self.rounds.running[row] else 0 for row, each in enumerate(chances)]
+        return torch.tensor(picked).view(scores.shape[:-1])
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """With `torch.rand` giving coins that ask the scripts when they are compared."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "rand", lambda *shape, device=None: Coins(self))
+            yield
+
+
+class Coins:
+    """Uniforms of the nodes of a chain: uniform * q < p is an acceptance with chance p / q, asked for where the walk comes by."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self.scripts, self.going, self.q = scripts, [True] * scripts.rows, torch.zeros(0)
+
+    def __getitem__(self, key: Any) -> Coins:
+        return self
+
+    def __mul__(self, q: Tensor) -> Coins:
+        self.q = q
+        return self
+
+    def __lt__(self, p: Tensor) -> Tensor:
+        for row, (a, b) in enumerate(zip(p.double().tolist(), self.q.double().tolist(), strict=True)):
+            chance = min(1.0, a / b) if b else 0.0
+            asked = self.going[row] and self.scripts.rounds.running[row]
+            self.going[row] = bool(asked and self.scripts.decide(row, [1 - chance, chance]))
+        return torch.tensor(self.going)
+
+
+Make = Callable[[int, Any], tuple[Any, Any]]
+"""(rows, ops) -> (target, drafter)."""
+
+
+def enumerated(make: Make, process: Any, limit: int, together: int = 10**6, companions: int = 0) -> dict[Text, float]:
+    """The law of the first `limit` tokens of the loop, `together` scripts in a batch."""
+    law: dict[Text, float] = {}
+    waiting: list[list[int]] = [[]]
+    while waiting:
+        batch, waiting = waiting[:together], waiting[together:]
+        scripts = Scripts(batch, companions)
+        ops = replace(TORCH, pick=scripts.pick)
+        target, drafter = make(scripts.rows, ops)
+        scripts.rounds = rounds = Rounds(target, drafter, ops, rows=scripts.rows, sample=True, process=process)
+        with scripts.playing():
+            outcome = decode(rounds, request(scripts.rows, limit), "enumerated")
+        for text, weight in zip(outcome.tokens, scripts.weights, strict=False):
+            law[tuple(text)] = law.get(tuple(text), 0.0) + weight
+        waiting += scripts.others
+    return law
+
+
+def request(rows: int, limit: int, **options: Any) -> Request:
+    ids = torch.tensor([PROMPT]).expand(rows, -1)
+    return Request(ids, torch.full((rows,), len(PROMPT)), list(ids), limit, frozenset(), None, **options)
+
+
+def closed(vocab: int, limit: int, after: Callable[[Text], list[float]]) -> dict[Text, float]:
+    """The law of texts whose next token has the law after(prompt and text so far)."""
+    law = {}
+    for text in product(range(vocab), repeat=limit):
+        law[text] = 1.0
+        for place, token in enumerate(text):
+            law[text] *= after((*PROMPT, *text[:place]))[token]
+    return law
+
+
+def agree(found: dict[Text, float], want: dict[Text, float]) -> bool:
+    return all(abs(found.get(text, 0.0) - want.get(text, 0.0)) < CLOSE for text in {*found, *want})
+
+
+def law_of(model: Tables, text: Text, process: Any = None) -> list[float]:
+    scores = torch.tensor([model.after(text)])
+    return torch.softmax(scores if process is None else process(scores), -1)[0].double().tolist()
+
+
+# The mixture
+
+
+def mixture(seed: int, vocab: int, rule: str, alpha: Any, process: Any) -> Callable[[Text], list[float]]:
+    """pi after every text, in plain Python."""
+    large, small = Tables(seed, "large", 1, vocab), Tables(seed, "small", 1, vocab)
+
+    def pi(text: Text) -> list[float]:
+        p, q = (law_of(model, text, process) for model in (large, small))
+        if alpha == "lossless" or alpha == RANGES[rule][0]:
+            return p
+        return q if alpha == RANGES[rule][1] else twin(rule, alpha, p, q, law_of(large, text), law_of(small, text))
+
+    return pi
+
+
+def mixing(seed: int, vocab: int, gamma: int, blend: Any, kind: Any = MixedDrafter) -> Make:
+    def make(rows: int, ops: Any) -> tuple[Any, Any]:
+        large, small = (Tables(seed, name, rows, vocab) for name in ("large", "small"))
+        return large, kind(small, gamma, blend, vocab=vocab, draft_vocab=vocab, ops=ops)
+
+    return make
+
+
+@st.composite
+def alphas(draw: st.DrawFn, rule: str) -> Any:
+    large, small = RANGES[rule] if rule != "opt" else (-3, 3)
+    inside = large + (small - large) * draw(st.integers(1, 15)) / 16
+    return draw(st.sampled_from([inside] * 6 + ["lossless", *RANGES[rule]]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(st.data(), st.integers(0, 10**6), st.sampled_from([(3, 2, 3), (3, 1, 3), (2, 3, 4), (4, 2, 2)]), st.sampled_from(PROCESSES))
+@settings(max_examples=10, deadline=None)
+def test_every_token_of_the_loop_follows_the_mixture(rule, data, seed, sizes, process):
+    alpha, (vocab, gamma, limit) = data.draw(alphas(rule)), sizes
+    found = enumerated(mixing(seed, vocab, gamma, partial(mixed, rule, alpha)), process, limit)
+    assert agree(found, closed(vocab, limit, mixture(seed, vocab, rule, alpha, process)))
+
+
+class BonusOfTheTarget(MixedDrafter):
+    def mix(self, tree, logits, scores):
+        return torch.cat((super().mix(tree, logits, scores)[:, :-1], scores[:, -1:].log_softmax(-1)), 1)
+
+
+class FirstOfTheTarget(MixedDrafter):
+    def first(self, ids, counts, logits, scores, **options):
+        super().first(ids, counts, logits, scores, **options)
+        return scores
+
+
+class LawsOneNodeLate(MixedDrafter):
+    def mix(self, tree, logits, scores):
+        self.q = torch.cat((self.q[:, :1], self.q[:, :-1]), 1)
+        return super().mix(tree, logits, scores)
+
+
+class NothingForgotten(MixedDrafter):
+    """The draft model's cache keeps the drafts that were refused."""
+
+    def observe(self, *given):
+        before = self.draft.lengths
+        super().observe(*given)
+        self.draft.lengths = before
+
+
+WRONG: dict[str, tuple[Any, Any]] = {
+    "bonus token from p": (BonusOfTheTarget, mixed),
+    "first token from p": (FirstOfTheTarget, mixed),
+    "laws of the node before": (LawsOneNodeLate, mixed),
+    "refused drafts in the cache": (NothingForgotten, mixed),
+    "rules that look at processed probabilities": (MixedDrafter, lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, p, q, p, q)),
+    "mixture of unprocessed laws": (MixedDrafter, lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, p_raw, q_raw, p_raw, q_raw)),
+    "p and q taken for each other": (MixedDrafter, lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, q, p, q_raw, p_raw)),
+}
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_planted_bugs_in_the_mixture_are_found(bug):
+    kind, rules = WRONG[bug]
+    right = []
+    for seed, (rule, alpha) in enumerate([("token_v1", 0.2), ("token_v3", 0.5), ("diff", 0.1), ("chow", 0.5)]):
+        found = enumerated(mixing(seed, 2, 1, partial(rules, rule, alpha), kind), PROCESSES[1], 3)
+        right.append(agree(found, closed(2, 3, mixture(seed, 2, rule, alpha, PROCESSES[1]))))
+    assert not all(right)
+
+
+@given(st.data(), st.sampled_from(RULES), st.integers(0, 10**6), st.integers(1, 4), st.sampled_from(PROCESSES))
+@settings(max_examples=30, deadline=None)
+def test_greedy_calls_say_the_mixtures_tokens(data, rule, seed, gamma, process):
+    """Rows with prompts of their own, which accept differently; one token has the whole mixture."""
+    alpha, vocab, limit = data.draw(alphas(rule)), 4, 9
+    texts = data.draw(st.lists(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=5), min_size=1, max_size=3))
+    large, small = (Tables(seed, name, len(texts), vocab) for name in ("large", "small"))
+    counts = torch.tensor([len(text) for text in texts])
+    ids = torch.tensor([text + [0] * (int(counts.max()) - len(text)) for text in texts])
+    drafter = MixedDrafter(small, gamma, partial(mixed, rule, alpha), vocab=vocab, draft_vocab=vocab, ops=TORCH)
+    rounds = Rounds(large, drafter, TORCH, rows=len(texts), sample=False, process=process)
+    found = decode(rounds, Request(ids, counts, list(ids), limit, frozenset(), None), "mixed").tokens
+    for prompt, said in zip(texts, found, strict=True):
+        text = list(prompt)
+        for token in said:
+            raw = [torch.tensor(model.after(tuple(text))) for model in (large, small)]
+            best = [int((each if process is None else process(each[None])[0]).argmax()) for each in raw]
+            hot = [torch.eye(vocab)[each] for each in best]
+            pi = mixed(rule, alpha, *hot, *(each.softmax(-1) for each in raw))
+            assert token == int(pi.argmax()) and float(pi.max()) == 1
+            text.append(token)
+        assert len(said) == limit
+
+
+def test_what_cannot_be_mixed_is_refused():
+    make = mixing(0, 2, 2, partial(mixed, "chow", 0.5))
+    target, drafter = make(1, TORCH)
+    asked = request(1, 3)
+    asked.process_at = lambda rows, texts, scores: scores
+    with pytest.raises(Unsupported, match="takes no processors that look at the tokens so far"):
+        decode(Rounds(target, drafter, TORCH, rows=1, sample=True, process=None), asked, "mixed")
+
+
+# The chain
+
+
+class Checked(StagedDrafter):
+    """A chain of Tables that holds every stage's recorded laws, and its drafts where none are drawn, to the stage's own."""
+
+    def _write(self, stage, at, count, active, extent):
+        q = super()._write(stage, at, count, active, extent)
+        for row in range(len(at)):
+            if not active[row]:
+                continue
+            cells = [*self.text[row], *self.tape[row, self.kept :].tolist()]
+            begin = len(self.text[row]) + int(at[row]) - self.kept
+            for place in range(count):
+                scores = torch.tensor(self.models[stage].after(tuple(cells[: begin + place])))
+                if q is None:
+                    assert cells[begin + place] == int(scores.argmax())
+                else:
+                    torch.testing.assert_close(q[row, place], self.process(scores[None])[0].softmax(-1), rtol=1e-6, atol=1e-7)
+        return q
+
+    def begin(self, ids, counts, features, root):
+        self.text = [[*text[:n], first] for text, n, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
+        super().begin(ids, counts, features, root)
+
+    def observe(self, tree, verdict, logits, features, active, extent):
+        super().observe(tree, verdict, logits, features, active, extent)
+        for row, (n, said) in enumerate(zip(verdict.accepted.tolist(), verdict.tokens(tree).tolist(), strict=True)):
+            self.text[row] += said[: n + 1] if active[row] else []
+            for model in self.models:
+                held = int(model.lengths[row])
+                assert held < len(self.text[row]) and model.cells[row, :held].tolist() == self.text[row][:held]
+
+
+def chained(seed: int, vocab: int, gamma: int, stages: int, process: Any, kind: Any = Checked) -> Make:
+    def make(rows: int, ops: Any) -> tuple[Any, Any]:
+        models = [Tables(seed, str(stage), rows, vocab) for stage in range(stages)]
+        return Tables(seed, "target", rows, vocab), kind(models, gamma, vocab=vocab, vocabs=[vocab] * stages, ops=ops, process=process)
+
+    return make
+
+
+def own(seed: int, vocab: int, process: Any) -> Callable[[Text], list[float]]:
+    return partial(law_of, Tables(seed, "target", 1, vocab), process=process)
+
+
+@pytest.mark.parametrize(
+    "stages, gamma, limit, companions, vocab", [(1, 2, 3, 0, 2), (2, 1, 2, 0, 3), (2, 2, 3, 0, 2), (2, 2, 2, 1, 2), (3, 2, 2, 0, 2)]
+)
+@given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
+@settings(max_examples=3, deadline=None)
+def test_the_loop_says_what_the_last_model_says_alone(stages, gamma, limit, companions, vocab, seed, process):
+    """Scripts one by one: how far a stage writes depends on the rows beside, so that a row's decisions are the same in one batch alone."""
+    found = enumerated(chained(seed, vocab, gamma, stages, process), process, limit, 1, companions)
+    assert agree(found, closed(vocab, limit, own(seed, vocab, process)))
+
+
+class LawsOfAnotherTemperature(Checked):
+    def _write(self, stage, at, count, active, extent):
+        q = super()._write(stage, at, count, active, extent)
+        return q * q / (q * q).sum(-1, keepdim=True)
+
+
+class UnlikelyDraftsLeftOut(Checked):
+    """A draft of token 1 is not handed on."""
+
+    def _write(self, stage, at, count, active, extent):
+        q = super()._write(stage, at, count, active, extent)
+        said = self.tape.gather(1, at[:, None] + torch.arange(count))
+        return q if stage == 0 else q * (said != 1)[..., None]
+
+
+class NothingCut(Checked):
+    """Caches keep what was replaced on the tape: the output stays the target's, but the stages' laws are not their own."""
+
+    def _cut(self, stage, at):
+        pass
+
+
+class OtherTokensHandedOn(Checked):
+    """The last token on the tape is not the one that was written."""
+
+    def _write(self, stage, at, count, active, extent):
+        q = super()._write(stage, at, count, active, extent)
+        if stage:
+            self.tape.scatter_(1, (at + count - 1)[:, None], torch.zeros_like(at)[:, None])
+        return q
+
+
+def found_in_the_chain(bug: Any, seed: int) -> bool:
+    process = PROCESSES[1]
+    try:
+        return not agree(enumerated(chained(seed, 2, 2, 2, process, bug), process, 3, 1), closed(2, 3, own(seed, 2, process)))
+    except AssertionError:
+        return True
+
+
+@pytest.mark.parametrize("bug", [LawsOfAnotherTemperature, UnlikelyDraftsLeftOut, NothingCut, OtherTokensHandedOn])
+def test_planted_bugs_in_the_chain_are_found(bug):
+    assert any(found_in_the_chain(bug, seed) for seed in range(4))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
+@settings(max_examples=40, deadline=None)
+def test_batches_keep_every_stages_laws(seed, stages, gamma, sample, data):
+    """Rows of other lengths that accept and end differently: the laws recorded are the stages' own, and greedy tokens the target's."""
+    vocab, limit = 4, 8
+    texts = data.draw(st.lists(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=6), min_size=1, max_size=4))
+    ends = data.draw(st.sampled_from([frozenset(), frozenset({3})]))
+    counts = torch.tensor([len(text) for text in texts])
+    ids = torch.tensor([text + [0] * (int(counts.max()) - len(text)) for text in texts])
+    process = (lambda scores: scores / 0.6) if sample else None
+    target, drafter = chained(seed, vocab, gamma, stages, process)(len(texts), TORCH)
+    drafter.models[-1].name = "target"  # so all its drafts are accepted, while its own stage below is mostly refused
+    torch.manual_seed(seed)
+    rounds = Rounds(target, drafter, TORCH, rows=len(texts), sample=sample, process=process)
+    outcome = decode(rounds, Request(ids, counts, list(ids), limit, ends, None), "staged")
+    for row, (prompt, said) in enumerate(zip(texts, outcome.tokens, strict=True)):
+        text = list(prompt)
+        for token in said:
+            assert sample or token == int(torch.tensor(target.after(tuple(text))).argmax())
+            text.append(token)
+        assert len(said) == limit or said[-1] in ends, row
+    assert outcome.stats.accepted == outcome.stats.drafted
+
+
+# Both with tiny transformers models
+
+
+def run(large: Any, parts: dict[str, Any], make: Any, limit: int, *, process: Any = None, sample: bool = False, ends: Any = ()) -> Outcome:
+    """Decode prompts with make(rows, capacity) -> drafter."""
+    keep = parts["attention_mask"].bool()
+    counts = keep.sum(1)
+    ids = parts["input_ids"].gather(1, torch.argsort((~keep).int(), dim=1, stable=True))
+    rows, capacity = len(ids), ids.shape[1] + limit
+    with torch.no_grad():
+        drafter = make(rows, capacity)
+        target = HFModel(large, adapter_for(large), rows=rows, capacity=capacity, tail=drafter.nodes, taps=None, ops=TORCH)
+        rounds = Rounds(target, drafter, TORCH, rows=rows, sample=sample, process=process)
+        return decode(rounds, Request(ids, counts, list(ids), limit, frozenset(ends), None), "cascade")
+
+
+def staged(models: list[Any], gamma: int, vocab: int, process: Any = None) -> Callable[[int, int], StagedDrafter]:
+    more, tail = room(len(models), gamma)
+
+    def make(rows: int, capacity: int) -> StagedDrafter:
+        caches = [HFModel(m, adapter_for(m), rows=rows, capacity=capacity + more, tail=tail, taps=None, ops=TORCH) for m in models]
+        return StagedDrafter(caches, gamma, vocab=vocab, vocabs=[m.config.vocab_size for m in models], ops=TORCH, process=process)
+
+    return make
+
+
+def mixing_with(small: Any, gamma: int, blend: Any, vocab: int) -> Callable[[int, int], MixedDrafter]:
+    def make(rows: int, capacity: int) -> MixedDrafter:
+        cache = HFModel(small, adapter_for(small), rows=rows, capacity=capacity + gamma + 2, tail=2, taps=None, ops=TORCH)
+        return MixedDrafter(cache, gamma, blend, vocab=vocab, draft_vocab=small.config.vocab_size, ops=TORCH)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def zoo() -> dict[str, Any]:
+    """Models of other seeds, vocabularies and families; "near" is often the target's opinion."""
+    near = tiny_model()
+    with torch.no_grad():
+        near.lm_head.weight.add_(0.12 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)))
+    return {
+        "target": tiny_model(), "near": near, "other": tiny_model(seed=3, num_hidden_layers=1), "fewer tokens": tiny_model(vocab_size=90),
+        "more tokens": tiny_model(vocab_size=128), "generic": tiny_model("gpt2", num_hidden_layers=1),
+    }  # fmt: skip
+
+
+@given(st.data(), st.integers(1, 6), st.integers(0, 10**6))
+@settings(max_examples=8, deadline=None)
+def test_a_chain_says_the_greedy_tokens_of_the_target(zoo, data, gamma, seed):
+    chain = [zoo[name] for name in data.draw(st.lists(st.sampled_from(sorted(zoo)), min_size=1, max_size=3))]
+    inputs = prompts(*data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3)), seed=seed)
+    assert run(zoo["target"], inputs, staged(chain, gamma, 97), 17).tokens == free(zoo["target"], inputs, 17)
+
+
+def test_a_chain_of_copies_is_accepted_whole(zoo):
+    """Whatever their stages below say: 18 tokens in three rounds of six, after the first."""
+    target = zoo["target"]
+    for chain in ([target], [zoo["other"], target], [target, target], [zoo["near"], zoo["other"], target]):
+        for process in (None, lambda scores: scores / 0.8):
+            torch.manual_seed(0)
+            sample = process is not None
+            call = run(target, prompts(1, 9), staged(chain, 5, 97, process), 19, process=process, sample=sample).stats
+            assert (call.rounds, call.acceptance_length) == (3, 6)
+
+
+def test_drafters_begin_another_call_on_their_caches(zoo):
+    target, (first, second) = zoo["target"], (prompts(3, 12), prompts(9, 2, seed=1))
+    for make in (staged([zoo["other"], zoo["near"]], 4, 97), mixing_with(zoo["near"], 4, partial(mixed, "token_v2", 0.3), 97)):
+        alone, drafter = run(target, second, make, 11).tokens, make(2, 40)
+        run(target, first, lambda rows, capacity, drafter=drafter: drafter, 15)
+        drafter.open(20)
+        assert run(target, second, lambda rows, capacity, drafter=drafter: drafter, 11).tokens == alone
+
+
+def test_stages_write_no_fewer_than_one():
+    assert drafted(1, 5) == [5] and drafted(3, 5) == [3, 4, 5] and drafted(4, 2) == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("below", [["near"], ["other", "near"], ["near", "fewer tokens"]], ids=str)
+def test_sampled_texts_of_a_chain_follow_the_target(zoo, below):
+    target, ids, length = zoo["target"], torch.tensor([[17, 44, 61, 9]]), 2
+    expected = laws_of([target], ids, length, lambda laws: laws[0])
+    texts = sampled(target, staged([zoo[name] for name in below], 3, 97, warm), ids, length)
+    assert p_value(expected, texts) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("rule, alpha", [("token_v1", 0.1), ("opt", 0.3), ("token_v3", 0.8)])
+@pytest.mark.parametrize("small", ["near", "more tokens"])
+def test_sampled_texts_follow_the_mixture(zoo, rule, alpha, small):
+    target, ids, length = zoo["target"], torch.tensor([[17, 44, 61, 9]]), 2
+    blend = partial(mixed, rule, alpha)
+    both = [target, zoo[small]]
+    expected = laws_of(both, ids, length, lambda laws: blend(laws[0], laws[1], laws[2], laws[3]))
+    texts = sampled(target, mixing_with(zoo[small], 2, blend, 97), ids, length)
+    assert p_value(expected, texts) > SIGNIFICANCE
+    assert p_value(laws_of([target], ids, length, lambda laws: laws[0]), texts) < SIGNIFICANCE
+
+
+def warm(scores: Tensor) -> Tensor:
+    """Temperature 1.5 and the eight likeliest tokens."""
+    return (scores / 1.5).masked_fill(scores < scores.topk(8, -1).values[..., -1:], -torch.inf)
+
+
+def sampled(target: Any, make: Any, ids: Tensor, length: int) -> list[Text]:
+    """2,048 seeded texts."""
+    inputs = {"input_ids": ids.expand(512, -1), "attention_mask": torch.ones(512, ids.shape[1], dtype=torch.long)}
+    texts: list[Text] = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        texts += map(tuple, run(target, inputs, make, length, process=warm, sample=True).tokens)
+    return texts
+
+
+@torch.no_grad()
+def laws_of(models: list[Any], ids: Tensor, length: int, law: Callable[[list[Tensor]], Tensor]) -> dict[Text, float]:
+    """The chance of every text whose tokens have the law made of the models' laws over 97 tokens: all processed, then all not."""
+    found: dict[Text, float] = {(): 1.0}
+    for _ in range(length):
+        texts = list(found)
+        whole = torch.cat((ids.expand(len(texts), -1), torch.tensor(texts, dtype=torch.long).view(len(texts), -1)), 1)
+        raw = [model(whole).logits[:, -1, :97].float() for model in models]
+        chances = law([warm(scores).softmax(-1) for scores in raw] + [scores.softmax(-1) for scores in raw]).double()
+        found = {
+            (*text, token): found[text] * chance
+            for text, row in zip(texts, chances.tolist(), strict=True)
+            for token, chance in enumerate(row)
+        }
+    return found
