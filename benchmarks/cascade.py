@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, action="append", required=True)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype")
+    parser.add_argument("--dtype", default=None)
     parser.add_argument("--items", type=int, default=20, help="held-out items of each set")
     parser.add_argument("--price", type=float, help="ms a bad answer; by default the one at which half of the items go on")
     parser.add_argument("--tokens", type=int, default=256)

@@ -15,6 +15,8 @@ from fastspec.errors import Unsupported
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
 Stages = Annotated[list[str], typer.Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")]
 Model = Annotated[str, typer.Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")]
+RATED, LONG = 8, 64
+"""Items after which the stages' rates are measured, and new tokens after each."""
 
 
 @app.command()
@@ -49,8 +51,8 @@ def train(
         cascade_answers.answer(
             models, tokenizer, items, answers, batch=batch, new_tokens=max_new_tokens, seed=seed, share=share, tell=told
         )
-        first = cascade_answers.encode(tokenizer, items[0].prompt)
-        rates = measure_rates(models.stages, first)
+        some = [cascade_answers.encode(tokenizer, item.prompt) for item in items[:: -(-len(items) // RATED)]]
+        rates = measure_rates(models.stages, some, min(max_new_tokens, LONG))
         where = cascade_answers.place(models.large)
     finally:
         models.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
+from helpers_cascade import trained
 from helpers_generate import NEVER
 from helpers_models import tiny_model
 from rich.console import Console
@@ -39,6 +41,17 @@ def make_chat() -> Chat:
     """A chat with a tiny random model, greedy, in which `autoregressive` answers with 12 tokens."""
     settings = Settings(model="tiny", resources=(), assistants=("autoregressive",), max_new_tokens=12, cache=True)
     return Chat(fastspec.patch(target()), tokenizer(), settings)
+
+
+def cascade_file(folder: Path, small: Any, text: str = "price: 0.0") -> str:
+    """A YAML file of a cascade whose one stage is `small`, saved beside it; `text` are further lines."""
+    small.save_pretrained(folder / "small")
+    tokenizer().save_pretrained(folder / "small")
+    trained(("small", "large")).save(folder / "predictor.safetensors")
+    path = folder / "cascade.yaml"
+    stages = f"stages:\n- model: {folder / 'small'}\n  name: small\nlabel: large\n"
+    path.write_text(f"{stages}predictor: {folder / 'predictor.safetensors'}\ncosts: [1, 2]\n{text}\n")
+    return str(path)
 
 
 def screen() -> Console:

@@ -252,6 +252,10 @@ def test_completion(chat: Chat) -> None:
     assert completions(chat, "/") == [f"/{name}" for name in COMMANDS]
     assert completions(chat, "/te") == ["/temperature"]
     assert completions(chat, "/storage s") == ["suffix"]
+    assert completions(chat, "/storage suffix ") == ["answer", "chat"] and completions(chat, "/storage suffix chat ") == []
+    assert completions(chat, "/tree a") == ["auto"] and completions(chat, "/tree auto ") == []
+    assert completions(chat, "/resource c") == ["cascade"] and completions(chat, "/stop_if_unknown ") == ["on", "off"]
+    assert completions(chat, "/early_exit o") == ["off"] and completions(chat, "/length ") == []
     assert completions(chat, "/assistant eagle3,auto") == ["autoregressive"]
     assert completions(chat, "/assistant eagle3 x") == completions(chat, "hello") == completions(chat, "/nonsense a") == []
 

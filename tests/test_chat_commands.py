@@ -37,6 +37,17 @@ def chat() -> Chat:
         ("/ngram 4", "ngram", 4),
         ("/top_k_filler 2", "top_k_filler", 2),
         ("/storage onelevel", "storage", "onelevel"),
+        ("/storage suffix", "storage_per", "answer"),
+        ("/storage suffix chat", "storage_per", "chat"),
+        ("/stop_if_unknown off", "stop_if_unknown", False),
+        ("/stop_if_unknown", "stop_if_unknown", False),
+        ("/early_exit 5", "early_exit", 5),
+        ("/early_exit off", "early_exit", None),
+        ("/tree 12", "tree_total_tokens", 12),
+        ("/tree 12 3 4", "tree_depth", 3),
+        ("/tree auto 3 4", "tree_top_k", 4),
+        ("/tree auto", "tree_total_tokens", "auto"),
+        ("/tree default", "tree_total_tokens", None),
         ("/seed 5", "seed", 5),
         ("/seed off", "seed", None),
         ("/beams 3", "beams", 3),
@@ -84,6 +95,24 @@ def test_commands_set(chat: Chat, line: str, setting: str, value: Any) -> None:
         ("/ngram 1", "n must be"),
         ("/top_k_filler x", "whole number"),
         ("/storage tree", "basic, onelevel, suffix"),
+        ("/storage suffix turn", "answer, chat"),
+        ("/storage suffix chat 1", "takes 1 to 2 arguments"),
+        ("/stop_if_unknown maybe", "on or off"),
+        ("/early_exit 0", "at least 1"),
+        ("/early_exit 6", "the target has 6 layers, so at most 5$"),
+        ("/early_exit few", "whole number, not 'few'"),
+        ("/early_exit", "takes 1 argument"),
+        ("/tree", "takes 1 to 3 arguments"),
+        ("/tree 1", "between 2 and"),
+        ("/tree 300", "at most 256"),
+        ("/tree 12 -1", "depth must be"),
+        ("/tree 12 3 0", "top_k must be"),
+        ("/tree 60 0 4", "between 2 and 5"),
+        ("/tree large", "total_tokens must be a whole number"),
+        ("/tree default 3", "as a whole"),
+        ("/resource cascade no/such.yaml", "no/such.yaml cannot be read"),
+        ("/assistant cascade", "/resource cascade SOURCE"),
+        ("/assistant speculative", "/resource speculative SOURCE or /early_exit K"),
         ("/cache maybe", "on or off"),
         ("/chat maybe", "on or off"),
         ("/debug 1 2", "0 to 1"),
@@ -125,7 +154,7 @@ def test_reset_clear_and_quit(chat: Chat) -> None:
 
 def test_settings_reach_the_configs_of_the_assistants() -> None:
     settings = Settings(gamma=3, ngram=3, top_k_filler=2, storage="onelevel")
-    assert settings.assistant("eagle3") == "eagle3"
+    assert settings.assistant("eagle3") == fastspec.Eagle3() and settings.assistant("eagle") == "eagle"
     nasd = settings.assistant("nasd")
     assert (nasd.n, nasd.gamma, nasd.top_k_filler, nasd.storage) == (3, 3, 2, "one_level")
     assert settings.assistant("speculative").gamma == 3
@@ -165,5 +194,5 @@ def test_resource_adds_a_head_and_model_takes_it_away(chat: Chat, monkeypatch) -
     chat.reopen(chat.settings.replace(resources=(("eagle3", head),)))
     execute(chat, "/assistant eagle3,transformers")
     told = execute(chat, "/model other")
-    assert "eagle3 lacks" in told
+    assert "eagle3 is left out: " in told and "/resource eagle3 SOURCE" in told
     assert chat.settings.assistants == ("transformers",)

@@ -17,8 +17,9 @@ from rich.control import Control, ControlType
 from rich.table import Table
 from rich.text import Text
 
-from fastspec.chat.session import Chat, resource_names
-from fastspec.chat.settings import CONFIGS, PROCESSORS, STORAGES
+from fastspec.chat.resources import resource_names
+from fastspec.chat.session import Chat
+from fastspec.chat.settings import CONFIGS, KEPT_FOR, PROCESSORS, STORAGES
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.models import SMOLLM2
 
@@ -28,7 +29,7 @@ Run = Callable[[Chat, list[str]], Any]
 @dataclass(frozen=True)
 class Command:
     """One row of the table. `arguments` is their grammar, a word each, the optional ones in brackets; `value` gives the setting's
-    present value, and `choices` what completes the first argument."""
+    present value, `choices` what completes the first argument, and `second` what completes the second."""
 
     name: str
     arguments: str
@@ -36,6 +37,7 @@ class Command:
     run: Run
     value: Callable[[Chat], str] | None = None
     choices: Callable[[Chat], Iterable[str]] | None = None
+    second: tuple[str, ...] = ()
 
     @property
     def usage(self) -> str:
@@ -115,9 +117,9 @@ def _resource(chat: Chat, arguments: list[str]) -> str:
     return _opened(chat, lost)
 
 
-def _opened(chat: Chat, lost: list[str]) -> str:
+def _opened(chat: Chat, lost: dict[str, str]) -> str:
     settings = chat.settings
-    note = f"; {', '.join(lost)} lacks its resource (/resource {lost[0]} SOURCE)" if lost else ""
+    note = "".join(f"\n{name} is left out: {why}" for name, why in lost.items())
     return f"{settings.model} on {chat.model.device}, assistants: {', '.join(settings.assistants)}{note}"
 
 
@@ -150,8 +152,40 @@ def _temperature(chat: Chat, arguments: list[str]) -> str:
 
 
 def _storage(chat: Chat, arguments: list[str]) -> str:
-    chat.settings = chat.settings.replace(storage=arguments[0])
-    return f"storage = {arguments[0]}"
+    chat.change(storage=arguments[0], **dict(zip(("storage_per",), arguments[1:], strict=False)))
+    return f"storage = {_storage_value(chat)}"
+
+
+def _storage_value(chat: Chat) -> str:
+    return f"{chat.settings.storage or 'basic'}, one per {chat.settings.storage_per}"
+
+
+def _early_exit(chat: Chat, arguments: list[str]) -> str:
+    value = None if arguments[0] == "off" else _number("early_exit", "the number of layers", arguments[0], int)
+    if value is not None:
+        chat.check("speculative", chat.settings.replace(early_exit=value))  # the target may have fewer layers
+    chat.change(early_exit=value)
+    return f"early_exit {arguments[0]}" + ("" if value is None else f": speculative drafts with the target's first {value} layers")
+
+
+def _tree(chat: Chat, arguments: list[str]) -> str:
+    size, *more = arguments
+    if size == "default" and more:
+        raise Unsupported("/tree default is the device's tree as a whole: leave depth and top_k out")
+    total = {"default": None, "auto": "auto"}[size] if size in ("default", "auto") else _number("tree", "total_tokens", size, int)
+    names = ("tree_depth", "tree_top_k")
+    given = {name: _number("tree", name.removeprefix("tree_"), text, int) for name, text in zip(names, more, strict=False)}
+    chat.change(tree_total_tokens=total, **{**dict.fromkeys(names), **given})
+    return f"tree: {_tree_value(chat)}"
+
+
+def _tree_value(chat: Chat) -> str:
+    config = chat.settings.assistant("eagle3")
+    shape = config.shape(chat.model.device.type)
+    grown = f"depth {shape.depth}, top_k {shape.top_k}"
+    if config.total_tokens == "auto":
+        return f"auto, at most {shape.total_tokens} nodes, {grown}"
+    return f"{'default: ' if config.total_tokens is None else ''}{shape.total_tokens} nodes, {grown}"
 
 
 def _seed(chat: Chat, arguments: list[str]) -> str:
@@ -226,8 +260,8 @@ def _default(chat: Chat) -> Iterable[str]:
 TABLE: tuple[Command, ...] = (
     Command("help", "[COMMAND]", "this table", _help, None, lambda chat: [command.name for command in TABLE]),
     Command("model", "NAME [HEAD]", "load another model and patch it, with an EAGLE-3 head", _model, _shown("model")),
-    Command("resource", "ASSISTANT SOURCE", "patch anew, with a head or draft model for an assistant", _resource, _resources,
-            lambda chat: resource_names()),
+    Command("resource", "ASSISTANT SOURCE", "patch anew, with a head, a draft model or a cascade's YAML file for an assistant",
+            _resource, _resources, lambda chat: resource_names()),
     Command("assistant", "NAME[,NAME...]", "who answers; several answer in turn and are compared; transformers is none", _assistant,
             lambda chat: ",".join(chat.settings.assistants), Chat.known),
     Command("length", "N", "new tokens per answer, at most", _count("length", "max_new_tokens"), _shown("max_new_tokens")),
@@ -243,11 +277,21 @@ TABLE: tuple[Command, ...] = (
     Command("ngram", "N|default", "longest n-gram of nasd", _count("ngram", "ngram"), _shown("ngram"), _default),
     Command("top_k_filler", "N|default", "the target's best tokens of each position that nasd counts",
             _count("top_k_filler", "top_k_filler"), _shown("top_k_filler"), _default),
-    Command("storage", "|".join(STORAGES), "where nasd keeps its n-grams", _storage, _shown("storage"), lambda chat: STORAGES),
-    Command("cache", "[on|off]", "keep keys and values from turn to turn; EAGLE heads then see the new turn alone",
+    Command("stop_if_unknown", "[on|off]", "where nasd knows nothing, draft nothing; off: the last token again",
+            _toggle("stop_if_unknown"), _shown("stop_if_unknown"), _switch),
+    Command("storage", f"{'|'.join(STORAGES)} [{'|'.join(KEPT_FOR)}]",
+            "where nasd keeps its n-grams, and how long: one storage for each answer, or one for the chat until /reset",
+            _storage, _storage_value, lambda chat: STORAGES, KEPT_FOR),
+    Command("early_exit", "K|off", "speculative drafts with the target's own first K layers, without a draft model", _early_exit,
+            lambda chat: str(chat.settings.early_exit or "off"), lambda chat: ["off"]),
+    Command("tree", "N|auto|default [DEPTH] [TOP_K]", "nodes of the trees of eagle2 and eagle3, root counted; auto measures",
+            _tree, _tree_value, lambda chat: ["auto", "default"]),
+    Command("cache", "[on|off]",
+            "keep keys and values from turn to turn; EAGLE heads then see the new turn alone. A cascade keeps its own, by its `memory`",
             _toggle("cache", Chat.drop_caches), _shown("cache"), _switch),
     Command("chat", "[on|off]", "the model's chat template; off: the texts as they stand", _toggle("chat"), _chat_value, _switch),
-    Command("debug", "[on|off]", "draw the draft tree of every round after the answer", _toggle("debug"), _shown("debug"), _switch),
+    Command("debug", "[on|off]", "draw the draft tree of every round after the answer; the stages of a cascade show none",
+            _toggle("debug"), _shown("debug"), _switch),
     Command("reset", "", "forget the conversation", _reset, lambda chat: f"{len(chat.turns)} turns"),
     Command("save", "FILE", "write conversation and statistics as JSON", _save),
     Command("clear", "", "clear the screen", _clear),

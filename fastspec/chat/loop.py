@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from fastspec.chat.commands import execute
 from fastspec.chat.session import BEAMS, Chat, Turn
-from fastspec.chat.view import AnswerStreamer, legend, round_tree, turn_table, verdict_line
+from fastspec.chat.view import AnswerStreamer, legend, round_tree, stage_tree, turn_table, verdict_line
 from fastspec.errors import FastSpecError
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ def respond(chat: Chat, prompt: str, console: Console) -> Turn:
             console.print(answer.text, markup=False, highlight=False)
         for number, found in enumerate(streamer.trees or (), 1):
             console.print(round_tree(chat.tokenizer, number, found), highlight=False)
+        if answer.explanation is not None:
+            console.print(stage_tree(answer.explanation), highlight=False)
         if answer.stopped:
             console.print("\nstopped", style="yellow")
             break

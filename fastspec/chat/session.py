@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import fastspec
+from fastspec.cascade.explain import Explanation
+from fastspec.chat.resources import forget_cascade, held_cascade, held_resources, load, new_storage, read_resources, resource_names
 from fastspec.chat.settings import PLAIN, Settings
 from fastspec.errors import Unsupported
 
 BEAMS = "beam search"
 WARM_TOKENS = 4
+STORED = ("model", "ngram", "storage", "storage_per")
+"""Settings with which a kept storage goes when one of them changes."""
 
 
 @dataclass
@@ -23,16 +28,30 @@ class Answer:
     tokens: list[int]
     text: str
     seconds: float
-    acceptance_length: float = 1.0
+    acceptance_length: float | None = 1.0
+    """None where a cascade's stages answered, each with an assistant of its own."""
     drafted: int = 0
     accepted: int = 0
     reused: int = 0
     """Tokens of the prompt that came from the cache of earlier turns."""
     stopped: bool = False
+    explanation: Explanation | None = None
+    """What a cascade decided, stage by stage."""
+    exact: bool = True
+    """Whether greedy tokens are the target's: not where a smaller stage of a cascade answered, or a mixture of two models."""
 
     @property
     def tokens_per_second(self) -> float:
         return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        told, length = self.explanation, self.acceptance_length
+        return {
+            **asdict(self),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "acceptance_length": None if length is None else round(length, 3),
+            "explanation": told and {"stage": told.stage, "reused": told.reused, "milliseconds": told.milliseconds, **asdict(told)},
+        }
 
 
 @dataclass
@@ -43,23 +62,22 @@ class Turn:
     settings: Settings
     answers: list[Answer] = field(default_factory=list)
 
+    @property
+    def reference(self) -> Answer | None:
+        """The answer that others are compared with: the first that must be the target's own. None where none need be (sampling)."""
+        return next((answer for answer in self.answers if self._fixed(answer)), None)
+
     def identical(self, answer: Answer) -> bool | None:
-        """Whether an answer has the first one's tokens; None where they need not agree (sampling, beam search, stopped, the first)."""
-        first = self.answers[0]
-        if answer is first or not self.settings.greedy or BEAMS in (first.strategy, answer.strategy) or first.stopped or answer.stopped:
-            return None
-        return answer.tokens == first.tokens
+        """Whether an answer has the reference's tokens; None where it need not (sampling, beam search, a cascade's smaller stage, stopped)
+        and for the reference."""
+        first = self.reference
+        return None if first is None or answer is first or not self._fixed(answer) else answer.tokens == first.tokens
+
+    def _fixed(self, answer: Answer) -> bool:
+        return self.settings.greedy and answer.exact and not answer.stopped and answer.strategy != BEAMS
 
     def as_json(self) -> dict[str, Any]:
-        answers = [
-            {
-                **asdict(answer),
-                "tokens_per_second": round(answer.tokens_per_second, 2),
-                "acceptance_length": round(answer.acceptance_length, 3),
-                "identical": self.identical(answer),
-            }
-            for answer in self.answers
-        ]
+        answers = [{**answer.as_json(), "identical": self.identical(answer)} for answer in self.answers]
         return {"prompt": self.prompt, "settings": asdict(self.settings), "answers": answers}
 
 
@@ -70,43 +88,64 @@ class Chat:
     """
 
     def __init__(self, model: Any, tokenizer: Any, settings: Settings, own: dict[str, Any] | None = None) -> None:
-        self.model, self.tokenizer, self.settings, self.own = model, tokenizer, settings, own or {}
+        self.model, self.tokenizer, self._settings, self.own = model, tokenizer, settings, own or {}
         self.turns: list[Turn] = []
         self.conversation: list[dict[str, str]] = []
         self.over = False
         self._caches: dict[str, tuple[list[int], Any]] = {}  # strategy -> the tokens in its cache, the cache
-        self._warm: set[str] = set()
+        self._storage: Any = None
+        self._warm: set[Any] = set()
 
     @classmethod
     def open(cls, settings: Settings) -> Chat:
         """Load the settings' model, patch it and check the assistants. Raises what loading and patching raise."""
-        model, tokenizer = _load(settings)
+        model, tokenizer = load(settings)
         chat = cls(model, tokenizer, settings)
         for name in settings.assistants:
             chat.check(name)
         return chat
 
-    def reopen(self, settings: Settings) -> list[str]:
-        """Load and patch what changed settings name, and drop the old model; returns the assistants that it can no longer have.
+    @property
+    def settings(self) -> Settings:
+        """What the chat is set to. A storage that is kept goes with the settings that it was made by."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: Settings) -> None:
+        if any(getattr(settings, name) != getattr(self._settings, name) for name in STORED):
+            self._storage = None
+        self._settings = settings
+
+    def change(self, **changes: Any) -> None:
+        """Change settings. Raises Unsupported, and changes nothing, where one of the assistants cannot answer with them."""
+        settings = self.settings.replace(**changes)
+        for name in settings.assistants:
+            self.check(name, settings)
+        self.settings = settings
+
+    def reopen(self, settings: Settings) -> dict[str, str]:
+        """Load and patch what changed settings name, and drop the old model; returns the assistants that can no longer answer, and why.
 
         The conversation goes on. Where loading fails, everything is as it was.
         """
         if settings.model == self.settings.model:
-            before = self.settings
+            given, before = read_resources(settings, self.model, self.tokenizer), held_resources(self.model)
             fastspec.unpatch(self.model)
             try:
-                _patch(self.model, settings)
+                fastspec.patch(self.model, **given)
             except BaseException:  # an interrupt too must leave the model patched as it was
-                _patch(self.model, before)
+                fastspec.patch(self.model, **before)
                 raise
         else:
-            self.model, self.tokenizer = _load(settings)
+            self.model, self.tokenizer = load(settings)
         self.settings = settings
+        self._storage = None
         self._caches.clear()
         self._warm.clear()
-        kept = tuple(name for name in settings.assistants if self._has(name))
+        lost = {name: str(error) for name in settings.assistants if (error := self._refusal(name)) is not None}
+        kept = tuple(name for name in settings.assistants if name not in lost)
         self.settings = settings.replace(assistants=kept or ("autoregressive",))
-        return [name for name in settings.assistants if name not in kept]
+        return lost
 
     @property
     def dtype(self) -> str:
@@ -123,8 +162,9 @@ class Chat:
 
         return [PLAIN, *NAMES, *self.own]
 
-    def check(self, name: str) -> None:
-        """Raise Unsupported for an assistant that is unknown or lacks its resource."""
+    def check(self, name: str, settings: Settings | None = None) -> None:
+        """Raise Unsupported for an assistant that is unknown, or cannot answer with these settings (the chat's)."""
+        settings = settings or self.settings
         if name not in self.known():
             raise Unsupported(f"assistant {name!r} is unknown: accepted are {', '.join(self.known())}")
         if name == PLAIN or name in self.own:
@@ -136,18 +176,19 @@ class Chat:
         if session is None:
             raise Unsupported(f"this {type(self.model).__name__} is not patched: fastspec.patch(model) comes before Chat(model, ...)")
         try:
-            resolve(self.settings.assistant(name), session.resources, self.model)
+            resolve(settings.assistant(name), session.resources, self.model)
         except Unsupported as error:
-            if name in session.resources or name not in resource_names():
+            early = name == fastspec.Speculative.name
+            if name in session.resources or name not in resource_names() or (early and settings.early_exit is not None):
                 raise
-            raise Unsupported(f"{error}; in the chat: /resource {name} SOURCE") from error
+            raise Unsupported(f"{error}; in the chat: /resource {name} SOURCE{' or /early_exit K' if early else ''}") from error
 
-    def _has(self, name: str) -> bool:
+    def _refusal(self, name: str) -> Unsupported | None:
         try:
             self.check(name)
-        except Unsupported:
-            return False
-        return True
+        except Unsupported as error:
+            return error
+        return None
 
     def answer(self, prompt: str, strategy: str, streamer: Any) -> Answer:
         """The answer of one strategy to the conversation and a further prompt.
@@ -166,6 +207,7 @@ class Chat:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **({"past_key_values": cache} if cache else {})}
         if self.settings.seed is not None:
             torch.manual_seed(self.settings.seed)
+        cascade = self._cascade(strategy)
         _wait(ids)
         start = time.perf_counter()
         try:
@@ -175,12 +217,14 @@ class Chat:
             tokens, stats, stopped = list(streamer.ids), streamer if streamer.rounds else None, True
         _wait(ids)
         seconds = time.perf_counter() - start - streamer.spent
-        if not stopped and self.settings.cache and strategy != BEAMS:
+        if not stopped and self.settings.cache and strategy != BEAMS and cascade is None:  # a cascade's stages have caches of their own
             self._caches[strategy] = (output.sequences[0].tolist(), output.past_key_values)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         answer = Answer(strategy, tokens, text, seconds, reused=reused, stopped=stopped)
         if stats is not None:
             answer.acceptance_length, answer.drafted, answer.accepted = stats.acceptance_length, stats.drafted, stats.accepted
+        if cascade is not None:
+            _judge(answer, cascade, () if stopped else output.fastspec.explanations)
         return answer
 
     def keep(self, turn: Turn) -> None:
@@ -191,12 +235,14 @@ class Chat:
         self.conversation += [{"role": "user", "content": turn.prompt}, {"role": "assistant", "content": turn.answers[0].text}]
 
     def reset(self) -> None:
-        """Forget what was said, and the caches with it."""
-        self.turns, self.conversation, self._caches = [], [], {}
+        """Forget what was said, the caches and a storage that is kept with it."""
+        self.turns, self.conversation, self._storage = [], [], None
+        self.drop_caches()
 
     def drop_caches(self) -> None:
-        """Forget the keys and values of earlier turns."""
+        """Forget the keys and values of earlier turns, those that a cascade keeps too."""
         self._caches = {}
+        forget_cascade(self.model)
 
     def as_json(self) -> dict[str, Any]:
         """Settings, conversation and statistics, ready for `json.dumps`."""
@@ -229,15 +275,39 @@ class Chat:
             return {**options, "num_beams": self.settings.beams}
         if strategy == PLAIN:
             return options
-        return {**options, "assistant": self.own.get(strategy) or self.settings.assistant(strategy)}
+        return {**options, "assistant": self._assistant(strategy)}
+
+    def _assistant(self, strategy: str) -> Any:
+        """What `generate(assistant=...)` takes for a strategy, the storage that is kept for the chat in it."""
+        if strategy in self.own:
+            return self.own[strategy]
+        config = self.settings.assistant(strategy)
+        if strategy != fastspec.Nasd.name or self.settings.storage_per != "chat":
+            return config
+        if self._storage is None:
+            self._storage = new_storage(config)
+        return dataclasses.replace(config, n=None, storage=self._storage)
+
+    def _cascade(self, strategy: str) -> fastspec.Cascade | None:
+        """The cascade that a strategy is, or None."""
+        given = self.own.get(strategy, strategy)
+        models = held_cascade(self.model) if given == fastspec.Cascade.name else None
+        return given if isinstance(given, fastspec.Cascade) else None if models is None else models.config
 
     def _warm_up(self, strategy: str, ids: Any, options: dict[str, Any]) -> None:
-        """A few tokens ahead of a strategy's first answer, so that its seconds do not hold what is done once."""
+        """A few tokens ahead of the first answer with an assistant's settings, so that its seconds do not hold what is done once. What is
+        kept from answer to answer does not have them."""
         import torch
 
-        if strategy not in self._warm:
-            self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=WARM_TOKENS, **options)
-            self._warm.add(strategy)
+        config = None if strategy == PLAIN or strategy in self.own else self.settings.assistant(strategy)
+        if (strategy, config) in self._warm:
+            return
+        if config is not None:
+            options = {**options, "assistant": config}
+        self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=WARM_TOKENS, **options)
+        self._warm.add((strategy, config))
+        if self._cascade(strategy) is not None:
+            forget_cascade(self.model)
 
     def _past(self, strategy: str, ids: list[int]) -> tuple[Any, int]:
         """A strategy's cache cut to what it shares with ids, at most all but the last token -> cache or None, tokens in it."""
@@ -257,32 +327,14 @@ class Chat:
         return cache, shared
 
 
-def resource_names() -> list[str]:
-    """The assistants that `fastspec.patch` takes a resource for."""
-    return [name for name in inspect.signature(fastspec.patch).parameters if name not in ("model", "backend")]
-
-
-def _load(settings: Settings) -> tuple[Any, Any]:
-    """The settings' model, patched, and its tokenizer; bf16 on CUDA, fp32 on the CPU."""
-    import torch
-
-    from fastspec.models import load_model
-
-    model, tokenizer = load_model(settings.model, "cuda" if torch.cuda.is_available() else "cpu")
-    _patch(model, settings)
-    return model, tokenizer
-
-
-def _patch(model: Any, settings: Settings) -> None:
-    from fastspec.models import load_model
-
-    given: dict[str, Any] = dict(settings.resources)
-    for name, source in settings.resources:
-        if name not in resource_names():
-            raise Unsupported(f"{name!r} takes no resource: accepted are {', '.join(resource_names())}")
-        if name == "speculative":
-            given[name] = load_model(source, model.device.type, model.dtype)[0]
-    fastspec.patch(model, **given)
+def _judge(answer: Answer, cascade: fastspec.Cascade, explanations: Sequence[Explanation]) -> None:
+    """Say of a cascade's answer what was decided, and whether it has to be the large model's own."""
+    if cascade.mode == "adaptive":
+        answer.acceptance_length = None
+        answer.explanation = explanations[0] if explanations else None
+        answer.exact = answer.explanation is not None and answer.explanation.stage == len(cascade.stages)
+    else:
+        answer.exact = cascade.mode == "lossless" or cascade.alpha == "lossless"
 
 
 def _wait(ids: Any) -> None:

@@ -23,11 +23,18 @@ PROCESSORS: dict[str, tuple[str, ...]] = {
 }
 STORAGES = {"basic": "ngram", "onelevel": "one_level", "suffix": "suffix"}
 """Name in the chat -> name in fastspec.Nasd."""
+KEPT_FOR = ("answer", "chat")
+"""How long nasd's storage is kept."""
 
 # assistant -> (config class, field of it -> setting); a setting left at None keeps the class's default
 CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
-    "nasd": ("Nasd", {"n": "ngram", "gamma": "gamma", "top_k_filler": "top_k_filler", "storage": "storage"}),
-    "speculative": ("Speculative", {"gamma": "gamma"}),
+    "nasd": (
+        "Nasd",
+        {"n": "ngram", "gamma": "gamma", "top_k_filler": "top_k_filler", "stop_if_unknown": "stop_if_unknown", "storage": "storage"},
+    ),
+    "speculative": ("Speculative", {"gamma": "gamma", "early_exit": "early_exit"}),
+    "eagle2": ("Eagle2", {"total_tokens": "tree_total_tokens", "depth": "tree_depth", "top_k": "tree_top_k"}),
+    "eagle3": ("Eagle3", {"total_tokens": "tree_total_tokens", "depth": "tree_depth", "top_k": "tree_top_k"}),
 }
 # What else a model's generation config may add to sampling, with the value that switches it off.
 _NEUTRAL = {"min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
@@ -50,7 +57,13 @@ class Settings:
     gamma: int | None = None
     ngram: int | None = None
     top_k_filler: int | None = None
+    stop_if_unknown: bool = True
     storage: str | None = None
+    storage_per: str = "answer"
+    early_exit: int | None = None
+    tree_total_tokens: int | str | None = None
+    tree_depth: int | None = None
+    tree_top_k: int | None = None
     cache: bool = False
     chat: bool = True
     beams: int = 1
@@ -58,7 +71,7 @@ class Settings:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "top_k", "gamma", "ngram", "top_k_filler", "beams"):
+        for name in ("max_new_tokens", "top_k", "gamma", "ngram", "top_k_filler", "early_exit", "beams"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise Unsupported(f"{name} must be at least 1, not {value}")
@@ -66,13 +79,12 @@ class Settings:
             raise Unsupported(f"temperature must be above 0 and finite, not {self.temperature:g}: /processor greedy does without sampling")
         if not 0 < self.top_p <= 1:
             raise Unsupported(f"top_p must lie above 0 and at most at 1, not {self.top_p:g}")
-        for name, accepted in (("processor", PROCESSORS), ("storage", STORAGES)):
+        for name, accepted in (("processor", PROCESSORS), ("storage", STORAGES), ("storage_per", KEPT_FOR)):
             value = getattr(self, name)
             if value is not None and value not in accepted:
                 raise Unsupported(f"{name} {value!r} is unknown: accepted are {', '.join(accepted)}")
         for name in CONFIGS:
-            if hasattr(fastspec, CONFIGS[name][0]):
-                self.assistant(name)
+            self.assistant(name)
 
     @property
     def greedy(self) -> bool:

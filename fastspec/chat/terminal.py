@@ -16,7 +16,7 @@ from fastspec.chat.session import Chat
 
 
 class CommandCompleter(Completer):
-    """Completes a command's name and its first argument, name by name where it is a list."""
+    """Completes a command's name and its first two arguments, name by name where one is a list."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
@@ -31,11 +31,12 @@ class CommandCompleter(Completer):
                 if command.name.startswith(name[1:]):
                     yield Completion(f"/{command.name}", -len(name), display=command.usage, display_meta=command.what)
             return
-        command_of_name = COMMANDS.get(name[1:])
-        if command_of_name is None or command_of_name.choices is None or " " in rest:
+        found = COMMANDS.get(name[1:])
+        _, *second = rest.split(" ")
+        if found is None or len(second) > 1:
             return
-        word = rest.rpartition(",")[2]
-        for choice in command_of_name.choices(self.chat):
+        word = second[0] if second else rest.rpartition(",")[2]
+        for choice in found.second if second else found.choices(self.chat) if found.choices else ():
             if choice.startswith(word):
                 yield Completion(choice, -len(word))
 

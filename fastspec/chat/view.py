@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from fastspec.chat.session import Turn
+from fastspec.cascade.explain import Explanation
+from fastspec.chat.session import Answer, Turn
 from fastspec.demo import MarkedStreamer
 
 if TYPE_CHECKING:
@@ -115,33 +116,48 @@ def legend() -> Text:
 
 def turn_table(turn: Turn) -> Table:
     """One row per strategy. Where several answered greedily, whether they said the same."""
-    compared = any(turn.identical(answer) is not None for answer in turn.answers)
+    same = [_agreement(turn, answer) for answer in turn.answers]
     table = Table(box=None, pad_edge=False)  # eight columns in a terminal of eighty
     table.add_column("strategy", no_wrap=True)
     titles = ["tokens", "seconds", "tokens/s", "acceptance\nlength", "accepted/\ndrafted"]
     titles += ["reused"] if any(answer.reused for answer in turn.answers) else []
-    for title in [*titles, *(["identical"] if compared else [])]:
+    for title in [*titles, *(["identical"] if any(same) else [])]:
         table.add_column(title, justify="right")
-    for answer in turn.answers:
+    for answer, said in zip(turn.answers, same, strict=True):
+        length = "-" if answer.acceptance_length is None else f"{answer.acceptance_length:.2f}"
         drafted = f"{answer.accepted}/{answer.drafted}" if answer.drafted else "-"
         row = [
             answer.strategy + (" (stopped)" if answer.stopped else ""), str(len(answer.tokens)), f"{answer.seconds:.2f}",
-            f"{answer.tokens_per_second:.1f}", f"{answer.acceptance_length:.2f}", drafted,
+            f"{answer.tokens_per_second:.1f}", length, drafted,
         ]  # fmt: skip
         row += [str(answer.reused)] if "reused" in titles else []
-        same = turn.identical(answer)
-        table.add_row(*row, *(["" if same is None else "yes" if same else "no"] if compared else []))
+        table.add_row(*row, *([said] if any(same) else []))
     return table
 
 
+def _agreement(turn: Turn, answer: Answer) -> str:
+    """A cell of the column `identical`."""
+    same = turn.identical(answer)
+    if same is not None:
+        return "yes" if same else "no"
+    if answer.exact or answer.stopped or not turn.settings.greedy or len(turn.answers) == 1:
+        return ""
+    return "mixture" if answer.explanation is None else f"stage {answer.explanation.stage}"
+
+
 def verdict_line(turn: Turn, dtype: str) -> str | None:
-    """One sentence on whether the answers of greedy strategies agree, and where not; None where there is nothing to compare."""
-    first = turn.answers[0]
-    others = [answer for answer in turn.answers if turn.identical(answer) is not None]
-    if not others:
-        return None
+    """Whether the answers of greedy strategies agree, where not, and which ones need not; None where there is nothing to compare."""
+    first, others = turn.reference, [answer for answer in turn.answers if turn.identical(answer) is not None]
+    told = [_why_not_compared(answer) for answer in turn.answers if not answer.exact and _agreement(turn, answer)]
+    if first is not None and others:
+        told.insert(0, _verdict(turn, first, others, dtype, named=bool(told)))
+    return " ".join(told) or None
+
+
+def _verdict(turn: Turn, first: Answer, others: list[Answer], dtype: str, *, named: bool) -> str:
     if all(turn.identical(answer) for answer in others):
-        return f"The {len(others) + 1} greedy answers are identical, token for token."
+        names = ", ".join(answer.strategy for answer in [first, *others])
+        return f"The {len(others) + 1} greedy answers{f' of {names}' if named else ''} are identical, token for token."
     told = []
     for answer in others:
         if not turn.identical(answer):
@@ -150,6 +166,22 @@ def verdict_line(turn: Turn, dtype: str) -> str | None:
             told.append(f"{answer.strategy} differs from {first.strategy} from token {at + 1} on")
     why = "" if dtype == "float32" else f" (in {dtype} a pass over several tokens rounds differently, so a near-tie can fall the other way)"
     return "; ".join(told) + why + "."
+
+
+def _why_not_compared(answer: Answer) -> str:
+    if answer.explanation is None:
+        return f"{answer.strategy} is not compared: its tokens follow a mixture of two models."
+    who = answer.explanation.visits[-1]
+    return f"{answer.strategy} is not compared: its stage {who.stage}, {who.name}, answered, not the large model."
+
+
+def stage_tree(explanation: Explanation) -> Tree:
+    """What a cascade decided: a line for each stage that it came to, the one that answered marked."""
+    *_, last = lines = str(explanation).splitlines()
+    tree = Tree(f"cascade: stage {explanation.stage} answered, {explanation.reused} tokens were taken over")
+    for line in lines:
+        tree.add(Text(line, STYLES[ACCEPTED] or "" if line is last else "dim"))
+    return tree
 
 
 def round_tree(tokenizer: Any, number: int, found: Round) -> Tree:

@@ -122,7 +122,7 @@ class CascadeModels:
         predictor = self.predictor(config)
         if config.costs is None and None not in self.rates:
             known = predictor.rates if predictor.place.get("device") == device_name(self.large.device) else None
-            self.rates[None] = known or measure_rates(self.stages, prompt)
+            self.rates[None] = known or measure_rates(self.stages, [prompt])
         if config.costs is not None:
             zeros = (0.0,) * len(config.costs)
             self.rates[config.costs] = Rates(tuple(config.costs), zeros, zeros)

@@ -20,6 +20,9 @@ from fastspec.patches.adapters import check_supported
 from fastspec.patches.assistants import Continued
 from fastspec.patches.speculative import PADDING, vocabulary
 
+TRIAL = 24
+"""New tokens per stage with which its rates are measured."""
+
 
 class StageModel:
     """One model of a cascade, ready to generate.
@@ -177,22 +180,24 @@ def stage_models(config: Cascade, large: Any) -> list[StageModel]:
     return [*below, StageModel(Stage(large, name=config.label, assistant=config.assistant), config.tokenizer, str(large.device))]
 
 
-TRIAL = 24
-"""New tokens per stage with which its rates are measured."""
-
-
-def measure_rates(stages: Sequence[StageModel], prompt: Sequence[int]) -> Rates:
-    """Every stage's milliseconds per generated token, per verified token and per start, on this machine after this prompt of the large
-    model's: the better of two runs after a first one."""
+def measure_rates(stages: Sequence[StageModel], prompts: Sequence[Sequence[int]], new: int = TRIAL) -> Rates:
+    """Every stage's milliseconds per generated token, per verified token and per start, on this machine: means over the large model's
+    `prompts`, `new` tokens after each, of the better of two runs after a first one."""
     columns = []
     for stage in stages:
-        ids = torch.tensor([stage.read_prompt(prompt)], device=stage.model.device)
-        text = [_trial(stage, ids, TRIAL, None)[1][:-1]]
-        runs = [[_trial(stage, ids, *kind)[0] for kind in ((1, None), (TRIAL, None), (TRIAL, text))] for _ in range(3)][1:]
-        start, whole, verified = (min(column) for column in zip(*runs, strict=True))
-        columns.append((max(whole - start, 1e-3) / (TRIAL - 1), max(verified - start, 0.0) / (TRIAL - 1), start))
-    token, verify, start_ms = zip(*columns, strict=True)
-    return Rates(token, (0.0, *verify[1:]), start_ms)
+        found = torch.tensor([_rates_after(stage, prompt, new) for prompt in prompts]).mean(0)
+        columns.append(found.tolist())
+    token, verify, start = zip(*columns, strict=True)
+    return Rates(token, (0.0, *verify[1:]), start)
+
+
+def _rates_after(stage: StageModel, prompt: Sequence[int], new: int) -> tuple[float, float, float]:
+    """Milliseconds per generated token, per verified token and per start of one stage after one prompt."""
+    ids = torch.tensor([stage.read_prompt(prompt)], device=stage.model.device)
+    text = [_trial(stage, ids, new, None)[1][:-1]]
+    runs = [[_trial(stage, ids, *kind)[0] for kind in ((1, None), (new, None), (new, text))] for _ in range(3)][1:]
+    start, whole, verified = (min(column) for column in zip(*runs, strict=True))
+    return max(whole - start, 1e-3) / (new - 1), max(verified - start, 0.0) / (new - 1), start
 
 
 def _trial(stage: StageModel, ids: Tensor, new: int, texts: Any) -> tuple[float, list[int]]:

@@ -1,0 +1,86 @@
+"""What a chat patches its model with: the heads, draft models and cascades that its settings name."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import fastspec
+from fastspec.chat.settings import Settings
+from fastspec.errors import Unsupported
+
+
+def resource_names() -> list[str]:
+    """The assistants that `fastspec.patch` takes a resource for."""
+    return [name for name in inspect.signature(fastspec.patch).parameters if name not in ("model", "backend")]
+
+
+def load(settings: Settings) -> tuple[Any, Any]:
+    """The settings' model, patched, and its tokenizer; bf16 on CUDA, fp32 on the CPU."""
+    import torch
+
+    from fastspec.models import load_model
+
+    model, tokenizer = load_model(settings.model, "cuda" if torch.cuda.is_available() else "cpu")
+    return fastspec.patch(model, **read_resources(settings, model, tokenizer)), tokenizer
+
+
+def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What `fastspec.patch` is to be given for a model with this tokenizer; draft models are loaded, and cascades read.
+
+    Raises Unsupported for an assistant that takes no resource, and for what cannot be read.
+    """
+    from fastspec.models import load_model
+
+    given: dict[str, Any] = dict(settings.resources)
+    for name, source in settings.resources:
+        if name not in resource_names():
+            raise Unsupported(f"{name!r} takes no resource: accepted are {', '.join(resource_names())}")
+        if name == "speculative":
+            given[name] = load_model(source, model.device.type, model.dtype)[0]
+        if name == fastspec.Cascade.name:
+            given[name] = _read_cascade(source, tokenizer)
+    return given
+
+
+def _read_cascade(path: str, tokenizer: Any) -> fastspec.Cascade:
+    config = fastspec.Cascade.from_yaml(path)
+    if isinstance(config.tokenizer, str):
+        raise Unsupported(f"{path}: tokenizer={config.tokenizer!r} is a name, not a tokenizer: leave it out, and the chat's own is taken")
+    return replace(config, tokenizer=config.tokenizer or tokenizer, explain=False)  # the chat itself shows the decisions
+
+
+def held_resources(model: Any) -> dict[str, Any]:
+    """What a patched model was patched with, as `fastspec.patch` takes it."""
+    from fastspec.patches.session import session_of
+
+    session, models = session_of(model), held_cascade(model)
+    if session is None:
+        return {}
+    return {**session.resources, "backend": session.backend, **({} if models is None else {fastspec.Cascade.name: models.config})}
+
+
+def held_cascade(model: Any) -> Any:
+    """The `CascadeModels` that a model was patched with, or None."""
+    from fastspec.patches.session import session_of
+
+    session = session_of(model)
+    return None if session is None else session.resources.get(fastspec.Cascade.name)
+
+
+def forget_cascade(model: Any) -> None:
+    """Drop the keys and values that the stages of a model's cascade keep between calls, where they keep any."""
+    models = held_cascade(model)
+    if models is not None and models.memory is not None:
+        models.memory.clear()
+
+
+def new_storage(config: fastspec.Nasd) -> Any:
+    """An empty storage, as `fastspec.Nasd` of this kind and n gives one to every call."""
+    n = config.n
+    if config.storage == "suffix":
+        return fastspec.SuffixStorage() if n is None else fastspec.SuffixStorage(max_match=n - 1)
+    if config.storage == "one_level":
+        return fastspec.NgramStorage(3 if n is None else n, back_off=False)
+    return fastspec.NgramStorage() if n is None else fastspec.NgramStorage(n)

@@ -1,0 +1,184 @@
+"""What the chat's commands for trees, early exits and storages make the assistants do, and when a kept storage goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_chat import make_chat, screen, target, tokenizer
+from helpers_generate import bigram, seer, seer1
+from helpers_models import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastspec
+from fastspec.chat.commands import execute
+from fastspec.chat.loop import converse, respond
+from fastspec.chat.resources import new_storage
+from fastspec.chat.session import Chat
+from fastspec.chat.settings import PLAIN, STORAGES, Settings
+from fastspec.chat.view import AnswerStreamer
+from fastspec.errors import Unsupported
+from fastspec.generation.nasd import NasdDecoding
+
+
+@pytest.fixture
+def chat() -> Chat:
+    return make_chat()
+
+
+@pytest.fixture(scope="module")
+def eagles() -> Chat:
+    model = target(bigram())
+    fastspec.patch(model, eagle2=seer1(model), eagle3=seer(model))
+    return Chat(model, tokenizer(), Settings(model="tiny", resources=(), assistants=("eagle2", "eagle3"), max_new_tokens=12))
+
+
+def answered(chat: Chat, strategy: str, prompt: str = "w10 w11") -> tuple[list[int], list[int]]:
+    """The tokens of a strategy's answer, and the nodes of each round's tree."""
+    streamer = AnswerStreamer(chat.tokenizer, screen(), trees=True)
+    answer = chat.answer(prompt, strategy, streamer)
+    return answer.tokens, [len(found.tokens) for found in streamer.trees or ()]
+
+
+@settings(max_examples=20, deadline=None)
+@given(nodes=st.integers(1, 40), more=st.lists(st.integers(0, 5), max_size=2), name=st.sampled_from(["eagle2", "eagle3"]))
+def test_trees_have_the_size_asked_for_or_are_refused(eagles: Chat, nodes: int, more: list[int], name: str) -> None:
+    plain, _ = answered(eagles, PLAIN)
+    try:
+        wanted = fastspec.Eagle3(total_tokens=nodes, **dict(zip(("depth", "top_k"), more, strict=False)))
+    except Unsupported:
+        before = eagles.settings
+        with pytest.raises(Unsupported):
+            execute(eagles, f"/tree {nodes} {' '.join(map(str, more))}")
+        assert eagles.settings == before
+        return
+    told = execute(eagles, f"/tree {nodes} {' '.join(map(str, more))}")
+    tokens, trees = answered(eagles, name)
+    shape = wanted.shape("cpu")
+    assert tokens == plain and set(trees) == {shape.total_tokens}
+    assert told == f"tree: {nodes} nodes, depth {shape.depth}, top_k {shape.top_k}"
+    assert "default: 16 nodes, depth 3, top_k 4" in execute(eagles, "/tree default")
+    assert set(answered(eagles, name)[1]) == {16}
+
+
+def test_an_automatic_tree_is_measured_before_the_answer_is_timed(eagles: Chat) -> None:
+    assert execute(eagles, "/tree auto 2 3") == "tree: auto, at most 22 nodes, depth 2, top_k 3"
+    config = fastspec.Eagle3(total_tokens="auto", depth=2, top_k=3)
+    assert eagles.settings.assistant("eagle3") == config
+    asked: list[dict[str, Any]] = []
+    real = eagles.model.generate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(eagles.model.__dict__, "generate", lambda **given: asked.append(given) or real(**given))
+        _, trees = answered(eagles, "eagle3")
+        answered(eagles, "eagle3")
+    assert [given["max_new_tokens"] for given in asked] == [4, 12, 12] and {given["assistant"] for given in asked} == {config}
+    assert set(trees) == {fastspec.report(eagles.model).trees[config, 1].chosen}
+    execute(eagles, "/tree default")
+
+
+def test_a_tree_that_the_head_cannot_draft_is_refused_where_it_answers(eagles: Chat) -> None:
+    before = eagles.settings
+    with pytest.raises(Unsupported, match="draft vocabulary of 97"):
+        execute(eagles, "/tree 60 1 98")
+    assert eagles.settings == before
+
+
+def test_early_exit_drafts_with_the_targets_own_layers(chat: Chat) -> None:
+    plain, _ = answered(chat, PLAIN)
+    converse(chat, ["/early_exit 4", "/gamma 3", "/assistant speculative"], screen(), strict=True)
+    tokens, trees = answered(chat, "speculative")
+    assert tokens == plain and set(trees) == {4}
+    before = chat.settings
+    with pytest.raises(Unsupported, match="/resource speculative SOURCE or /early_exit K"):
+        execute(chat, "/early_exit off")
+    assert chat.settings == before
+    execute(chat, "/assistant autoregressive")
+    assert execute(chat, "/early_exit off") == "early_exit off" and chat.settings.early_exit is None
+
+
+def test_an_early_exit_that_another_model_has_not_leaves_speculative_out(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    converse(chat, ["/early_exit 4", "/assistant speculative,transformers"], screen(), strict=True)
+    monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(tiny_model(num_hidden_layers=3)), tokenizer()))
+    assert "speculative is left out: early_exit=4: the target has 3 layers, so at most 2" in execute(chat, "/model other")
+    assert chat.settings.assistants == (PLAIN,)
+
+
+def test_without_stop_if_unknown_nasd_always_drafts(chat: Chat) -> None:
+    execute(chat, "/stop_if_unknown off")
+    assert chat.settings.assistant("nasd").stop_if_unknown is False
+    assert set(answered(chat, "nasd")[1]) == {16}
+    execute(chat, "/stop_if_unknown on")
+    assert 1 in answered(chat, "nasd")[1]
+
+
+COMMANDS_OF_STORAGES = (
+    "/reset", "/gamma 4", "/ngram 3", "/ngram default",
+    "/storage basic chat", "/storage suffix chat", "/storage onelevel", "/storage suffix", "/storage basic answer",
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(lines=st.lists(st.one_of(st.sampled_from(COMMANDS_OF_STORAGES), st.sampled_from(["w10", "w11 w12"])), min_size=2, max_size=9))
+def test_a_storage_is_kept_until_it_is_reset_or_changed(lines: list[str]) -> None:
+    """Drafted and accepted tokens are those of plain calls with a storage that is made anew exactly then; the warm-up leaves no trace."""
+    chat, twin = make_chat(), fastspec.patch(target())
+    execute(chat, "/storage basic chat")
+    kept: Any = None
+    for line in lines:
+        if line.startswith("/"):
+            before = chat.settings
+            execute(chat, line)
+            names = ("storage", "storage_per", "ngram")
+            changed = any(getattr(before, name) != getattr(chat.settings, name) for name in names)
+            kept = None if changed or line == "/reset" else kept
+            continue
+        config = chat.settings.assistant("nasd")
+        if chat.settings.storage_per == "chat":
+            kept = kept or NasdDecoding(config).drafter(rows=1, capacity=0, device="cpu", ops=None, process=None).storages[0]
+            config = fastspec.Nasd(gamma=config.gamma, storage=kept)
+        ids = chat._encode([{"role": "user", "content": line}])
+        out = twin.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, assistant=config, return_dict_in_generate=True
+        )
+        answer = chat.answer(line, "nasd", AnswerStreamer(chat.tokenizer, screen()))
+        assert answer.tokens == out.sequences[0, ids.shape[1] :].tolist()
+        assert (answer.drafted, answer.accepted) == (out.fastspec.drafted, out.fastspec.accepted)
+
+
+def test_what_was_said_once_is_drafted_in_the_next_turn_of_the_chat(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    converse(chat, ["/storage suffix chat", "/assistant nasd", "/cache off"], screen(), strict=True)
+    first = chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen()))
+    again = chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen()))
+    assert again.accepted > first.accepted and again.tokens == first.tokens
+    monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(), tokenizer()))
+    execute(chat, "/model other")  # its tokens may be others
+    assert chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen())).accepted == first.accepted
+
+
+@given(kind=st.sampled_from(sorted(STORAGES)), n=st.none() | st.integers(2, 64))
+def test_a_kept_storage_is_of_the_kind_that_calls_get(kind: str, n: int | None) -> None:
+    config = Settings(storage=kind, ngram=n).assistant("nasd")
+    expected = NasdDecoding(config).drafter(rows=1, capacity=0, device="cpu", ops=None, process=None).storages[0]
+    made = new_storage(config)
+    assert type(made) is type(expected) and repr(made) == repr(expected)
+
+
+def test_help_shows_the_values(chat: Chat) -> None:
+    lines = ["/storage suffix chat", "/early_exit 2", "/tree 12 3 4", "/stop_if_unknown off"]
+    converse(chat, lines, screen(), strict=True)
+    shown = {}
+    for name in ("storage", "early_exit", "tree", "stop_if_unknown"):
+        console = screen()
+        console.print(execute(chat, f"/help {name}"))
+        shown[name] = console.export_text().splitlines()[1]
+    ends = {"storage": "suffix, one per chat", "early_exit": "2", "tree": "12 nodes, depth 3, top_k 4", "stop_if_unknown": "off"}
+    assert all(shown[name].rstrip().endswith(f"  {end}") for name, end in ends.items())
+
+
+def test_settings_are_saved_as_data(chat: Chat) -> None:
+    converse(chat, ["/storage suffix chat", "/tree auto", "/assistant nasd"], screen(), strict=True)
+    respond(chat, "w10", screen())
+    saved = chat.as_json()["settings"]
+    assert (saved["storage"], saved["storage_per"], saved["tree_total_tokens"], saved["tree_depth"]) == ("suffix", "chat", "auto", None)
