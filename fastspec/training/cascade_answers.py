@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,7 @@ def _record(item: Item, stage: Any, heard: Heard, seed: int, share: float, known
     )  # fmt: skip
 
 
-def judge(path: str | Path, items: Sequence[Item], *, threshold: float, run_code: bool, workers: int = 2) -> None:
+def judge(path: str | Path, items: Sequence[Item], *, threshold: float, run_code: bool) -> None:
     """Label the records of a file: by the items' keys, else by agreement (F1 of at least `threshold`) with the last stage's answer."""
     read = records.read(path)
     keys = {item.name: item.key for item in items}
@@ -100,7 +101,7 @@ def judge(path: str | Path, items: Sequence[Item], *, threshold: float, run_code
     open_ = [record for record in read.records if record.label is None and record.item in final]
     found = labels.label_all(
         [keys[record.item] for record in open_], [record.answer for record in open_], last=[final[record.item] for record in open_],
-        threshold=threshold, run_code=run_code, workers=workers,
+        threshold=threshold, run_code=run_code, workers=os.cpu_count() or 2,
     )  # fmt: skip
     judged = {(record.item, record.stage): value for record, value in zip(open_, found, strict=True)}
     labelled = (replace(record, label=judged.get((record.item, record.stage), record.label)) for record in read.records)
