@@ -60,7 +60,9 @@ def frontier(axes: Any, rows: list[Row], name: str) -> None:
         axes.plot([row["cost"] for row in ends], [row["quality"] for row in ends], color=GREY, lw=1, ls=":", label="first and last mixed")
     for row in singles:
         axes.plot(row["cost"], row["quality"], "s", color=BLACK, ms=6, label="single stage" if row is singles[0] else None, zorder=4)
-        axes.annotate(row["stage"], (row["cost"], row["quality"]), (6, -11), textcoords="offset points", fontsize=8)
+        last = row is singles[-1]
+        place = {"xytext": (-6, 6), "ha": "right"} if last else {"xytext": (7, -4)}
+        axes.annotate(row["stage"], (row["cost"], row["quality"]), textcoords="offset points", fontsize=8, **place)
     points = sorted(kinds["frontier"], key=lambda row: (row["cost"], row["quality"]))
     reach = [[max(0.0, row["gain"] - row["gain_low"]) for row in points], [max(0.0, row["gain_high"] - row["gain"]) for row in points]]
     axes.errorbar(
@@ -68,8 +70,7 @@ def frontier(axes: Any, rows: list[Row], name: str) -> None:
         elinewidth=0.7, capsize=1.5, label="cascade", zorder=3,
     )  # fmt: skip
     for row in kinds["area"]:
-        share = "" if row["share"] is None else f" ({100 * row['share']:.0f} % of the oracle's)"
-        name = f"{name}, {row['items']} items\nmean gain over random mixing {100 * row['mean']:+.1f} points{share}"
+        name = f"{name}, {row['items']} items\nmean gain over random mixing: {100 * row['mean']:+.1f} points"
     axes.set_title(name, fontsize=10)
     axes.set_xlabel("mean cost, ms an item")
     axes.margins(0.12)
@@ -106,5 +107,5 @@ def reliability(axes: Any, rows: list[Row]) -> None:
     axes.set_aspect("equal")
     axes.set_xlabel("predicted probability that the answer is good")
     if rows:
-        axes.legend(fontsize=8, frameon=False, loc="upper left")
+        axes.legend(fontsize=7.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.17))
     axes.spines[["top", "right"]].set_visible(False)
