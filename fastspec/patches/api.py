@@ -159,6 +159,9 @@ class Report:
             for call in mine:
                 for phase, spent in call.phases.items():
                     phases[phase] = phases.get(phase, 0.0) + spent
+            if not rounds:  # a cascade's calls are those of its stages
+                lines.append(f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s")
+                continue
             way = "; drafted in one launch a round" if mine[-1].fused else ""
             shares = ", ".join(f"{phase} {spent:.2f} s" for phase, spent in phases.items())
             lines.append(f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}; {shares}{way}")
