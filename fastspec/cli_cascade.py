@@ -15,6 +15,10 @@ from fastspec.errors import Unsupported
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
 Stages = Annotated[list[str], typer.Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")]
 Model = Annotated[str, typer.Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")]
+DTYPES = ("float32", "bfloat16", "float16")
+WIDTH = 80
+POINTS = 15
+"""Prices of a frontier that are printed; the rows have all."""
 RATED, LONG = 8, 64
 """Items after which the stages' rates are measured, and new tokens after each."""
 
@@ -43,8 +47,8 @@ def train(
     from fastspec.patches.stages import measure_rates
     from fastspec.training import cascade, cascade_answers
 
-    console = Console(highlight=False)
-    items = [item for path in prompts for item in cascade_answers.read_items(path, most)]
+    console = Console(highlight=False, markup=False)
+    items = cascade_answers.read_sets(prompts, most)
     models, tokenizer = models_of(stage, model, head or [], device, dtype)
     try:
         told = console.print
@@ -82,7 +86,7 @@ def evaluate(
     from fastspec.cascade.predictor import Predictor
     from fastspec.training import cascade
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     held = Predictor.load(predictor)
     if held.rates is None:
         raise Unsupported(f"{predictor} does not say what its stages cost: make it with `fastspec cascade train`")
@@ -108,6 +112,11 @@ def models_of(stages: list[str], large: str, heads: list[str], device: str, dtyp
     from fastspec.models import load_model
     from fastspec.patches.cascade import CascadeModels
 
+    if dtype not in (None, *DTYPES):
+        raise Unsupported(f"--dtype {dtype}: accepted are {', '.join(DTYPES)}")
+    names = [_named("--stage", text)[0] for text in stages] + [_named("--model", large)[0]]
+    if len(set(names)) < len(names):
+        raise Unsupported(f"the models are named {', '.join(names)}: every name must be another")
     kind = None if dtype is None else getattr(torch, dtype)
     drafts = dict(_named("--head", text) for text in heads)
     below = []
@@ -136,8 +145,19 @@ def _append(path: Path | None, rows: list[dict[str, Any]]) -> None:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def _table(names: list[str], numbers: list[str]) -> Table:
+    """A table of at most 80 columns whose cells are not wrapped: long names are cut off, numbers never."""
+    table = Table(box=None)
+    room = WIDTH - sum(max(len(title), 6) + 2 for title in numbers)  # with a blank on either side
+    for title in names:
+        table.add_column(title, no_wrap=True, overflow="ellipsis", max_width=room // len(names) - 2)
+    for title in numbers:
+        table.add_column(title, no_wrap=True, justify="right", min_width=len(title))
+    return table
+
+
 def _print_rates(console: Console, stages: tuple[str, ...], rates: Any) -> None:
-    table = Table("stage", "ms a token", "ms a verified token", "ms a start", box=None)
+    table = _table(["stage"], ["ms a token", "ms a verified one", "ms a start"])
     for name, *values in zip(stages, rates.token_ms, rates.verify_ms, rates.start_ms, strict=True):
         table.add_row(name, *(f"{value:.2f}" for value in values))
     console.print(table)
@@ -146,23 +166,30 @@ def _print_rates(console: Console, stages: tuple[str, ...], rates: Any) -> None:
 def _print_calibration(console: Console, rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
-    table = Table("set", "after", "answer of", "held-out items", "ECE", box=None)
+    table = _table(["set", "after", "answer of"], ["items", "ECE"])
     for row in rows:
         table.add_row(row["set"], row["seen_at"], row["stage"], str(row["items"]), f"{row['ece']:.3f}")
     console.print(table)
 
 
+def _evenly(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most so many rows, the first and the last among them."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(step * (len(rows) - 1) / (most - 1))] for step in range(most)]
+
+
 def _print_frontier(console: Console, rows: list[dict[str, Any]]) -> None:
     for name in dict.fromkeys(row["set"] for row in rows if row["kind"] == "frontier"):
         mine = [row for row in rows if row["set"] == name]
-        table = Table("price, ms", "mean cost, ms", "quality", "random mixing", "gain", "95 % interval", "mean stage", title=name, box=None)
-        for row in mine:
-            if row["kind"] == "frontier" and row["inside"]:
-                interval = f"{row['gain_low']:+.3f} {row['gain_high']:+.3f}"
-                table.add_row(
-                    f"{row['price']:.0f}", f"{row['cost']:.1f}", f"{row['quality']:.3f}", f"{row['hull']:.3f}", f"{row['gain']:+.3f}",
-                    interval, f"{row['stage']:.2f}",
-                )  # fmt: skip
+        console.print(f"\n{name}")
+        table = _table([], ["price, ms", "cost, ms", "quality", "mixing", "gain", "95 % interval", "stage"])
+        for row in _evenly([row for row in mine if row["kind"] == "frontier" and row["inside"]], POINTS):
+            price = f"{row['price']:{'.0f' if row['price'] >= 10 else '.3g'}}"
+            table.add_row(
+                price, f"{row['cost']:.1f}", f"{row['quality']:.3f}", f"{row['hull']:.3f}", f"{row['gain']:+.3f}",
+                f"{row['gain_low']:+.3f} {row['gain_high']:+.3f}", f"{row['stage']:.2f}",
+            )  # fmt: skip
         console.print(table)
         for row in mine:
             if row["kind"] == "stage":

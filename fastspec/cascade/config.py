@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,6 +16,9 @@ EVERY = (float("-inf"), float("inf"))
 RANGES = {"chow": (0, 1), "diff": (-1, 1), "opt": EVERY, "token_v1": (-1, 1), "token_v2": (-1, 1), "token_v3": (0, 1)}
 """Rule -> the values of alpha from the large model alone to the small one alone (Narasimhan et al., arXiv 2405.19261)."""
 QUANTIZATIONS = (None, "4bit", "8bit")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+RESOURCES = ("eagle", "eagle2", "eagle3", "speculative", "backend")
+"""What a stage's `resources` may hold: the arguments of `fastspec.patch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +26,37 @@ class Stage:
     """One of the smaller models of a cascade.
 
     `model` is a transformers model, or a path or hub id that is loaded when a request first reaches the stage, with `dtype`,
-    `device_map` (accelerate's) and `quantization` ("4bit" or "8bit", by bitsandbytes). `tokenizer` is needed where it is not the large
-    model's own; text is then handed from stage to stage, and `prompt` may rewrite the large model's prompt, as text, for this stage.
+    `device_map` (accelerate's) and `quantization` ("4bit" or "8bit", by bitsandbytes). `tokenizer`, or a path or hub id of one, is needed
+    where it is not the large model's own; text is then handed from stage to stage, and `prompt` may rewrite the large model's prompt, as
+    text, for this stage.
     `assistant` is what the stage decodes with, and `resources` what `fastspec.patch` needs for it: {"eagle3": head}.
     `name` tells the stage in reports and in predictors. Raises `Unsupported` for what does not fit together.
     """
 
-    model: Any
+    model: Any = None
     tokenizer: Any = None
     name: str | None = None
     assistant: Any = "nasd"
-    resources: Mapping[str, Any] = field(default_factory=dict)
+    resources: Mapping[str, Any] = field(default_factory=dict, hash=False)
     dtype: str = "auto"
-    device_map: Any = None
+    device_map: Any = field(default=None, hash=False)
     quantization: str | None = None
     prompt: Callable[[str], str] | None = None
 
     def __post_init__(self) -> None:
         if self.model is None or self.model == "":
             raise Unsupported("Stage: model is missing; give a transformers model, a path or a hub id")
+        if not isinstance(self.model, (str, Path)) and not hasattr(self.model, "config"):
+            raise Unsupported(f"Stage: model={self.model!r} must be a transformers model, a path or a hub id")
+        _check_shared(self, "Stage", self.name)
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if self.dtype not in DTYPES:
+            raise Unsupported(f"Stage: dtype={self.dtype!r}; accepted are {', '.join(map(repr, DTYPES))}")
+        if not isinstance(self.resources, Mapping) or not set(self.resources) <= set(RESOURCES):
+            raise Unsupported(
+                f"Stage: resources={self.resources!r} must be what fastspec.patch takes, by name, such as {{'eagle3': head}}; accepted "
+                f"names are {', '.join(RESOURCES)}"
+            )
         if self.quantization not in QUANTIZATIONS:
             raise Unsupported(f"Stage: quantization={self.quantization!r}; accepted are {', '.join(map(repr, QUANTIZATIONS))}")
         if self.prompt is not None and not callable(self.prompt):
@@ -76,7 +92,8 @@ class Cascade:
     - mode="lossless": each stage drafts for the next, and the output is the large model's.
 
     `gamma` is the number of tokens drafted a round in the last two. `assistant` is what the large model decodes with in adaptive mode,
-    `label` its name in reports and predictors, `tokenizer` its tokenizer, needed where a stage has another. `memory` bounds the bytes of
+    `label` its name in reports and predictors, `tokenizer` its tokenizer, or a path or hub id of one, needed where a stage has another.
+    `memory` bounds the bytes of
     keys and values that are kept between calls (None keeps none), `host_memory` those moved to the CPU's memory. With `explain` every
     request's decisions are printed.
 
@@ -105,9 +122,12 @@ class Cascade:
         if isinstance(self.stages, (str, bytes)) or not isinstance(self.stages, Sequence) or not self.stages:
             raise Unsupported(f"Cascade: stages={self.stages!r} must list at least one model below the patched one, the cheapest first")
         object.__setattr__(self, "stages", tuple(each if isinstance(each, Stage) else Stage(each) for each in self.stages))
+        _check_shared(self, "Cascade", self.label)
         for name in ("costs", "thresholds"):
             values = getattr(self, name)
             if values is not None:
+                if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+                    raise Unsupported(f"Cascade: {name}={values!r} must be a list of numbers")
                 object.__setattr__(self, name, tuple(_number(name, value) for value in values))
         if self.mode not in MODES:
             raise Unsupported(f"Cascade: mode={self.mode!r}; accepted are {', '.join(map(repr, MODES))}")
@@ -115,17 +135,20 @@ class Cascade:
         self._check_rule()
         for name in ("gamma", "memory", "host_memory"):
             value, least = getattr(self, name), 0 if name == "host_memory" else 1
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            absent = value is None and name == "memory"
+            if not absent and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise Unsupported(f"Cascade: {name} must be a whole number of at least {least}, not {value!r}")
         if self.gamma > 255:
             raise Unsupported(f"Cascade: gamma must be at most 255, not {self.gamma}")
+        if not isinstance(self.explain, bool):
+            raise Unsupported(f"Cascade: explain must be true or false, not {self.explain!r}")
 
     def _check_decisions(self) -> None:
         object.__setattr__(self, "price", _number("price", self.price))
-        if self.price < 0:
-            raise Unsupported(f"Cascade: price={self.price} must not be negative: it is what a bad answer costs, in milliseconds")
+        if not 0 <= self.price < math.inf:
+            raise Unsupported(f"Cascade: price={self.price} must be finite and not negative: what a bad answer costs, in milliseconds")
         costs, thresholds, below = self.costs, self.thresholds, len(self.stages)
-        if costs is not None and (len(costs) != below + 1 or min(costs) <= 0):
+        if costs is not None and (len(costs) != below + 1 or not all(0 < each < math.inf for each in costs)):
             raise Unsupported(f"Cascade: costs={costs} must be {below + 1} positive numbers: milliseconds a token, the large model's last")
         if thresholds is not None and (len(thresholds) != below or not all(0 <= each <= 1 for each in thresholds)):
             raise Unsupported(f"Cascade: thresholds={thresholds} must be {below} probabilities, one for every stage below the last")
@@ -133,6 +156,8 @@ class Cascade:
             raise Unsupported(f"Cascade: risk={self.risk} must lie between 0 and 1: the quantile of the posterior to take")
         if self.mode == "adaptive" and self.predictor is None:
             raise Unsupported("Cascade: mode='adaptive' needs a predictor: `fastspec cascade train` makes one")
+        if self.predictor is not None and not isinstance(self.predictor, (str, Path)) and not hasattr(self.predictor, "score"):
+            raise Unsupported(f"Cascade: predictor={self.predictor!r} must be a path or a fastspec.cascade.predictor.Predictor")
 
     def _check_rule(self) -> None:
         if self.rule not in RULES:
@@ -149,22 +174,38 @@ class Cascade:
     def from_yaml(cls, path: str | Path) -> Cascade:
         """Read a cascade from a YAML file whose keys are the fields of `Cascade`, and under `stages` those of `Stage`.
 
-        Raises `Unsupported` for a file that cannot be read as such, and for a key that is none.
+        Relative paths in it start at the working directory. Raises `Unsupported` for a file that cannot be read as such, for a key that
+        is none, and for a value that its key does not take.
         """
         import yaml
 
         try:
             read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise Unsupported(f"{path} cannot be read as YAML: {error}") from error
         keys = _keys(read, cls, str(path))
         stages = keys.get("stages")
-        if isinstance(stages, list):
-            keys["stages"] = [
-                Stage(**_keys(each, Stage, f"{path}, stage {index}")) if isinstance(each, dict) else each
-                for index, each in enumerate(stages)
-            ]
-        return cls(**keys)
+        try:
+            if isinstance(stages, list):
+                keys["stages"] = [
+                    Stage(**_keys(each, Stage, f"stage {index}")) if isinstance(each, dict) else each for index, each in enumerate(stages)
+                ]
+            return cls(**keys)
+        except Unsupported as error:
+            raise Unsupported(f"{path}: {error}") from error
+
+
+def _check_shared(given: Any, kind: str, name: Any) -> None:
+    """Check what a stage and the cascade both have: a name, a tokenizer and an assistant."""
+    if name is not None and not isinstance(name, str):
+        raise Unsupported(f"{kind}: the name {name!r} must be text")
+    tokenizer, assistant = given.tokenizer, given.assistant
+    if tokenizer is not None and not isinstance(tokenizer, (str, Path)) and not hasattr(tokenizer, "decode"):
+        raise Unsupported(f"{kind}: tokenizer={tokenizer!r} must be a tokenizer, or a path or hub id of one")
+    if assistant == Cascade.name or isinstance(assistant, Cascade):
+        raise Unsupported(f"{kind}: assistant={Cascade.name!r} is what this configures; a stage decodes with another, such as 'nasd'")
+    if not isinstance(assistant, str) and not hasattr(assistant, "name"):
+        raise Unsupported(f"{kind}: assistant={assistant!r} must be a name, such as 'nasd' or 'eagle3', or a config object")
 
 
 def _keys(read: Any, kind: Any, where: str) -> dict[str, Any]:
@@ -179,5 +220,9 @@ def _keys(read: Any, kind: Any, where: str) -> dict[str, Any]:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise Unsupported(f"Cascade: {name} must be a number, not {value!r}")
-    return float(value)
+        hint = " (YAML reads 1e3 as text: write 1.0e+3 or 1000)" if isinstance(value, str) else ""
+        raise Unsupported(f"Cascade: {name} must be a number, not {value!r}{hint}")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise Unsupported(f"Cascade: {name} is too large a number") from error

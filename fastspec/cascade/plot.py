@@ -98,7 +98,8 @@ def reliability(axes: Any, rows: list[Row]) -> None:
     axes.plot([0, 1], [0, 1], color=GREY, lw=1, ls=":")
     for place, row in enumerate(rows):
         colour = COLOURS[place % len(COLOURS)]
-        told = f"{row['stage']}, seen at {row['seen_at']}: ECE {row['ece']:.3f}"
+        seen = f", seen at {row['seen_at']}" if "seen_at" in row else ""
+        told = f"{row['stage']}{seen}: ECE {row['ece']:.3f}"
         axes.plot(row["probability"], row["label"], color=colour, lw=1, label=told)
         most = max(row["count"])
         axes.scatter(row["probability"], row["label"], [8 + 70 * count / most for count in row["count"]], color=colour, alpha=0.8, lw=0)

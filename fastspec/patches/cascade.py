@@ -26,23 +26,11 @@ from fastspec.patches.assistants import Continued
 from fastspec.patches.compat import position_limit
 from fastspec.patches.kept import check_kept, check_room, keep_past, past_of
 from fastspec.patches.mixtures import MixedDecoding, StagedDecoding
-from fastspec.patches.stages import StageModel, hand_over, measure_rates, stage_models
+from fastspec.patches.settings import ends_of, new_tokens, pad_of, read_prompts, refuse, setting, stage_options
+from fastspec.patches.stages import hand_over, measure_rates, stage_models
 
-OF_TOKENS = (
-    "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "bad_words_ids", "sequence_bias", "suppress_tokens",
-    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "watermarking_config",
-)  # fmt: skip
-"""Arguments of `generate` that name or see tokens of one vocabulary."""
-ENDS = ("eos_token_id", "pad_token_id", "bos_token_id")
-OURS = {
-    "input_ids", "inputs", "attention_mask", "streamer", "num_return_sequences", "return_dict_in_generate", "max_length", "max_new_tokens",
-    "tokenizer", "generation_config", "assistant",
-}  # fmt: skip
-REFUSED = {
-    "past_key_values": "its stages keep caches of their own: Cascade(memory=bytes)",
-    "output_scores": "the answer may be another model's", "output_logits": "the answer may be another model's",
-    "inputs_embeds": "a stage reads tokens: pass input_ids",
-}  # fmt: skip
+PATCHED = ("stages", "tokenizer", "label", "assistant", "memory", "host_memory")
+"""What a patch fixes of a cascade; the rest may be another in every call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +126,12 @@ class CascadeModels:
                 f"the cascade of this call has the stages {[stage.label for stage in config.stages]} and the model was patched with "
                 f"{list(self.names[:-1])}: dataclasses.replace(cascade, price=...) keeps them"
             )
+        other = [name for name in PATCHED if getattr(config, name) != getattr(self.config, name)]
+        if other:
+            raise Unsupported(
+                f"the cascade of this call differs in {', '.join(other)} from the one that the model was patched with: "
+                "dataclasses.replace(cascade, price=...) keeps them; to change them, fastspec.unpatch(model) and patch it anew"
+            )
         if config.mode == "adaptive":
             return AdaptiveCascade(self, config)
         drafts = [stage.model for stage in self.stages[:-1]]
@@ -184,15 +178,15 @@ class AdaptiveCascade:
     def generate(self, large: Any, session: Any, given: dict[str, Any]) -> Any:
         """Answer every row of a `generate` call with these arguments, by name."""
         began = time.perf_counter()
-        self._refuse(large, given)
-        ids, keep = _prompts(given)
+        refuse(self.models.stages, given)
+        ids, keep = read_prompts(large, given)
         streamer = given.get("streamer")
         if streamer is not None:
             if len(ids) > 1:
                 raise Unsupported("a streamer takes one row: leave streamer out, or pass a batch of 1")
-            streamer.put(ids)
+            streamer.put(ids.cpu())
         rows = [_Row(number, row[mask].tolist()) for number, (row, mask) in enumerate(zip(ids, keep, strict=True))]
-        limit = _limit(large, given, ids.shape[1])
+        limit = new_tokens(large, given, ids.shape[1])
         pending = rows
         for index in range(len(self.models.stages)):
             pending = self._visit(index, pending, given, limit)
@@ -206,16 +200,6 @@ class AdaptiveCascade:
             print("\n".join(map(str, stats.explanations)))
         return self._output(ids, answers, large, given, stats, streamer)
 
-    def _refuse(self, large: Any, given: dict[str, Any]) -> None:
-        for name, why in REFUSED.items():
-            if given.get(name) is not None and given[name] is not False:
-                raise Unsupported(f"{name} cannot be combined with assistant='cascade': {why}")
-        config = given.get("generation_config") or large.generation_config
-        named = [name for name in OF_TOKENS if given.get(name) or getattr(config, name, None)]
-        foreign = [stage.label for stage in self.models.stages if stage.stage.tokenizer is not None and stage.foreign]
-        if named and foreign:
-            raise Unsupported(f"{', '.join(named)} speaks of the large model's tokens, and {', '.join(foreign)} has others: leave it out")
-
     def _visit(self, index: int, rows: list[_Row], given: dict[str, Any], limit: int) -> list[_Row]:
         """Let a stage answer the rows -> those that go on to the next."""
         stage, last = self.models.stages[index], index == len(self.models.stages) - 1
@@ -223,10 +207,11 @@ class AdaptiveCascade:
         asked: list[tuple[_Row, list[int], list[int]]] = []  # row, prompt, answer that was handed over
         for row in rows:
             prompt = stage.read_prompt(row.ids)
-            if last or bound is None or len(prompt) < bound:
+            if last or (prompt and (bound is None or len(prompt) < bound)):
                 asked.append((row, prompt, self._handed(row, index, given) if self.reuse else []))
             else:
-                why = f"left out: the prompt has {len(prompt)} tokens, and its positions end at {bound}"
+                told = f", and its positions end at {bound}" if prompt else " of this stage"
+                why = f"left out: the prompt has {len(prompt) or 'no'} tokens{told}"
                 row.visits.append(Visit(index, stage.label, why))
         if asked:
             self._ask(index, asked, given, limit)
@@ -240,7 +225,7 @@ class AdaptiveCascade:
         outcome = self._run(index, [prompt for _, prompt, _ in asked], handed if any(handed) else None, given, limit)
         share = 1000 * (time.perf_counter() - began) / len(asked)
         kept = outcome.kept or [0] * len(asked)
-        ends = stage.ends(None if stage.foreign else given.get("eos_token_id"))
+        ends = stage.ends(ends_of(stage, given))
         for at, (row, prompt, _) in enumerate(asked):
             row.answer, row.giver = outcome.tokens[at], index
             visit = Visit(
@@ -266,16 +251,14 @@ class AdaptiveCascade:
         if row.answer is None:
             return []
         giver, taker = self.models.stages[row.giver], self.models.stages[index]
-        own = given.get("eos_token_id")
-        ends = taker.ends(None if taker.foreign else own)
-        end = min(ends) if ends else None
-        return hand_over(row.answer, giver, taker, giver.ends(None if giver.foreign else own), end)
+        ends = taker.ends(ends_of(taker, given))
+        return hand_over(row.answer, giver, taker, giver.ends(ends_of(giver, given)), ends[0] if ends else None)
 
     def _run(self, index: int, prompts: list[list[int]], handed: list[list[int]] | None, given: dict[str, Any], limit: int) -> Outcome:
         """One stage's `generate` for these prompts, after what was handed over."""
         stage, memory = self.models.stages[index], self.models.memory
-        options, heard = self._options(stage, given, limit), []  # type: dict[str, Any], list[Outcome]
-        pad, width = options["pad_token_id"], max(map(len, prompts))
+        options, heard = stage_options(stage, given, limit), []  # type: dict[str, Any], list[Outcome]
+        pad, width = pad_of(stage, given), max(map(len, prompts))
         device = stage.model.device
         ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -288,25 +271,6 @@ class AdaptiveCascade:
             out = stage.model.generate(ids, past_key_values=past, return_dict_in_generate=True, assistant=assistant, **options)
             keep_past(memory, index, out.sequences, out.past_key_values)
         return heard[0]
-
-    def _options(self, stage: StageModel, given: dict[str, Any], limit: int) -> dict[str, Any]:
-        """The call's arguments as a stage takes them."""
-        options = {name: value for name, value in given.items() if name not in OURS}
-        config = given.get("generation_config")
-        if stage.foreign:
-            options = {name: value for name, value in options.items() if name not in (*ENDS, *OF_TOKENS)}
-        if config is not None:
-            config = copy.deepcopy(config)
-            config.max_length, config.num_return_sequences = None, 1
-            if stage.foreign:
-                for name in ENDS:
-                    setattr(config, name, getattr(stage.model.generation_config, name))
-            options["generation_config"] = config
-        if given.get("tokenizer") is not None:
-            options["tokenizer"] = stage.tokenizer if stage.foreign else given["tokenizer"]
-        held = (options.get("pad_token_id"), getattr(config, "pad_token_id", None), stage.model.generation_config.pad_token_id)
-        pad = next((value for value in held if value is not None), None)
-        return {**options, "max_new_tokens": limit, "pad_token_id": min(stage.ends(), default=0) if pad is None else int(pad)}
 
     def _judged(self, visit: Visit, row: _Row, told: Tensor) -> tuple[Visit, bool]:
         """Stop or go on, by an answer's features: the visit with what was decided and why, and whether it stops."""
@@ -329,7 +293,7 @@ class AdaptiveCascade:
         return row.answer if row.giver == last else self._handed(row, last, given)
 
     def _output(self, ids: Tensor, answers: list[list[int]], large: Any, given: dict[str, Any], stats: Stats, streamer: Any) -> Any:
-        pad = self._options(self.models.stages[-1], given, 1)["pad_token_id"]
+        pad = pad_of(self.models.stages[-1], given)
         longest = max(map(len, answers))
         new = torch.tensor([answer + [pad] * (longest - len(answer)) for answer in answers], device=ids.device)
         if streamer is not None:
@@ -337,8 +301,7 @@ class AdaptiveCascade:
                 streamer.put(torch.tensor([token]))
             streamer.end()
         sequences = torch.cat((ids, new), 1)
-        config = given.get("generation_config") or large.generation_config
-        if not given.get("return_dict_in_generate", config.return_dict_in_generate):
+        if not setting("return_dict_in_generate", given, large.generation_config):
             return sequences
         out = GenerateDecoderOnlyOutput(sequences=sequences)
         out.fastspec = stats
@@ -349,28 +312,3 @@ def _times(stats: Stats, rows: int) -> tuple[float, float]:
     """Milliseconds a row before and after the first new token that is not taken over."""
     start = stats.phases.get("prefill", 0.0) + stats.phases.get("verify", 0.0)
     return 1000 * start / rows, 1000 * max(stats.seconds - start, 0.0) / rows
-
-
-def _prompts(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The call's token ids [B, T] and which of them are real [B, T]."""
-    ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or 0 in ids.shape:
-        raise Unsupported("assistant='cascade' needs input_ids [B, T] of at least one row and one token")
-    mask = given.get("attention_mask")
-    keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device).bool()
-    if keep.shape != ids.shape or not bool(keep[:, -1].all()):
-        raise Unsupported(f"attention_mask {tuple(keep.shape)} must have the shape of input_ids {tuple(ids.shape)}, padding on the left")
-    config = given.get("generation_config")
-    times = given.get("num_return_sequences") or getattr(config, "num_return_sequences", None) or 1
-    return ids.repeat_interleave(times, 0), keep.repeat_interleave(times, 0)
-
-
-def _limit(large: Any, given: dict[str, Any], width: int) -> int:
-    """New tokens that a stage may say: as transformers reads max_new_tokens and max_length, the call's before the model's."""
-    config = given.get("generation_config")
-    for source in (given, {} if config is None else vars(config), vars(large.generation_config)):
-        if source.get("max_new_tokens") is not None:
-            return int(source["max_new_tokens"])
-        if source.get("max_length") is not None:
-            return max(1, int(source["max_length"]) - width)
-    return 20

@@ -18,9 +18,12 @@ from fastspec.cascade.stopping import Rates
 from fastspec.errors import Unsupported
 from fastspec.generation.loop import Outcome
 from fastspec.patches.adapters import check_supported
-from fastspec.patches.assistants import Continued
+from fastspec.patches.assistants import NAMES, Continued
+from fastspec.patches.compat import position_limit
 from fastspec.patches.speculative import PADDING, vocabulary
 
+OWN = object()
+"""In place of a call's end tokens: the stage's own."""
 TRIAL = 24
 """New tokens per stage with which its rates are measured."""
 
@@ -28,19 +31,35 @@ TRIAL = 24
 class StageModel:
     """One model of a cascade, ready to generate.
 
-    `tokenizer` is None where the stage shares the large model's tokens. A model that the user has patched already is used as it is; one
-    that is loaded here goes to `device`, the large model's.
+    `tokenizer` is None where the stage shares the large model's tokens; one that is named is loaded when it is first needed. A model that
+    the user has patched already is used as it is; one that is loaded here goes to `device`, the large model's.
     """
 
     def __init__(self, stage: Stage, large_tokenizer: Any, device: str) -> None:
         self.stage, self.label, self.device = stage, stage.label, device
-        self.large_tokenizer = large_tokenizer
+        if stage.tokenizer is not None and large_tokenizer is None:
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} has a tokenizer and the large model's is unknown: give it, Cascade(tokenizer=...)"
+            )
+        self._own, self._large = stage.tokenizer, large_tokenizer
+        if isinstance(stage.assistant, str) and stage.assistant not in NAMES:
+            known = ", ".join(repr(name) for name in NAMES if name != Cascade.name)
+            raise Unsupported(f"the cascade's stage {self.label!r} has the unknown assistant {stage.assistant!r}; accepted are {known}")
         self.lock = threading.Lock()
         self.held: Any = None
         self.patched = False
-        self.tokenizer: Any = stage.tokenizer
         if not isinstance(stage.model, (str, Path)):
             self._take(stage.model)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The stage's tokenizer, loaded if it is not yet, or None. Raises Unsupported for one that cannot be loaded."""
+        return _tokenizer(self._own)
+
+    @property
+    def large_tokenizer(self) -> Any:
+        """The large model's, in the same way."""
+        return _tokenizer(self._large)
 
     @property
     def loaded(self) -> bool:
@@ -67,7 +86,7 @@ class StageModel:
             options["quantization_config"] = quantization(stage.quantization)
         dtype = None if stage.dtype == "auto" else getattr(torch, stage.dtype)
         model, tokenizer = load_model(str(stage.model), self.device, dtype, **options)
-        self.tokenizer = self.tokenizer or tokenizer
+        self._own = self._own or tokenizer
         self._take(model)
 
     def _take(self, model: Any) -> None:
@@ -80,9 +99,17 @@ class StageModel:
         from fastspec.patches.api import patch
         from fastspec.patches.session import session_of
 
-        if session_of(self.held) is None:
+        session = session_of(self.held)
+        if session is None:
             patch(self.held, **self.stage.resources)
             self.patched = True
+            return
+        missing = sorted(set(self.stage.resources) - {"backend", *session.resources})
+        if missing:
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} is patched already, without the {', '.join(missing)} of its resources: give them to "
+                "fastspec.patch, or leave the patch to the cascade"
+            )
 
     def close(self) -> None:
         """Take the patch off again, if it was ours and is still there."""
@@ -91,34 +118,36 @@ class StageModel:
 
         with self.lock:
             if self.patched and session_of(self.held) is not None:
-                unpatch(self.held)
+                unpatch(self.held, force=True)  # the large model's patch is off: this must not end half done
             self.patched = False
 
     @property
     def foreign(self) -> bool:
         """Whether the stage reads other tokens than the large model."""
-        if self.tokenizer is not None and self.large_tokenizer is None:
+        if self._own is None:
+            return False
+        if self._large is None:  # the stage's own came with its model
             raise Unsupported(
                 f"the cascade's stage {self.label!r} has a tokenizer and the large model's is unknown: give it, Cascade(tokenizer=...)"
             )
-        return self.tokenizer is not None and token_table(self.tokenizer) != token_table(self.large_tokenizer)
+        return token_table(self.tokenizer) != token_table(self.large_tokenizer)
 
     def check_shared(self, large: Any) -> None:
         """Refuse a stage that is said to share the large model's tokens and has another number of them."""
-        sizes = vocabulary(self.model), vocabulary(large)
-        if not self.foreign and abs(sizes[0] - sizes[1]) > PADDING:
+        sizes = vocabulary(self.held if self.loaded else self.model), vocabulary(large)  # what is loaded need not be patched yet
+        if abs(sizes[0] - sizes[1]) > PADDING and not self.foreign:  # in this order: tokenizers are loaded where they are needed
             raise Unsupported(
                 f"the cascade's stage {self.label!r} has a vocabulary of {sizes[0]} tokens and the large model one of {sizes[1]}: give "
                 "both tokenizers, Cascade(stages=[Stage(model, tokenizer=...)], tokenizer=...)"
             )
 
-    def ends(self, given: Any = None) -> frozenset[int]:
-        """The stage's end tokens; `given` ones are the call's own."""
-        ends = self.model.generation_config.eos_token_id if given is None else given
-        return frozenset(torch.as_tensor([] if ends is None else ends).flatten().tolist())
+    def ends(self, given: Any = OWN) -> tuple[int, ...]:
+        """The stage's end tokens, the one to write first; `given` ones are the call's, None for a call without any."""
+        ends = self.model.generation_config.eos_token_id if given is OWN else given
+        return tuple(torch.as_tensor([] if ends is None else ends).flatten().tolist())
 
     def read_prompt(self, ids: Sequence[int]) -> list[int]:
-        """The large model's prompt in this stage's tokens."""
+        """The large model's prompt in this stage's tokens; none where its text has none of them."""
         if not self.foreign and self.stage.prompt is None:
             return list(ids)
         reader = self.large_tokenizer or self.tokenizer
@@ -126,13 +155,15 @@ class StageModel:
             raise Unsupported(f"the cascade's stage {self.label!r} has a prompt function, which reads text: give Cascade(tokenizer=...)")
         text = decoded(reader, ids[1:] if ids and ids[0] == reader.bos_token_id else ids)
         text = text if self.stage.prompt is None else self.stage.prompt(text)
+        if not isinstance(text, str):
+            raise Unsupported(f"the prompt function of the cascade's stage {self.label!r} gave {text!r}: it must give text")
         writer = self.tokenizer or reader
         start = writer("", add_special_tokens=True)["input_ids"][:1]
         begins = [writer.bos_token_id] if writer.bos_token_id is not None and start == [writer.bos_token_id] else []
         return begins + encoded(writer, text)
 
 
-def hand_over(answer: Sequence[int], giver: StageModel, taker: StageModel, ends: frozenset[int], end: int | None) -> list[int]:
+def hand_over(answer: Sequence[int], giver: StageModel, taker: StageModel, ends: Sequence[int], end: int | None) -> list[int]:
     """A stage's answer in another's tokens; an end token of the giver, one of `ends`, becomes the taker's, `end`."""
     if giver.foreign == taker.foreign and (not giver.foreign or token_table(giver.tokenizer) == token_table(taker.tokenizer)):
         return list(answer)
@@ -140,6 +171,24 @@ def hand_over(answer: Sequence[int], giver: StageModel, taker: StageModel, ends:
     text = decoded(giver.tokenizer or giver.large_tokenizer, answer[:-1] if over else answer)
     tokens = encoded(taker.tokenizer or taker.large_tokenizer, text)
     return [*tokens, end] if over and end is not None else tokens
+
+
+def _tokenizer(given: Any) -> Any:
+    return load_tokenizer(str(given)) if isinstance(given, (str, Path)) else given
+
+
+@lru_cache(maxsize=32)
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a path or hub id, or of a model named as in `fastspec.models.load_model`. Raises Unsupported where there is none."""
+    from transformers import AutoTokenizer
+
+    from fastspec.models import _source
+
+    source, packed = _source(name)
+    try:
+        return AutoTokenizer.from_pretrained(source, **packed)
+    except (OSError, ValueError) as error:
+        raise Unsupported(f"could not load the tokenizer {name!r}: {error}") from error
 
 
 @lru_cache(maxsize=32)
@@ -193,7 +242,10 @@ def measure_rates(stages: Sequence[StageModel], prompts: Sequence[Sequence[int]]
 
 def _rates_after(stage: StageModel, prompt: Sequence[int], new: int) -> tuple[float, float, float]:
     """Milliseconds per generated token, per verified token and per start of one stage after one prompt."""
-    ids = torch.tensor([stage.read_prompt(prompt)], device=stage.model.device)
+    bound, tokens = position_limit(stage.model.config), stage.read_prompt(prompt) or [0]
+    if bound is not None:
+        tokens = tokens[-max(bound - new, 1) :]
+    ids = torch.tensor([tokens], device=stage.model.device)
     text = [_trial(stage, ids, new, None)[1][:-1]]
     runs = [[_trial(stage, ids, *kind)[0] for kind in ((1, None), (new, None), (new, text))] for _ in range(3)][1:]
     start, whole, verified = (min(column) for column in zip(*runs, strict=True))

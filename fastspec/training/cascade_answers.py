@@ -28,17 +28,39 @@ class Item:
     key: labels.Key | None
 
 
+def read_sets(paths: Sequence[str | Path], most: int | None = None) -> list[Item]:
+    """The items of several files, at most `most` of each. Raises Unsupported where there is none, and where two have one id: answers are
+    kept by it."""
+    items = [item for path in paths for item in read_items(path, most)]
+    if not items:
+        raise Unsupported(f"{', '.join(map(str, paths))}: no prompts in there")
+    found: dict[str, str] = {}
+    for item in items:
+        if item.name in found:
+            raise Unsupported(f"the id {item.name!r} is there twice, in {found[item.name]} and {item.set}: ids must be unique in all files")
+        found[item.name] = item.set
+    return items
+
+
 def read_items(path: str | Path, most: int | None = None) -> list[Item]:
     """The items of a JSON-lines file, at most `most` of them; the file's name is their set's. Raises Unsupported for what is no item."""
     items = []
     text = Path(path)
     if not text.is_file():
         raise Unsupported(f"{path}: no such file of prompts")
-    for number, line in enumerate(text.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = text.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON texts may hold U+2028 and the like
+    except UnicodeDecodeError as error:
+        raise Unsupported(f"{path} is no UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise Unsupported(f"{path}, line {number} is no JSON object: {error}") from error
+        if not isinstance(row, dict):
+            raise Unsupported(f"{path}, line {number} is no JSON object: {line[:60]}")
         name = str(row.get("id", f"{text.stem}-{number}"))
         items.append(Item(name, text.stem, labels.prompt_of(row), labels.key_of(row)))
         if len(items) == most:
