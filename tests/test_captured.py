@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from helpers_generate import MAKERS, TREE, prompts
+from helpers_models import tiny_model
 from torch import Tensor
 
 import fastspec
 from fastspec.generation import capture, rounds
 from fastspec.generation.eagle import drafter
+from fastspec.generation.verify import measure
 from fastspec.patches import hf_model
+from fastspec.patches.assistants import Continued
 from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
 
@@ -142,3 +145,38 @@ def test_weights_that_were_moved_are_packed_again(captures):
     assert attn.k_proj.weight.untyped_storage().data_ptr() == attn.q_proj.weight.untyped_storage().data_ptr()
     fastspec.unpatch(model)
     assert attn.k_proj.weight.untyped_storage().data_ptr() != attn.q_proj.weight.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["random", "bigram"])
+@pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE, fastspec.Speculative(early_exit=3)], ids=str)
+def test_an_answer_is_verified_by_captured_rounds(captures, kind, assistant):
+    """Calls with an answer to verify, of any length and in turn with calls without, and what is measured of their tokens."""
+    make, head = MAKERS[kind]
+    plain, model = make(), make()
+    fastspec.patch(model, eagle3=head(model))
+    for seed in range(4):
+        options = {**prompts(9, 5, seed=seed % 2), "max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+        want = plain.generate(**options)
+        for kept in (0, 7, 40):
+            heard = []
+            texts = [row[9 : 9 + kept].tolist() + [3] * 5 for row in want]
+            out = model.generate(**options, assistant=Continued(assistant, texts, heard.append))
+            assert out.tolist() == want.tolist() and min(heard[0].kept) >= min(kept, 40)
+            for row, said in enumerate(heard[0].tokens):
+                text = options["input_ids"][row, 9 - (9, 5)[row] :].tolist() + said
+                logits = plain(torch.tensor([text])).logits[0, -len(said) - 1 : -1].detach()
+                torch.testing.assert_close(heard[0].measures[row], measure(logits, torch.tensor(said)), atol=1e-4, rtol=1e-4)
+        assert model.generate(**options, assistant=assistant).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize(("mode", "alpha"), [("lossless", "lossless"), ("token", 1.0)])
+def test_a_cascade_s_rounds_are_kept_and_begin_anew(captures, mode, alpha):
+    below = [tiny_model(seed=3, num_hidden_layers=2), tiny_model(seed=4, num_hidden_layers=3)][: 2 if mode == "lossless" else 1]
+    plain, model = tiny_model(), tiny_model()
+    cascade = fastspec.Cascade(stages=below, mode=mode, rule="token_v2", alpha=alpha, gamma=3)
+    fastspec.patch(model, cascade=cascade)
+    for seed in range(3):
+        options = {**prompts(9, 5, seed=seed), "max_new_tokens": 20, "do_sample": False}
+        want = (plain if mode == "lossless" else below[0]).generate(**options)
+        assert model.generate(**options, assistant="cascade").tolist() == want.tolist()
+    assert len(session_of(model).engines.held) == 1  # the second and the third call took the first one's
