@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from fastspec.config import Speculative
 from fastspec.errors import Unsupported
 from fastspec.generation.draft_model import ChainDrafter, Length
 from fastspec.generation.protocols import Ops
+from fastspec.generation.shared_draft import SharedDrafter, shared_tokens
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.patches.adapters import adapter_for, check_supported
 from fastspec.patches.hf_model import HFModel
@@ -74,28 +76,46 @@ class TextDecoding:
     """Decoding with drafts of a model that has another tokenizer."""
 
     config: Speculative
+    target: Any
     pair: Pair
     name: str = "speculative"
     taps: None = None
 
-    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> TextDrafter:
-        """The drafter of one call. A text may be longer in the draft model's tokens than in the target's: twice as long at most."""
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> TextDrafter | SharedDrafter:
+        """The drafter of one call. A text may be longer in the draft model's tokens than in the target's: twice as long at most.
+
+        With `process` drafts are drawn by the shared tokens, if there are any. Without it the call may be a sampled one too, one without
+        any processor, which this does not tell from a greedy one: drafts are texts then.
+        """
         draft = self.pair.model
         gamma = self.config.most if self.config.gamma is None else self.config.gamma
         room = 2 * capacity + gamma + 2
 
-        def one() -> HFModel:
-            return HFModel(draft, adapter_for(draft), rows=1, capacity=room, tail=2, taps=None, ops=ops)
+        def model(rows: int) -> HFModel:
+            return HFModel(draft, adapter_for(draft), rows=rows, capacity=room, tail=2, taps=None, ops=ops)
 
-        return TextDrafter(one, gamma, room, self.pair.tokenizer, self.pair.draft_tokenizer, device)
+        if process is None or not self.pair.shared:
+            return TextDrafter(lambda: model(1), gamma, room, self.pair.tokenizer, self.pair.draft_tokenizer, device)
+        cost = 0.0 if self.config.gamma is not None else read_weights(draft) / read_weights(self.target)
+        return SharedDrafter(
+            model(rows), Length(gamma, cost), self.pair.shared, room=room, tokenizer=self.pair.tokenizer,
+            draft_tokenizer=self.pair.draft_tokenizer, vocab=vocabulary(self.target), draft_vocab=vocabulary(draft), ops=ops,
+            process=process, device=device,
+        )  # fmt: skip
 
 
-class Pair(NamedTuple):
+@dataclass(frozen=True)
+class Pair:
     """A draft model, its tokenizer and the target's, where they differ."""
 
     model: Any
     draft_tokenizer: Any
     tokenizer: Any
+
+    @cached_property
+    def shared(self) -> list[tuple[int, int]]:
+        """Their shared tokens, found once."""
+        return shared_tokens(self.tokenizer, self.draft_tokenizer)
 
 
 def vocabulary(model: Any) -> int:
@@ -177,7 +197,7 @@ def resolve_speculative(config: Speculative, resources: dict[str, Any], target: 
             return SpeculativeDecoding(config, target, draft)
         if config.branches > 1:
             raise Unsupported(f"branches={config.branches}: drafts of a model with another tokenizer are chains")
-        return TextDecoding(config, draft)
+        return TextDecoding(config, target, draft)
     layers = target.config.get_text_config().num_hidden_layers
     if config.early_exit >= layers:
         raise Unsupported(f"early_exit={config.early_exit}: the target has {layers} layers, so at most {layers - 1}")
