@@ -159,8 +159,9 @@ def test_caches_that_are_not_plain_are_refused_by_name() -> None:
     windowed = tiny_model("mistral", num_hidden_layers=2, sliding_window=8).config
     offloading = model(text(20)).past_key_values
     offloading.offloading = True  # its constructor wants a stream, which the CPU has not
+    quantised = QuantizedCache.__new__(QuantizedCache)  # its constructor wants a package
     for cache, name in (
-        (StaticCache(config=config, max_cache_len=32), "StaticCache"), (QuantizedCache("fp8", config=config), "QuantizedCache"),
+        (StaticCache(config=config, max_cache_len=32), "StaticCache"), (quantised, "QuantizedCache"),
         (DynamicCache(config=windowed), "DynamicSlidingWindowLayer"), (None, "NoneType"), (offloading, "offloading"),
     ):  # fmt: skip
         with pytest.raises(Unsupported, match=name):
