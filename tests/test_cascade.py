@@ -282,3 +282,31 @@ def test_bad_configurations_are_refused_and_change_nothing(tmp_path: Any) -> Non
     fastspec.patch(large, cascade=fastspec.Cascade(**good))
     with pytest.raises(Unsupported, match="patched with"):
         large.generate(torch.tensor([[5, 6]]), assistant=fastspec.Cascade(**{**good, "stages": [tiny_model()]}))
+
+
+@pytest.mark.parametrize("options", [{"device_map": {"": "cpu"}}, {"quantization": "4bit"}, {"quantization": "8bit"}], ids=str)
+def test_stages_are_loaded_as_asked(tmp_path: Any, options: dict[str, Any]) -> None:
+    if "quantization" in options:
+        pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": len(TARGET)}  # whole blocks of weights
+    tiny_model(seed=1, num_hidden_layers=2, **sizes).save_pretrained(tmp_path)
+    TARGET.save_pretrained(tmp_path)
+    stage, large = fastspec.Stage(str(tmp_path), name="medium", **options), tiny_model(vocab_size=len(TARGET))
+    settings = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
+    fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    out = large.generate(ids, **GREEDY, assistant="cascade", eos_token_id=None)
+    held = session_of(large).resources["cascade"].stages[0].model
+    product = held.model.layers[0].mlp.up_proj
+    assert type(product).__module__.startswith("bitsandbytes" if "quantization" in options else "torch")
+    assert out.tolist() == held.generate(ids, **GREEDY, eos_token_id=None).tolist()
+
+
+def test_quantised_stages_need_bitsandbytes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    large = tiny_model(vocab_size=len(TARGET))
+    stage = fastspec.Stage(str(tmp_path), name="medium", quantization="4bit")
+    settings = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0]}
+    fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
+    with pytest.raises(Unsupported, match="pip install bitsandbytes"):
+        large.generate(torch.tensor([[5, 6]]), **GREEDY, assistant="cascade")

@@ -208,11 +208,11 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 def quantization(kind: str) -> Any:
-    """bitsandbytes' settings, for transformers. Raises Unsupported where bitsandbytes or a CUDA device is missing."""
+    """bitsandbytes' settings, for transformers. Raises Unsupported where bitsandbytes is missing."""
     import importlib.util
 
-    if not torch.cuda.is_available() or importlib.util.find_spec("bitsandbytes") is None:
-        raise Unsupported(f"quantization={kind!r} needs a CUDA device and bitsandbytes (pip install bitsandbytes)")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise Unsupported(f"quantization={kind!r} needs bitsandbytes: pip install bitsandbytes")
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=kind == "4bit", load_in_8bit=kind == "8bit")
