@@ -160,7 +160,7 @@ def test_an_answer_is_verified_by_captured_rounds(captures, kind, assistant):
         for kept in (0, 7, 40):
             heard = []
             texts = [row[9 : 9 + kept].tolist() + [3] * 5 for row in want]
-            out = model.generate(**options, assistant=Continued(assistant, texts, heard.append))
+            out = model.generate(**options, assistant=Continued(assistant, texts, heard.append, measure=True))
             assert out.tolist() == want.tolist() and min(heard[0].kept) >= min(kept, 40)
             for row, said in enumerate(heard[0].tokens):
                 text = options["input_ids"][row, 9 - (9, 5)[row] :].tolist() + said

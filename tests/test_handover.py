@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def answered(model: Any, texts: list[list[int]], assistant: Any, **options: Any) -> tuple[Any, Any]:
     heard: list[Any] = []
-    out = model.generate(**options, assistant=Continued(assistant, texts, heard.append))
+    out = model.generate(**options, assistant=Continued(assistant, texts, heard.append, measure=True))
     return out, heard[0]
 
 

@@ -90,6 +90,7 @@ def hull_corners(points: list[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def slope(one: tuple[float, float], two: tuple[float, float]) -> float:
+    """Quality per cost from one point to another."""
     return (two[1] - one[1]) / (two[0] - one[0])
 
 

@@ -78,11 +78,12 @@ class StaticDecoding:
 @dataclass(frozen=True, slots=True)
 class Continued:
     """An assistant that goes on from given answers: they are verified as drafts first. `answers` holds a text per row, and `hear` is
-    told the call's outcome, measures included."""
+    told the call's outcome, with the measures of every token where `measure` asks for them."""
 
     decoding: Any
     answers: Sequence[Sequence[int]] | None = None
     hear: Callable[[Outcome], None] | None = None
+    measure: bool = False
 
 
 def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:

@@ -26,7 +26,7 @@ from fastspec.patches.assistants import Continued
 from fastspec.patches.compat import position_limit
 from fastspec.patches.kept import check_kept, check_room, keep_past, past_of
 from fastspec.patches.mixtures import MixedDecoding, StagedDecoding
-from fastspec.patches.settings import ends_of, new_tokens, pad_of, read_prompts, refuse, setting, stage_options
+from fastspec.patches.settings import ends_of, left_padded, new_tokens, pad_of, read_prompts, refuse, setting, stage_options
 from fastspec.patches.stages import hand_over, measure_rates, stage_models
 
 PATCHED = ("stages", "tokenizer", "label", "assistant", "memory", "host_memory")
@@ -192,7 +192,7 @@ class AdaptiveCascade:
             pending = self._visit(index, pending, given, limit)
             if not pending:
                 break
-        answers = [self._answer(row, large, given) for row in rows]
+        answers = [self._answer(row, given) for row in rows]
         stats = Stats(assistant=self.name, rows=len(rows), emitted=sum(map(len, answers)), seconds=time.perf_counter() - began)
         stats.explanations = tuple(Explanation(tuple(row.visits)) for row in rows)
         session.calls.append(stats)
@@ -258,15 +258,13 @@ class AdaptiveCascade:
         """One stage's `generate` for these prompts, after what was handed over."""
         stage, memory = self.models.stages[index], self.models.memory
         options, heard = stage_options(stage, given, limit), []  # type: dict[str, Any], list[Outcome]
-        pad, width = pad_of(stage, given), max(map(len, prompts))
-        device = stage.model.device
-        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-        assistant = Continued(self.assistant or stage.stage.assistant, handed, heard.append)
+        ids, mask = left_padded(prompts, pad_of(stage, given), stage.model.device)
+        judged = index < len(self.models.stages) - 1 or self.hear is not None
+        assistant = Continued(self.assistant or stage.stage.assistant, handed, heard.append, measure=judged)
         if memory is None or len(prompts) > 1:
             stage.model.generate(ids, attention_mask=mask, assistant=assistant, **options)
         else:
-            check_room(memory, stage.model, width + limit)
+            check_room(memory, stage.model, ids.shape[1] + limit)
             past = past_of(memory, index, stage.model, ids)
             out = stage.model.generate(ids, past_key_values=past, return_dict_in_generate=True, assistant=assistant, **options)
             keep_past(memory, index, out.sequences, out.past_key_values)
@@ -287,7 +285,7 @@ class AdaptiveCascade:
         why = f"{'answered' if stop else 'went on'}: {why}"
         return replace(visit, why=why, quality=scores.quality, stop_value=values[0], go_on_value=values[1]), stop
 
-    def _answer(self, row: _Row, large: Any, given: dict[str, Any]) -> list[int]:
+    def _answer(self, row: _Row, given: dict[str, Any]) -> list[int]:
         last = len(self.models.stages) - 1
         assert row.answer is not None
         return row.answer if row.giver == last else self._handed(row, last, given)

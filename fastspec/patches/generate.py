@@ -137,7 +137,7 @@ class _Call:
             watch=streaming.watch if streaming else None,
             keep_scores=bool(self.config.return_dict_in_generate and self.config.output_scores),
             keep_logits=bool(self.config.return_dict_in_generate and self.config.output_logits),
-            answers=self.given.answers, measure=self.given.hear is not None,
+            answers=self.given.answers, measure=self.given.measure,
         )  # fmt: skip
         try:
             self.decoding = self._sized(capacity, request)
@@ -177,7 +177,7 @@ class _Call:
             engines.make_room()
             target, drafter = self._parts(rows, capacity, drawn)
             whole = process is None or all(type(each) in CAPTURABLE for each in self.processors)
-            measure = self.given.hear is not None
+            measure = self.given.measure
             rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole, measure=measure)
             key = None if key is None else self._key(rows, sample, process)  # making the drafter may have packed its head's weights
         else:
@@ -218,7 +218,7 @@ class _Call:
         drawn = signature(self.processors) if process is not None else None
         others = [value for name in ("draft", "head") if isinstance(value := getattr(self.decoding, name, None), nn.Module)]
         others += getattr(self.decoding, "drafts", ())
-        extra = self.given.answers is not None, self.given.hear is not None
+        extra = self.given.answers is not None, self.given.measure
         key = self.decoding, rows, sample, drawn, extra, tuple(weights_of(module) for module in (self.model, *others))
         try:
             hash(key)

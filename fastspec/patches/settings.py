@@ -117,5 +117,12 @@ def stage_options(stage: StageModel, given: dict[str, Any], limit: int) -> dict[
     return {**options, "generation_config": config}
 
 
+def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Prompts as ids [B, T], filled up on the left, and their attention mask [B, T]."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    return ids, torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+
+
 def _listed(tokens: Any) -> list[int]:
     return [] if tokens is None else torch.as_tensor(tokens).flatten().tolist()

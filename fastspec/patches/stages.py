@@ -234,30 +234,31 @@ def measure_rates(stages: Sequence[StageModel], prompts: Sequence[Sequence[int]]
     `prompts`, `new` tokens after each, of the better of two runs after a first one."""
     columns = []
     for stage in stages:
-        found = torch.tensor([_rates_after(stage, prompt, new) for prompt in prompts]).mean(0)
+        judged = stage is not stages[-1]  # what the last one says is not measured token by token
+        found = torch.tensor([_rates_after(stage, prompt, new, judged) for prompt in prompts]).mean(0)
         columns.append(found.tolist())
     token, verify, start = zip(*columns, strict=True)
     return Rates(token, (0.0, *verify[1:]), start)
 
 
-def _rates_after(stage: StageModel, prompt: Sequence[int], new: int) -> tuple[float, float, float]:
+def _rates_after(stage: StageModel, prompt: Sequence[int], new: int, judged: bool) -> tuple[float, float, float]:
     """Milliseconds per generated token, per verified token and per start of one stage after one prompt."""
     bound, tokens = position_limit(stage.model.config), stage.read_prompt(prompt) or [0]
     if bound is not None:
         tokens = tokens[-max(bound - new, 1) :]
     ids = torch.tensor([tokens], device=stage.model.device)
-    text = [_trial(stage, ids, new, None)[1][:-1]]
-    runs = [[_trial(stage, ids, *kind)[0] for kind in ((1, None), (new, None), (new, text))] for _ in range(3)][1:]
+    text = [_trial(stage, ids, new, None, judged)[1][:-1]]
+    runs = [[_trial(stage, ids, count, given, judged)[0] for count, given in ((1, None), (new, None), (new, text))] for _ in range(3)][1:]
     start, whole, verified = (min(column) for column in zip(*runs, strict=True))
     return max(whole - start, 1e-3) / (new - 1), max(verified - start, 0.0) / (new - 1), start
 
 
-def _trial(stage: StageModel, ids: Tensor, new: int, texts: Any) -> tuple[float, list[int]]:
+def _trial(stage: StageModel, ids: Tensor, new: int, texts: Any, judged: bool) -> tuple[float, list[int]]:
     """Milliseconds of one greedy call of `new` tokens, with texts to verify, and what it said."""
     heard: list[Outcome] = []
     began = time.perf_counter()
     stage.model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0,
-        assistant=Continued(stage.stage.assistant, texts, heard.append),
+        assistant=Continued(stage.stage.assistant, texts, heard.append, measure=judged),
     )  # fmt: skip
     return 1000 * (time.perf_counter() - began), heard[0].tokens[0]

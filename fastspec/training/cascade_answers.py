@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastspec.bench.device import environment
 from fastspec.cascade import labels, records
 from fastspec.cascade.features import NAMES
 from fastspec.errors import Unsupported
 from fastspec.patches.cascade import AdaptiveCascade, CascadeModels, Heard
+from fastspec.patches.settings import left_padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ def answer(
             heard: list[Heard] = []
             plain = replace(models.config, explain=False)
             cascade = AdaptiveCascade(models, plain, hear=heard.append, assistant="autoregressive")  # in batches the fastest
-            ids, mask = _padded([encoded[at] for at in chosen], models.large.device)
+            ids, mask = left_padded([encoded[at] for at in chosen], 0, models.large.device)
             models.large.generate(ids, attention_mask=mask, assistant=cascade, max_new_tokens=new_tokens, do_sample=False)
             for each in heard:
                 item, stage = todo[chosen[each.row]], models.stages[each.visit.stage]
@@ -131,14 +130,8 @@ def judge(path: str | Path, items: Sequence[Item], *, threshold: float, run_code
 
 
 def encode(tokenizer: Any, prompt: str) -> list[int]:
+    """A prompt's tokens as the first turn of a chat, or as they are where the tokenizer has no template."""
     if tokenizer.chat_template is None:
         return list(tokenizer(prompt)["input_ids"])
     out = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True)
     return list(out["input_ids"])
-
-
-def _padded(prompts: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return ids, mask
