@@ -16,7 +16,7 @@ from helpers_models import tiny_model
 from torch import Tensor
 
 import fastspec
-from fastspec.generation import capture, rounds
+from fastspec.generation import capture, loop, rounds
 from fastspec.generation.eagle import drafter
 from fastspec.generation.verify import measure
 from fastspec.patches import hf_model
@@ -180,3 +180,110 @@ def test_a_cascade_s_rounds_are_kept_and_begin_anew(captures, mode, alpha):
         want = (plain if mode == "lossless" else below[0]).generate(**options)
         assert model.generate(**options, assistant="cascade").tolist() == want.tolist()
     assert len(session_of(model).engines.held) == 1  # the second and the third call took the first one's
+
+
+@pytest.fixture
+def launched(captures, monkeypatch):
+    """Calls launch ahead from the first round on; the launches of each call."""
+    monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
+    counted: list[int] = []
+    begin, launch = rounds.Rounds.begin, rounds.Rounds._launch
+
+    def begun(self, root):
+        counted.append(0)
+        begin(self, root)
+
+    def launching(self):
+        counted[-1] += 1
+        return launch(self)
+
+    monkeypatch.setattr(rounds.Rounds, "begin", begun)
+    monkeypatch.setattr(rounds.Rounds, "_launch", launching)
+    return counted
+
+
+@pytest.mark.parametrize("kind", ["random", "bigram"])
+@pytest.mark.parametrize("assistant", [TREE, "autoregressive"], ids=str)
+def test_rounds_that_run_ahead_of_the_host_say_the_same(launched, kind, assistant):
+    """Rows that end at different places, by an end token, by length and by a user's criterion, with growing buffers; then a second turn."""
+    make, head = MAKERS[kind]
+    plain, model = make(), make()
+    fastspec.patch(model, eagle3=head(model))
+    session, seen = session_of(model), 0
+    for seed in range(4):
+        inputs = prompts(9, 5, 7, seed=seed)
+        free = plain.generate(**inputs, do_sample=False, max_new_tokens=30 + 40 * seed, eos_token_id=None)
+        ends = [int(free[0, 9 + 11]), int(free[1, 9 + 17])] if seed % 3 else None  # of rows 0 and 1, and whichever says them before
+        options = {**inputs, "do_sample": False, "max_new_tokens": 30 + 40 * seed, "eos_token_id": ends, "pad_token_id": 0}
+        if seed % 3 == 2:
+            options["stopping_criteria"] = [lambda ids, scores, **_: torch.tensor([row[9:].tolist().count(0) > 2 for row in ids])]
+        kept = {"return_dict_in_generate": True}
+        want, got = plain.generate(**options, **kept), model.generate(**options, **kept, assistant=assistant)
+        assert got.sequences.tolist() == want.sequences.tolist()
+        last = fastspec.report(model).last
+        assert all(held.flight is None for held in session.engines.held.values())
+        # not launched ahead: the first two of each size of the buffers, and those that may be the last by length
+        assert last.rounds <= launched[-1] + 2 * 3 + 6
+        assert launched[-1] <= last.rounds + 1
+        seen += launched[-1]
+        one = {name: value[:1, -9:] for name, value in inputs.items()}
+        first = [m.generate(**one, do_sample=False, max_new_tokens=12, eos_token_id=ends, **kept, **extra) for m, extra in
+                 ((plain, {}), (model, {"assistant": assistant}))]  # fmt: skip
+        again = [m.generate(torch.cat((out.sequences, torch.tensor([[7, 8]])), 1), past_key_values=out.past_key_values, do_sample=False,
+                            max_new_tokens=12, eos_token_id=ends, **extra)
+                 for m, out, extra in zip((plain, model), first, ({}, {"assistant": assistant}), strict=True)]  # fmt: skip
+        assert again[0].tolist() == again[1].tolist()
+    assert seen > 60
+
+
+@pytest.mark.parametrize("options", [{"output_scores": True}, {"output_logits": True}, {"repetition_penalty": 1.2}], ids=str)
+def test_calls_that_read_more_than_tokens_do_not_run_ahead(launched, options):
+    model = MAKERS["random"][0]()
+    fastspec.patch(model)
+    for _ in range(2):
+        more = {"return_dict_in_generate": True, **options}
+        model.generate(**prompts(5), do_sample=False, max_new_tokens=15, assistant="autoregressive", **more)
+    assert sum(launched) == 0
+    with fastspec.profile(model) as profile:
+        model.generate(**prompts(5), do_sample=False, max_new_tokens=15, assistant="autoregressive")
+    assert sum(launched) == 0 and len(profile.rounds) == 14
+
+
+def test_a_call_that_was_broken_off_leaves_no_round_behind(launched):
+    plain, model = MAKERS["bigram"][0](), MAKERS["bigram"][0]()
+    fastspec.patch(model, eagle3=MAKERS["bigram"][1](model))
+
+    class Breaks:
+        """A streamer that fails at its sixth call."""
+
+        calls = 0
+
+        def put(self, value):
+            self.calls += 1
+            if self.calls == 6:
+                raise OSError("the pipe is closed")
+
+        def end(self):
+            """Nothing to flush."""
+
+    options = {**prompts(6), "do_sample": False, "max_new_tokens": 40, "eos_token_id": None}
+    want = plain.generate(**options).tolist()
+    for _ in range(3):
+        assert model.generate(**options, assistant=TREE).tolist() == want
+        with pytest.raises(OSError, match="the pipe"):
+            model.generate(**options, assistant=TREE, streamer=Breaks())
+    assert launched[-1] > 0
+    assert model.generate(**options, assistant=TREE).tolist() == want
+
+
+def test_the_same_seed_says_the_same_whether_rounds_run_ahead_or_not(captures, monkeypatch):
+    """Within a call: a round that is launched in vain draws after all that is used."""
+    model = MAKERS["random"][0]()
+    fastspec.patch(model)
+    said = []
+    for after in (0, 10**9, 0):
+        monkeypatch.setattr(loop, "AHEAD_AFTER", after)
+        torch.manual_seed(3)
+        out = model.generate(**prompts(6, 4), do_sample=True, temperature=1.5, max_new_tokens=40, assistant="autoregressive")
+        said.append(out.tolist())
+    assert said[0] == said[1] == said[2]

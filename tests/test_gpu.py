@@ -56,6 +56,29 @@ def test_a_patched_model_may_move_to_the_device_and_samples_by_its_seed(device):
 
 
 @ON_CUDA
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
+def test_rounds_launched_ahead_of_the_host_say_the_same(assistant, device, monkeypatch):
+    """Rows that end in the midst of it, growing buffers, calls one after another on the same graphs, and the same seed with and without."""
+    from fastspec.generation import loop
+
+    target, head = MAKERS["bigram"]
+    model = target().to(device)
+    inputs, said = moved(prompts(9, 5, 7), device), []
+    free = model.generate(**inputs, do_sample=False, max_new_tokens=300, eos_token_id=None)
+    ends = [None, [int(free[0, 9 + 41]), int(free[1, 9 + 17])], None]
+    wanted = [model.generate(**inputs, do_sample=False, max_new_tokens=1500, eos_token_id=each, pad_token_id=0).tolist() for each in ends]
+    fastspec.patch(model, eagle3=head(model))
+    for after in (0, 10**9, 0):
+        monkeypatch.setattr(loop, "AHEAD_AFTER", after)
+        for each, want in zip(ends, wanted, strict=True):
+            options = {**inputs, "max_new_tokens": 1500, "eos_token_id": each, "pad_token_id": 0, "assistant": assistant}
+            assert model.generate(**options, do_sample=False).tolist() == want
+        torch.manual_seed(3)
+        said.append(model.generate(**options, do_sample=True, temperature=1.3, top_k=20).tolist())
+    assert said[0] == said[1] == said[2]
+
+
+@ON_CUDA
 def test_smollm2_in_fp32_says_what_transformers_says(device):
     from fastspec.demo import PROMPTS, encode
     from fastspec.models import SMOLLM2, load_model

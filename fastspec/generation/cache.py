@@ -69,10 +69,14 @@ class TreeCache:
         """Committed tokens per row that the buffers have room for now."""
         return self.slots - self.tail
 
+    def fits(self, committed: int) -> bool:
+        """Whether the buffers have room for this many committed tokens per row, or for all that the call may reach."""
+        return min(committed, self.limit) <= self.bound
+
     def reserve(self, committed: int) -> int:
         """Make room for this many committed tokens per row, the call's capacity at most, and the tail; returns how many of them are
         in bounds."""
-        if min(committed, self.limit) > self.bound:
+        if not self.fits(committed):
             wanted = self._wanted(committed) + self.tail
             layers, rows, heads, held, size = self.k.shape
             try:

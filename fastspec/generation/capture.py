@@ -40,6 +40,10 @@ class Captured(Generic[Result]):
         self.replays += 1
         return self.result  # type: ignore[return-value]
 
+    def ready(self, key: Any) -> bool:
+        """Whether a call with this key is a replay."""
+        return key == self.key and self.graph is not None
+
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()

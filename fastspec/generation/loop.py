@@ -11,10 +11,14 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.handover import Read
+from fastspec.generation.protocols import Drafter
 from fastspec.generation.rounds import Rounds, timed
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import RowProcessor, choose, measure, walk_with_history
+
+AHEAD_AFTER = 8
+"""Rounds of a call before its rounds are launched ahead of the host."""
 
 
 @dataclass(slots=True)
@@ -107,6 +111,16 @@ class _Run:
         ends = self.request.ends
         return more[-1] in ends or (bool(ends) and self.stopped(row, self.out.tokens[row] + more))
 
+    def goes_on(self, drafter: Drafter | None) -> bool:
+        """Whether the round after the next one may be launched before the next one is read: only its tokens are asked for, and as far as
+        lengths tell, not all rows end before it. A round launched in vain takes its time, so calls of a few rounds never do it."""
+        request = self.request
+        told = request.watch is None and not (request.keep_scores or request.keep_logits or request.measure)
+        if not told or self.stats.rounds < AHEAD_AFTER:
+            return False
+        most = 1 if drafter is None else drafter.max_path
+        return any(active and len(said) + most < self.limit for active, said in zip(self.active, self.out.tokens, strict=True))
+
     def _wait(self, row: int) -> None:
         """A row was stopped without an end token: it goes on until every row was stopped once."""
         self.stops.setdefault(row, len(self.out.tokens[row]))
@@ -153,7 +167,8 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
     while any(run.active):
         rounds.activate(run.active)
         decide = None if request.process_at is None else lambda: _decide(rounds, request, run)
-        longest += _take(rounds.step(longest, stats, decide), rounds, run)
+        longest += _take(rounds.step(longest, stats, decide, run.goes_on(drafter)), rounds, run)
+    rounds.settle()
     run.finish()
     stats.seconds = time.perf_counter() - began
     return run.out
@@ -215,11 +230,15 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
         stats.accepted += accepted
         stats.count_accepted(accepted)
         stats.round_tokens += accepted + 1
-        path = verdict.path[row, : accepted + 1]
-        scores = rounds.along(row, path) if request.keep_scores else None
+        scores: Tensor | None = None
+        logits: Tensor | None = None
+        if request.keep_scores or request.keep_logits:
+            path = verdict.path[row, : accepted + 1]
+            scores = rounds.along(row, path) if request.keep_scores else None
+            logits = rounds.logits[row, path].float() if request.keep_logits else None
         if measures is not None:
             run.measures[row].append(measures[row, : accepted + 1])
-        run.take(row, said[: accepted + 1], accepted, scores, rounds.logits[row, path].float() if request.keep_logits else None)
+        run.take(row, said[: accepted + 1], accepted, scores, logits)
     stats.rounds += 1
     return max(entry[0] for entry in packed) + 1
 

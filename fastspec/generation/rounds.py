@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -28,6 +29,20 @@ Process = Callable[[Tensor], Tensor]
 Decide = Callable[[], tuple[Verdict, Tensor]]
 LEFT = ("tree", "logits", "features", "scores", "verdict", "packed", "measures")
 """What a round leaves behind; see `Rounds`."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A round that was launched: its small tensor on the host, there once `landed` has been reached (None: it is there)."""
+
+    packed: Tensor
+    landed: torch.cuda.Event | None
+
+    def wait(self) -> list[list[int]]:
+        """What it says, when it has ended."""
+        if self.landed is not None:
+            self.landed.synchronize()
+        return self.packed.tolist()
 
 
 class Rounds:
@@ -70,6 +85,10 @@ class Rounds:
             self.target.alone = False
             programs = {"round": self._round, "front": self._front, "back": self._back}
             self.captured = {name: Captured(partial(self._left, program)) for name, program in programs.items()}
+        self.flight: Flight | None = None
+        """The round that runs ahead of the host, see `step`."""
+        self.spare: list[Tensor] = []
+        """Where rounds that run ahead leave their small tensor on the host: two that take turns."""
         self.judges: dict[int, Program[dict[str, Any]]] = {}
         """Longest path of a tree -> all of a round but its drafting, captured by the tree's size; for drafters that the host drives."""
 
@@ -93,6 +112,7 @@ class Rounds:
 
     def begin(self, root: Tensor) -> None:
         """Start after a prompt whose first new tokens are root [B]."""
+        self.settle()
         self.root.copy_(root)
         self.activate([True] * len(self.running))
 
@@ -114,12 +134,46 @@ class Rounds:
         """Processed scores [len(path), V] of nodes on a row's path."""
         return self.scores[row, path].float() if self.kept is None else self.kept[row, : path.shape[0]]
 
-    def step(self, longest: int, stats: Stats, decide: Decide | None = None) -> list[list[int]]:
+    def step(self, longest: int, stats: Stats, decide: Decide | None = None, ahead: bool = False) -> list[list[int]]:
         """One round, where no row has more than `longest` committed tokens -> per row the number of accepted drafts, and the tokens.
 
-        `decide` makes the verdict in place of the round's own choice.
+        `decide` makes the verdict in place of the round's own choice. With `ahead` the next round is launched before this one is waited
+        for, where it can be: rows that this round ends go on for one more, and only the tokens of this one can be read.
         """
-        extent = self._reserve(-(-longest // EXTENT_BUCKET) * EXTENT_BUCKET)
+        if self.flight is None and not (ahead and decide is None and self._flies(longest)):
+            return self._landed(longest, stats, decide)
+        with timed(stats, "round"):
+            flight = self.flight or self._launch()
+            longest += 1 if self.drafter is None else self.drafter.max_path
+            self.flight = self._launch() if ahead and self._flies(longest) else None
+            stats.replays += 1
+            return flight.wait()
+
+    def settle(self) -> None:
+        """Wait for a round that runs ahead, and forget what it says."""
+        flight, self.flight = self.flight, None
+        if flight is not None:
+            flight.wait()
+
+    def _flies(self, longest: int) -> bool:
+        """Whether a round can be launched without a wait: from its graph, in the buffers as they are."""
+        if "round" not in self.captured or not self.whole or self.clock is not None:
+            return False
+        return self.captured["round"].ready(self._key()) and all(part.cache.fits(rounded(longest)) for part in self._parts())
+
+    def _launch(self) -> Flight:
+        packed = self._run("round")
+        if not self.spare:
+            self.spare = [torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda) for _ in range(2)]
+        host = self.spare.pop(0).copy_(packed, non_blocking=True)  # before the next replay writes over it: they follow each other
+        self.spare.append(host)
+        landed = torch.cuda.Event() if packed.is_cuda else None
+        if landed is not None:
+            landed.record()
+        return Flight(host, landed)
+
+    def _landed(self, longest: int, stats: Stats, decide: Decide | None) -> list[list[int]]:
+        extent = self._reserve(rounded(longest))
         if self.clock is None:
             return self._step(extent, stats, decide)
         self.clock.start()
@@ -185,12 +239,20 @@ class Rounds:
         self._choose()
         self._commit()
 
-    def _run(self, name: str, stats: Stats) -> Any:
+    def _parts(self) -> list[Any]:
+        return [part for part in (self.target, self.drafter) if part is not None]
+
+    def _key(self) -> Any:
+        """What a captured round depends on beside its tensors."""
+        return (self.clock, *(part.cache.slots for part in self._parts()))
+
+    def _run(self, name: str, stats: Stats | None = None) -> Any:
         """A part of the round from its graph; what it leaves lies where the graph has it."""
         captured = self.captured[name]
         before = captured.replays
-        left = captured((self.clock, *(part.cache.slots for part in (self.target, self.drafter) if part is not None)))
-        stats.replays += captured.replays - before
+        left = captured(self._key())
+        if stats is not None:
+            stats.replays += captured.replays - before
         self.__dict__.update(left)
         if self.clock is not None:
             self.clock.marks = left["marks"]
@@ -280,6 +342,11 @@ class Rounds:
             self.drafter.reserve(committed)
         reserve = getattr(self.target, "reserve", None)
         return committed if reserve is None else reserve(committed)
+
+
+def rounded(longest: int) -> int:
+    """Committed tokens that room is made for, so that few lengths tell launches apart."""
+    return -(-longest // EXTENT_BUCKET) * EXTENT_BUCKET
 
 
 @contextmanager
