@@ -67,7 +67,7 @@ def test_rounds_launched_ahead_of_the_host_say_the_same(assistant, device, monke
     free = model.generate(**inputs, do_sample=False, max_new_tokens=300, eos_token_id=None)
     ends = [None, [int(free[0, 9 + 41]), int(free[1, 9 + 17])], None]
     wanted = [model.generate(**inputs, do_sample=False, max_new_tokens=1500, eos_token_id=each, pad_token_id=0).tolist() for each in ends]
-    fastspec.patch(model, eagle3=head(model))
+    fastspec.patch(model, eagle3=head(model).to(device))
     for after in (0, 10**9, 0):
         monkeypatch.setattr(loop, "AHEAD_AFTER", after)
         for each, want in zip(ends, wanted, strict=True):

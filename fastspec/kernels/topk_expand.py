@@ -22,10 +22,11 @@ MAX_COUNT = 16
 MAX_CHILDREN = 4096
 
 # node block -> (tile of the vocabulary, step over H, stages, warps); the weight's tile is the left operand, so few nodes waste nothing
-HALF = {16: (128, 64, 4, 4), 32: (128, 64, 4, 4), 64: (128, 64, 4, 4), 128: (128, 64, 3, 8)}
-HALF_SMALL = {16: (64, 64, 5, 4), 32: (64, 64, 5, 4), 64: (64, 64, 4, 4), 128: (64, 64, 4, 8)}
-FULL = {16: (64, 32, 3, 4), 32: (64, 32, 3, 4), 64: (64, 32, 3, 8), 128: (64, 32, 3, 8)}
-ENOUGH_TILES = 200  # below this, tiles of 128 leave multiprocessors idle
+HALF = {16: (128, 64, 4, 4), 32: (128, 64, 4, 4)}
+HALF_SMALL = {16: (64, 64, 5, 4), 32: (64, 64, 5, 4)}
+FULL = {16: (64, 32, 3, 4), 32: (64, 32, 3, 4)}
+MANY_NODES = 64  # from here on blocks of 32 nodes: larger ones wait longer for their best than they save in reading, which the L2 does
+ENOUGH_TILES = 200  # below this, tiles of 128 leave multiprocessors idle where there is one block of nodes
 PREFETCH = 512  # bytes of each line of the first weight tile that are asked for while the kernel before still runs
 LOGITS = (1, 2048, 0, 1, 4)  # the same for logits that are there: one node at a time
 
@@ -202,9 +203,10 @@ def packed(x: Tensor) -> bool:
 
 def launch_of(rows: int, vocab: int, hidden: int, half: bool) -> tuple[int, int, int, int, int]:
     """(nodes, tile of the vocabulary, step over H, stages, warps) of the product."""
-    block = min(128, max(16, triton.next_power_of_2(rows)))
+    block = 16 if rows <= MANY_NODES else 32
     tile, step, _, _ = HALF[block]
-    small = triton.cdiv(vocab, tile) < ENOUGH_TILES or hidden % step != 0  # masked loads take more registers
+    few = rows <= block and triton.cdiv(vocab, tile) < ENOUGH_TILES
+    small = few or hidden % step != 0  # masked loads take more registers
     return (block, *((HALF_SMALL if small else HALF) if half else FULL)[block])
 
 
