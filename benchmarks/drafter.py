@@ -133,6 +133,17 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
+def both_ways(name: str, call: Callable[[], Any], held: int) -> dict[str, tuple[Callable[[], Any], float]]:
+    """A way as calls and as a graph, each with the MiB allocated beside the weights (the cache, buffers, and what a call or graph needs)
+    since `held` bytes were."""
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    called = (torch.cuda.max_memory_allocated() - held) / 2**20
+    kept = torch.cuda.memory_allocated()
+    graph = captured(call)
+    return {f"{name}, calls": (call, called), f"{name}, graph": (graph, called + (torch.cuda.memory_allocated() - kept) / 2**20)}
+
+
 def milliseconds(call: Callable[[], Any], times: int) -> list[float]:
     """20, 50 and 80 % quantiles by CUDA events."""
     for _ in range(3):
@@ -170,18 +181,20 @@ def main() -> None:
         sizes = {key: weight.nbytes for key, weight in head.named_parameters()}
         read = sum(sizes.values()) + options.depth * (sum(sizes.values()) - sizes["fc.weight"])
         for rows in options.rows:
-            ways: dict[str, Callable[[], Any]] = {}
+            ways: dict[str, tuple[Callable[[], Any], float]] = {}
             for entries in options.launch:
                 launch = {key: int(value) for key, value in (entry.split("=") for entry in entries.split(",") if entry)}
+                held = torch.cuda.memory_allocated()
                 fused = Fused(head, shape, rows, options.prefix, launch, options.programs)
                 check(head, fused, shape)
                 way = f"fused {entries}".strip()
-                ways |= {f"{way}, calls": fused, f"{way}, graph": captured(fused)}
+                ways |= both_ways(way, fused, held)
             for backend in options.backends:
-                call = separate(backend, head, shape, rows, options.prefix)
-                ways |= {f"{backend}, calls": call, f"{backend}, graph": captured(call)}
-            for way, call in ways.items():
-                row = {"head": name, "rows": rows, "way": way, "ms": milliseconds(call, options.times)}
+                held = torch.cuda.memory_allocated()
+                ways |= both_ways(backend, separate(backend, head, shape, rows, options.prefix), held)
+            for way, (call, mib) in ways.items():
+                row = {"head": name, "rows": rows, "way": way, "ms": milliseconds(call, options.times), "mib": round(mib, 1)}
+                row["weights_mib"] = round(sum(sizes.values()) / 2**20, 1)
                 row |= {"floor": round(read / options.bandwidth / 1e9, 3), "prefix": options.prefix, "depth": options.depth}
                 row |= {"top_k": options.top_k, "vocabulary": options.vocabulary} | environment(head.fc.weight)
                 print(f"{name:4s} {rows} rows  {way:36s} {row['ms'][1]:8.3f} ms (floor {row['floor']:.3f})", flush=True)

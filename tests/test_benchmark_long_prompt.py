@@ -1,0 +1,23 @@
+"""The benchmark of long prompts runs on the CPU and its rows add up."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+
+def test_rows_of_a_tiny_model(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    long_prompt = importlib.import_module("long_prompt")
+    out = tmp_path / "rows.jsonl"
+    long_prompt.main(["--shape", "tiny", "--prompts", "70", "33", "--tokens", "5", "--peer-most", "70", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [(row["method"], row["prompt"]) for row in rows] == [
+        ("transformers", 33), ("transformers", 70), ("autoregressive", 33), ("autoregressive", 70), ("eagle3", 33), ("eagle3", 70)
+    ]  # fmt: skip
+    for row in rows:
+        # 6 layers of two key heads of 16 channels in fp32
+        assert row["keys_and_values_mib"] == round(2 * 6 * 2 * 16 * 4 * (row["prompt"] + 5) / 2**20)
+        assert row["seconds"] > 0 and row["new_tokens"] == 5
+        assert row["method"] == "transformers" or 0 < row["prefill_s"] < row["seconds"]
