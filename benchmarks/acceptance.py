@@ -33,13 +33,12 @@ ASSISTANTS = {
     "speculative, early exit": fastspec.Speculative(early_exit=24),
     "speculative, early exit, branches": fastspec.Speculative(early_exit=24, gamma=3, branches=3),
 }
-"""The heads of `eagle` and `eagle2` have random weights: their drafts are mostly wrong, and what is said must not show it."""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
+    parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; random weights without one, whose drafts are mostly wrong")
     parser.add_argument("--prompts", nargs="+", required=True, type=Path, help="jsonl files")
     parser.add_argument("--each", type=int, default=80, help="prompts to take from each file")
     parser.add_argument("--longest", type=int, default=1400, help="leave out prompts of more tokens")
@@ -58,8 +57,8 @@ def main() -> None:
     chosen = {name: ASSISTANTS[name] for name in options.assistants}
     if "eagle3" in chosen:
         chosen["eagle3"] = fastspec.Eagle3(total_tokens=nodes, depth=depth, top_k=top_k)
-    untrained = untrained_head(model)
-    fastspec.patch(model, eagle3=options.head, eagle=untrained, eagle2=untrained)
+    eagle = options.eagle_head or untrained_head(model)
+    fastspec.patch(model, eagle3=options.head, eagle=eagle, eagle2=eagle)
     for path in options.prompts:
         prompts = encode_prompts(tokenizer, read_prompts(path))
         prompts = [prompt for prompt in prompts if len(prompt) <= options.longest][: options.each]
@@ -70,6 +69,7 @@ def main() -> None:
         }  # fmt: skip
         for row in on_file(model, prompts, chosen, options):
             row = shared | row | ({"tree": [nodes, depth, top_k]} if row["assistant"] == "eagle3" else {})
+            row |= {"eagle_head": options.eagle_head} if row["assistant"] in ("eagle", "eagle2") else {}
             print(json.dumps(row), flush=True)
             if options.out:
                 with options.out.open("a", encoding="utf-8") as file:

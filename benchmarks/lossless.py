@@ -5,9 +5,10 @@
 Every text has three new tokens: the first comes from the prompt's pass, the others from rounds, in which drafts are accepted or not.
 The law of each token given those before it is computed by plain passes of the model over every text that was begun (a patch does not
 change them), processed by transformers' own processors: temperature, top-k, top-p, min-p, with a repetition penalty and without.
-Texts are drawn in batches, each under its own seed. For each position the tokens are compared with their laws by Pearson's chi-square,
-summed over what came before. Tokens expected fewer than five times are taken together. Significance: 0.001 for each test, so one
-right assistant in three hundred fails one of three; a token of probability 0 fails at once.
+Texts are drawn in batches, each under its own seed; a kept storage drafts from what earlier batches said. For each position the tokens
+are compared with their laws by Pearson's chi-square, summed over what came before. Tokens expected fewer than five times are taken
+together. Significance: 0.001 for each test, so one right assistant in three hundred fails one of three; a token of probability 0 fails
+at once.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ ASSISTANTS = {
     "autoregressive": fastspec.Autoregressive(),
     "eagle3": fastspec.Eagle3(total_tokens=6, depth=1, top_k=4),
     "nasd": fastspec.Nasd(),
+    "nasd, kept storage": fastspec.Nasd(storage=fastspec.NgramStorage(), stop_if_unknown=False, total_tokens=4),
     "speculative, early exit, drawn": fastspec.Speculative(early_exit=24, gamma=1),
     "speculative, early exit, adaptive": fastspec.Speculative(early_exit=24),
     "speculative, early exit, branches": fastspec.Speculative(early_exit=24, gamma=1, branches=4),
@@ -164,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
+    parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; random weights without one, whose drafts are mostly wrong")
     parser.add_argument("--assistants", nargs="+", default=list(ASSISTANTS), choices=list(ASSISTANTS))
     parser.add_argument("--penalty", nargs="+", default=list(PENALTY), choices=list(PENALTY), help="with and without a repetition penalty")
     parser.add_argument("--texts", type=int, default=50_000)
@@ -179,8 +182,8 @@ def main() -> None:
     model, tokenizer = load_model(options.model, device, torch.float32)
     inputs = encode(tokenizer, PROMPT, device)
     laws: dict[Text, Tensor] | None = None
-    untrained = untrained_head(model)
-    fastspec.patch(model, eagle3=options.head, eagle=untrained, eagle2=untrained)
+    eagle = options.eagle_head or untrained_head(model)
+    fastspec.patch(model, eagle3=options.head, eagle=eagle, eagle2=eagle)
     failed = False
     for name, penalty in ((name, penalty) for penalty in options.penalty for name in options.assistants):
         if OPTIONS["repetition_penalty"] != PENALTY[penalty] or laws is None:
@@ -192,7 +195,7 @@ def main() -> None:
         mine = [call for call in calls if call.assistant == calls[-1].assistant]
         row = {
             "assistant": name, "texts": len(texts), "options": dict(OPTIONS), "seed": options.seed, "batch": options.batch,
-            "significance": SIGNIFICANCE,
+            "significance": SIGNIFICANCE, **({"eagle_head": options.eagle_head} if name.startswith("eagle") and name != "eagle3" else {}),
             **judge(model, inputs["input_ids"], texts, laws), "drafts_accepted": sum(c.accepted for c in mine),
             "rounds": sum(c.row_rounds for c in mine), "seconds": round(time.perf_counter() - began, 1),
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,

@@ -19,14 +19,20 @@ from matplotlib import pyplot as plt
 
 from fastspec.bench.report import OVERALL, summarise
 
-COLOURS = ("#7f7f7f", "#e69f00", "#56b4e9", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#000000")
-"""Told apart by the colour-blind too (Okabe and Ito); grey is transformers' plain generate."""
+COLOURS = {
+    "transformers": "#7f7f7f", "prompt-lookup": "#b8b8b8", "assisted": "#dedede", "static-compile": "#4a4a4a",
+    "autoregressive": "#56b4e9", "nasd": "#009e73", "speculative": "#f0e442", "eagle": "#e69f00", "eagle2": "#d55e00", "eagle3": "#0072b2",
+}  # fmt: skip
+"""A method looks the same in every picture. What transformers offers is grey, the assistants' colours are told apart by the colour-blind
+too (Okabe and Ito)."""
 PHASES = {
     "pass": "#bbbbbb", "draft": "#8c510a", "score": "#5e3c99", "choose": "#b2abd2", "commit": "#dfc27d", "other": "#555555",
     "round": "#80624d", "judge": "#8073ac", "observe": "#c7a76c", "draft and score": "#a06a9c",
 }  # fmt: skip
 """None of them the colour of a method."""
 
+LINE = 8
+"""Most categories in a line of bars; the others go on in a further one."""
 MISSING = [float("nan")] * 3
 LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
 
@@ -44,11 +50,19 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Both pictures of one run, one above the other."""
     summary, where = summarise(rows), rows[0]
     categories = list(dict.fromkeys(row["category"] for row in summary))
-    methods = list(dict.fromkeys(row["method"] for row in summary))
-    width = max(9.0, 1.5 + 0.24 * len(categories) * (len(methods) + 1))
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(width, 4.4 + 0.5 * len(methods)), height_ratios=(3.4, 0.5 * len(methods) + 0.6))
-    speeds(top, summary, categories, methods)
-    phases(bottom, [row for row in summary if row["category"] == OVERALL])
+    found = {row["method"] for row in summary}
+    methods = sorted(found, key=lambda name: [*COLOURS, name].index(name))
+    each = -(-len(categories) // -(-len(categories) // LINE))  # as many in the last line as in the others, or a few less
+    lines = [categories[start : start + each] for start in range(0, len(categories), each)]
+    heights = [3.0] * len(lines) + [0.36 * len(methods) + 0.6]
+    figure, axes = plt.subplots(len(heights), 1, figsize=(14, sum(heights) + 0.9 * len(heights) + 0.6), height_ratios=heights)
+    most = max(row["tokens_per_second"][2] for row in summary)
+    for ax, line in zip(axes, lines, strict=False):
+        speeds(ax, summary, line, methods, each)
+        ax.set_ylim(0, 1.05 * most)
+    axes[0].legend(ncols=min(5, len(methods)), **LEGEND)
+    whole = {row["method"]: row for row in summary if row["category"] == OVERALL}
+    phases(axes[-1], [whole[method] for method in methods])
     figure.suptitle(
         f"{where['model']}, {where['device']}, {where['dtype']}, threads: {where['threads']}, batch: {where['batch']}, "
         f"at most {where['max_new_tokens']} new tokens",
@@ -59,20 +73,19 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def speeds(axes: Any, summary: list[dict[str, Any]], categories: list[str], methods: list[str]) -> None:
-    """Grouped bars: the median of tokens per second, whiskers from the 20 to the 80 % quantile."""
+def speeds(axes: Any, summary: list[dict[str, Any]], categories: list[str], methods: list[str], room: int) -> None:
+    """Grouped bars with room for `room` categories: the median of tokens per second, whiskers from the 20 to the 80 % quantile."""
     found = {(row["method"], row["category"]): row["tokens_per_second"] for row in summary}
     wide = 0.84 / len(methods)
     for index, method in enumerate(methods):
         at = [place - 0.42 + wide * (index + 0.5) for place in range(len(categories))]
         low, middle, high = zip(*(found.get((method, category), MISSING) for category in categories), strict=True)
         reach = [[m - q for m, q in zip(middle, low, strict=True)], [q - m for m, q in zip(middle, high, strict=True)]]
-        colour = COLOURS[index % len(COLOURS)]
-        axes.bar(at, middle, wide * 0.92, yerr=reach, color=colour, label=method, error_kw={"lw": 0.8, "capsize": 2})
-    axes.set_xticks(range(len(categories)), [category.replace("_", " ") for category in categories], rotation=25, ha="right")
-    axes.set_xlim(-0.6, len(categories) - 0.4)
-    axes.set_ylabel("tokens/s, median over prompts\n(whiskers: 20 and 80 % quantiles)")
-    axes.legend(ncols=len(methods), **LEGEND)
+        look = {"color": COLOURS.get(method, "#000000"), "edgecolor": "#555555", "linewidth": 0.4}
+        axes.bar(at, middle, wide * 0.94, yerr=reach, label=method, error_kw={"lw": 0.7, "capsize": 1.5}, **look)
+    axes.set_xticks(range(len(categories)), [category.replace("_", " ") for category in categories])
+    axes.set_xlim(-0.6, max(room, 3) - 0.4)
+    axes.set_ylabel("tokens/s, median over prompts\n(whiskers: 20 and 80 % quantiles)", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -102,8 +102,9 @@ def chat(
 def bench(
     prompts: Annotated[list[str], typer.Option(help="jsonl file in Spec-Bench's form; may be given several times.")],
     model: Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")] = "smollm2-135m-instruct",
-    head: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of an EAGLE head.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Smaller model of the same vocabulary, named as the target.")] = None,
+    head: Annotated[list[str] | None, typer.Option(help="Hub id, directory or shipped name of an EAGLE head; one of each kind.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Smaller model, of any tokenizer, named as the target.")] = None,
+    early_exit: Annotated[int | None, typer.Option(min=1, help="Draft with so many of the target's own first layers.")] = None,
     methods: Annotated[str | None, typer.Option(help="Methods, comma-separated; by default all that have what they need.")] = None,
     each: Annotated[int | None, typer.Option(min=1, help="Prompts to take of every category; all by default.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
@@ -136,7 +137,7 @@ def bench(
     names = [name.strip() for name in methods.split(",")] if methods else None
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), writer(out) as write:
         rows = run_bench(
-            prompts=prompts, model=model, head=head, draft_model=draft_model, methods=names, each=each,
+            prompts=prompts, model=model, heads=head or None, draft_model=draft_model, early_exit=early_exit, methods=names, each=each,
             max_new_tokens=max_new_tokens, dtype=dtype, batch=batch, on_row=write, on_profile=profiles.__setitem__ if profile else None,
             say=lambda line: console.print(line, style="dim", markup=False),
         )  # fmt: skip
@@ -190,7 +191,8 @@ def train(
     heldout: Annotated[str | None, typer.Option(help="jsonl file of prompts, or npz file, for validation.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the texts, 10 by default; 0: as many as `--minutes` allow.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Minutes of training, where time is to end the run.")] = None,
-    draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that the head can draft.")] = None,
+    kind: Annotated[Literal["eagle3", "eagle"] | None, typer.Option(help="The head's format; eagle: EAGLE-1's and EAGLE-2's.")] = None,
+    draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that an EAGLE-3 head can draft; 10240 by default.")] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Width of the head's MLP; the target's by default.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Longest text, in tokens; longer ones are left out.")] = None,
@@ -208,7 +210,7 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Seed of shuffling and of the weights.")] = None,
     resume: Annotated[bool | None, typer.Option(help="Take up an interrupted run in the output directory.")] = None,
 ) -> None:
-    """Train an EAGLE-3 head. What is left out keeps the default of `fastspec.training.TrainConfig`; see docs/training.md."""
+    """Train an EAGLE head. What is left out keeps the default of `fastspec.training.TrainConfig`; see docs/training.md."""
     given = {name: value for name, value in locals().items() if value is not None and value != []}
     from fastspec import training
 

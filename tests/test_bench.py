@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,14 +107,6 @@ def test_an_assistant_without_its_resource_is_left_out_or_refused_where_named(sa
     said = " ".join(done.output.split())
     assert ("method 'eagle3' cannot be measured" if named else "left out: eagle3") in said
     assert "--head" in said and "Traceback" not in said
-
-
-@pytest.mark.parametrize(("kind", "names"), [("eagle3", {"eagle3"}), ("eagle", {"eagle", "eagle2"})])
-def test_a_head_goes_to_the_assistants_that_read_its_kind(monkeypatch, kind: str, names: set[str]) -> None:
-    head = SimpleNamespace(config=SimpleNamespace(kind=kind))
-    monkeypatch.setattr("fastspec.patches.heads.load_head", lambda source, target: head)
-    assert run.resources("head", None, None) == dict.fromkeys(names, head)
-    assert run.resources(None, "draft", None) == {"speculative": "draft"}
 
 
 def test_a_compiled_cache_is_left_out_on_the_cpu_even_where_named(saved: Path) -> None:

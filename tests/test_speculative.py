@@ -183,16 +183,36 @@ def test_one_more_token_is_drafted_where_it_raises_the_yield(chance, before, cos
 
 
 def test_drafts_are_shorter_where_the_draft_model_is_unsure():
-    sure, unsure = (tiny_model(num_hidden_layers=1) for _ in range(2))
+    """And where it is sure and wrong: its word counts for less then; where it is sure and right drafts are as long as they may be."""
+    target = bigram()
+    right, wrong, unsure = (tiny_model(num_hidden_layers=1) for _ in range(3))
     with torch.no_grad():
+        layer = right.model.layers[0]
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        for own, theirs in ((right.model.embed_tokens, target.model.embed_tokens), (right.lm_head, target.lm_head)):
+            own.weight.copy_(theirs.weight)
         unsure.lm_head.weight.mul_(0.05)
-        sure.lm_head.weight.mul_(20.0)
+        for sure in (right, wrong):
+            sure.lm_head.weight.mul_(20.0)
     drafted = []
-    for draft in (sure, unsure):
-        model = patched(tiny_model(), draft)
-        model.generate(**prompts(6), do_sample=False, max_new_tokens=20, eos_token_id=NEVER, assistant="speculative")
+    for draft in (right, wrong, unsure):
+        model = patched(bigram(), draft)
+        model.generate(**prompts(6), do_sample=False, max_new_tokens=60, eos_token_id=NEVER, assistant=Speculative(most=3))
         drafted.append(stats(model).drafted / stats(model).rounds)
-    assert drafted[0] > 1.5 and drafted[1] == 1
+    assert drafted[0] > 2.5 and 1 < drafted[1] < 1.5 and drafted[2] == 1
+
+
+def test_no_pass_of_the_draft_model_is_run_for_a_token_that_is_not_drafted():
+    draft = tiny_model(num_hidden_layers=1)
+    with torch.no_grad():
+        draft.lm_head.weight.mul_(0.05)  # unsure: a draft a round
+    model, passes = patched(tiny_model(), draft), []
+    feed = ChainDrafter._feed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChainDrafter, "_feed", lambda self, *given: (passes.append(1), feed(self, *given))[1])
+        model.generate(**prompts(6), do_sample=False, max_new_tokens=20, eos_token_id=NEVER, assistant="speculative")
+    assert len(passes) == stats(model).rounds == stats(model).drafted
 
 
 @pytest.mark.parametrize(

@@ -8,30 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import fastspec
+from fastspec.bench.methods import Method
 from fastspec.bench.prompts import Prompt, Row
 
 if TYPE_CHECKING:
     from fastspec.generation.stats import Stats
-
-BASELINE = "transformers"
-LOOKUP, ASSISTED, COMPILED = "prompt-lookup", "assisted", "static-compile"
-PEERS = (BASELINE, LOOKUP, ASSISTED, COMPILED)
-"""What transformers itself offers: plain `generate`, n-gram lookup, a draft model, and a static cache with a compiled forward."""
-LOOKUP_TOKENS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A name of the table, the instance that generates, and what `generate` is given; a peer's instance is not patched."""
-
-    name: str
-    model: Any
-    options: dict[str, Any]
-
-    @property
-    def peer(self) -> bool:
-        return self.name in PEERS
-
 
 @dataclass(slots=True)
 class Answer:
@@ -50,8 +31,8 @@ def on_part(part: list[Prompt], methods: list[Method], tokenizer: Any, max_new_t
         answer = ask(method, part, max_new_tokens)
         base = base or answer
         yield {
-            "category": part[0].category, "ids": [prompt.id for prompt in part], "method": method.name, "batch": len(part),
-            "prompt_tokens": sum(len(prompt.ids) for prompt in part), **figures(answer, base, floor_ms),
+            "category": part[0].category, "ids": [prompt.id for prompt in part], "method": method.name, **method.drafted_by,
+            "batch": len(part), "prompt_tokens": sum(len(prompt.ids) for prompt in part), **figures(answer, base, floor_ms),
             "texts": [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answer.tokens],
         }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from fastspec.demo import encode
 from fastspec.errors import Unsupported
+from fastspec.jsonl import read_jsonl
 
 Row = dict[str, Any]
 Say = Callable[[str], object]
@@ -28,18 +28,11 @@ def read_rows(path: str | Path) -> list[Row]:
     """Rows of a jsonl file in Spec-Bench's form: `turns`, of which the first is asked, or `prompt`; `category` (else the file's name)
     and `id` (else the line's number). Raises Unsupported for a file or a row that is not of this form."""
     rows = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise Unsupported(f"could not read the prompts: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            text = row["prompt"] if "prompt" in row else row["turns"][0]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise Unsupported(f'{path}, line {number}: not a JSON object with "prompt" or "turns"') from error
+    for number, row in read_jsonl(path):
+        turns = row.get("turns")
+        text = row.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+        if not isinstance(text, str):
+            raise Unsupported(f'{path}, line {number}: not a row with "prompt" or "turns"')
         rows.append({"category": str(row.get("category", Path(path).stem)), "id": str(row.get("id", number)), "text": text})
     return rows
 

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastspec.bench.measure import BASELINE, PEERS
+from fastspec.bench.methods import BASELINE, PEERS
 from fastspec.bench.prompts import Row
 from fastspec.errors import Unsupported
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fastspec.generation.clock import Profile
 
 OVERALL = "overall"
+SIDE_BY_SIDE = 3
+"""Methods beside transformers in a table of categories."""
 FIGURES = ("tokens_per_second", "ratio", "acceptance_length", "prefill_ms", "ms_per_round", "floor_share", "peak_mib")
 
 
@@ -103,14 +105,24 @@ def print_report(rows: Sequence[Row], console: Console) -> None:
     device = f"{where['device']}, {where['dtype']}, threads: {where['threads']}, batch: {where['batch']}"
     console.print(f"\n{where['model']}, {device}", style="bold", markup=False)
     whole = [row for row in summary if row["category"] == OVERALL]
-    for table in (speed_table(whole), round_table(whole), category_table(summary)):
+    for table in (speed_table(whole), round_table(whole), *category_tables(summary)):
         console.print(table)
+    drafters = [f"{row['method']}: {said}" for row in {row["method"]: row for row in rows}.values() if (said := drafter_of(row))]
+    if drafters:
+        console.print(f"drafted by: {'; '.join(drafters)}", style="dim", markup=False, highlight=False)
     console.print(
         "20, 50, 80: quantiles over the prompts; every other figure is a median. by position: share of rounds that accepted draft 1, 2, 3. "
         "floor: reading "
         f"{where['weight_bytes'] / 1e6:.0f} MB of weights at {where['read_gb_per_s']} GB/s over the time of a round.",
         style="dim",
     )
+
+
+def drafter_of(row: Row) -> str:
+    """What drafted, in words; empty for a method that needs nothing."""
+    if row["early_exit"] is not None:
+        return f"early exit after layer {row['early_exit']}"
+    return f"head {row['head']}" if row["head"] else row["draft_model"] or ""
 
 
 def print_differences(rows: Sequence[Row], console: Console) -> None:
@@ -151,14 +163,16 @@ def round_table(whole: list[Row]) -> Table:
     return table
 
 
-def category_table(summary: list[Row]) -> Table:
-    """One line per category: every method's median tokens/s, and its ratio to transformers."""
-    methods = list(dict.fromkeys(row["method"] for row in summary))
-    table = _table("tokens/s", methods)
+def category_tables(summary: list[Row]) -> Iterator[Table]:
+    """One line per category: methods' median tokens/s, and their ratio to transformers; a few methods in each table, for 80 columns."""
     found = {(row["category"], row["method"]): row for row in summary}
-    for category in dict.fromkeys(row["category"] for row in summary if row["category"] != OVERALL):
-        table.add_row(category, *(_cell(found.get((category, method))) for method in methods))
-    return table
+    names = list(dict.fromkeys(row["method"] for row in summary if row["method"] != BASELINE))
+    for start in range(0, max(1, len(names)), SIDE_BY_SIDE):
+        methods = [BASELINE, *names[start : start + SIDE_BY_SIDE]]
+        table = _table("tokens/s", methods)
+        for category in dict.fromkeys(row["category"] for row in summary if row["category"] != OVERALL):
+            table.add_row(category, *(_cell(found.get((category, method))) for method in methods))
+        yield table
 
 
 def _table(first: str, titles: Sequence[str]) -> Table:

@@ -17,6 +17,9 @@ from fastspec.generation.tree import TokenTree, Verdict
 
 Process = Callable[[Tensor], Tensor]
 
+PRIOR = 1.0
+"""Drafts that count as promised and kept before the first round: how long a draft model's confidence is taken at its word."""
+
 
 @dataclass(frozen=True, slots=True)
 class Length:
@@ -24,8 +27,9 @@ class Length:
 
     A further token, accepted with probability S, is worth its cost c while S / c exceeds the tokens per cost so far,
     E / T = (1 + sum of S) / (1 + drafted * c), with one target pass as the unit. `cost` is c; 0 always drafts `most` tokens. S is the
-    product of the draft model's highest probabilities so far, averaged over the rows that are still running: known before the token is
-    drawn, as it must be where drafts are drawn. No clock is read, so the same seed gives the same output.
+    product of the draft model's highest probabilities so far, averaged over the rows that are still running, times the share of what such
+    products promised before that was accepted: known before the token is drawn, as it must be where drafts are drawn. No clock is read,
+    so the same seed gives the same output.
     """
 
     most: int
@@ -34,6 +38,26 @@ class Length:
     def goes_on(self, survival: float, expected: float, drafted: int) -> bool:
         """Whether to draft one more token after `drafted` ones that yield `expected` tokens, bonus counted."""
         return drafted < self.most and survival * (1 + drafted * self.cost) > self.cost * expected
+
+
+class Trust:
+    """How far a draft model's confidence is taken at its word in one call: `share`, what was accepted over what it had promised, in tokens
+    a row and round, at most 1. It knows only of rounds that are over, so drafts stay functions of what came before them."""
+
+    def __init__(self) -> None:
+        self.promised = self.delivered = PRIOR
+        self.hoped = 0.0
+        """What this round's drafts promise."""
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self.delivered / self.promised)
+
+    def judge(self, accepted: Tensor, active: Tensor) -> None:
+        """Count a round: drafts accepted [B] in the rows that were active [B]."""
+        self.promised += self.hoped
+        self.delivered += float((accepted * active).sum() / active.sum().clamp(min=1))
+        self.hoped = 0.0
 
 
 class ChainDrafter:
@@ -72,6 +96,7 @@ class ChainDrafter:
         """Stand behind a text that the draft model has read, but for its last token."""
         self.root = root
         self.alive = torch.ones_like(root, dtype=torch.bool)
+        self.trust = Trust()
         self.draft.rewind(counts - 1 if self.whole is None else self.whole.lengths)
         self.previous = ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
 
@@ -89,17 +114,19 @@ class ChainDrafter:
             mean = 1.0
             if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its law
                 survival = survival * law.amax(-1)
-                mean = float(survival.sum() / self.alive.sum().clamp(min=1))
+                hope = float(survival.sum() / self.alive.sum().clamp(min=1))
+                mean = self.trust.share * hope
                 if drafted and not self.length.goes_on(mean, expected, drafted):
                     break
+                self.trust.hoped += hope
             chosen = self._choose(scores)
             tokens.append(chosen)
             parents += [node] * self.branches
             node, drafted, expected = len(parents) - self.branches, drafted + 1, expected + mean
             if self.process is not None:
                 q.append(law)
-            if drafted == self.length.most:
-                break
+            if drafted == self.length.most or (self.length.cost and not self.length.goes_on(mean, expected, drafted)):
+                break  # the next token's chance is no higher than this one's: its pass need not be run to know
             fed = chosen[:, :1]
         if self.branches == 1:
             return TokenTree.chain(torch.cat(tokens, 1), self.max_path, torch.stack((q[0], *q), 1) if q else None)
@@ -108,6 +135,8 @@ class ChainDrafter:
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Keep what the target accepted in the draft's cache, but for the last token of it, which may have been an alternative."""
+        if self.length.cost:
+            self.trust.judge(verdict.accepted, active)
         said = tree.tokens.gather(1, verdict.path)
         last = said.gather(1, verdict.accepted[:, None])[:, 0]
         kept = torch.where(active, self.base + verdict.accepted + 1, self.base)

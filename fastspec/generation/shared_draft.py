@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.generation.draft_model import Length, Process
+from fastspec.generation.draft_model import Length, Process, Trust
 from fastspec.generation.protocols import LanguageModel, Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -54,6 +54,7 @@ class SharedDrafter:
         self.read: list[list[int]] = [[] for _ in self.said]
         self.fed: list[list[int]] = [[] for _ in self.said]
         """What the draft's cache holds."""
+        self.trust = Trust()
         self.active = torch.ones_like(root, dtype=torch.bool)
         """Which rows go on: the rounds' own tensor after the first of them, which tells by the next one."""
 
@@ -64,7 +65,7 @@ class SharedDrafter:
         root = torch.tensor([said[-1] for said in self.said], device=self.device)
         alive, drafted = max(1, sum(self.alive)), 0
         tokens, q, own = [root], [], []
-        survival, expected, mean = going.float(), 1.0, 1.0
+        survival, expected, mean, hope = going.float(), 1.0, 1.0, 0.0
         logits = self._catch_up() if bool(going.any()) else None
         while logits is not None:
             scores, share = self._scores(logits)
@@ -73,14 +74,16 @@ class SharedDrafter:
             law = torch.softmax(scores, -1) * going[:, None]
             if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its law
                 survival = survival * law.amax(-1) * share
-                mean = float(survival.sum()) / alive
+                hope = float(survival.sum()) / alive
+                mean = self.trust.share * hope
             if not bool(going.any()) or (drafted and self.length.cost and not self.length.goes_on(mean, expected, drafted)):
                 break
             token = torch.where(going, self.ops.pick(scores, torch.rand(len(scores), device=self.device)), 0)
             tokens.append(token)
             q.append(law)
             drafted, expected = drafted + 1, expected + mean
-            if drafted == self.length.most:
+            self.trust.hoped += hope
+            if drafted == self.length.most or (self.length.cost and not self.length.goes_on(mean, expected, drafted)):
                 break
             own.append(self.own_id[token])
             logits = self._feed(own[-1], drafted - 1)
@@ -93,6 +96,8 @@ class SharedDrafter:
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Append what the target said."""
+        if self.length.cost:
+            self.trust.judge(verdict.accepted, active)
         self.active = active
         entries = zip(self.said, verdict.accepted.tolist(), verdict.tokens(tree).tolist(), active.tolist(), strict=True)
         for said, count, tokens, going in entries:

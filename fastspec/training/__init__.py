@@ -1,4 +1,4 @@
-"""Training an EAGLE-3 head for any causal language model that transformers loads.
+"""Training an EAGLE head for any causal language model that transformers loads.
 
 from fastspec.training import TrainConfig, train
 train(TrainConfig(target="org/model", prompts="prompts.jsonl", output="head/"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from fastspec.bench.device import environment
 from fastspec.cascade import labels, records
 from fastspec.cascade.features import NAMES
 from fastspec.errors import Unsupported
+from fastspec.jsonl import read_jsonl
 from fastspec.patches.cascade import AdaptiveCascade, CascadeModels, Heard
 from fastspec.patches.settings import left_padded
 
@@ -43,25 +43,9 @@ def read_sets(paths: Sequence[str | Path], most: int | None = None) -> list[Item
 
 def read_items(path: str | Path, most: int | None = None) -> list[Item]:
     """The items of a JSON-lines file, at most `most` of them; the file's name is their set's. Raises Unsupported for what is no item."""
-    items = []
-    text = Path(path)
-    if not text.is_file():
-        raise Unsupported(f"{path}: no such file of prompts")
-    try:
-        lines = text.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON texts may hold U+2028 and the like
-    except UnicodeDecodeError as error:
-        raise Unsupported(f"{path} is no UTF-8 text: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise Unsupported(f"{path}, line {number} is no JSON object: {error}") from error
-        if not isinstance(row, dict):
-            raise Unsupported(f"{path}, line {number} is no JSON object: {line[:60]}")
-        name = str(row.get("id", f"{text.stem}-{number}"))
-        items.append(Item(name, text.stem, labels.prompt_of(row), labels.key_of(row)))
+    items, stem = [], Path(path).stem
+    for number, row in read_jsonl(path):
+        items.append(Item(str(row.get("id", f"{stem}-{number}")), stem, labels.prompt_of(row), labels.key_of(row)))
         if len(items) == most:
             break
     return items

@@ -10,13 +10,16 @@ ENLARGEMENTS = ("continue_cut", "second_answers", "follow_ups")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One run that trains an EAGLE-3 head.
+    """One run that trains an EAGLE head.
+
+    `kind` is "eagle3", or "eagle" for the original format that the assistants `eagle` and `eagle2` share: such a head reads the target's
+    last hidden state and drafts with the target's LM head, so its `hidden_size` and vocabulary are the target's and it has no `taps`.
 
     `target` is a folder, a hub id or a .gguf file; `prompts` a jsonl file (`prompt` or `turns` in each row). `answers` are npz files of
     the target's own answers (`ids`, `lengths`, `tokens`, and `greedy` where it is known), or of whole texts as `Texts.save` writes them;
     empty means that the target answers the prompts first, up to `new_tokens` each, a `sampled_share` of them by sampling. `heldout` is
     a jsonl file of prompts, or an npz of texts, for validation; empty holds 1 % of the texts back. `hidden_size`, `intermediate_size` 0
-    and `taps` empty mean the target's.
+    and `taps` empty mean the target's; `draft_vocab_size` 0 means 10,240, and the target's for kind "eagle".
 
     Three switches enlarge the texts, whichever way they came, within `enlarge_minutes` in all (0 means no bound):
     `continue_cut` lets the target go on, by up to `new_tokens`, where an answer stops without an end token, greedily where the first
@@ -35,7 +38,8 @@ class TrainConfig:
     answers: tuple[str, ...] = ()
     heldout: str = ""
 
-    draft_vocab_size: int = 10240
+    kind: str = "eagle3"
+    draft_vocab_size: int = 0
     hidden_size: int = 0
     intermediate_size: int = 0
     taps: tuple[int, ...] = ()
@@ -77,7 +81,14 @@ class TrainConfig:
             raise ValueError("give `prompts` (a jsonl file), or `answers` (npz files of whole texts), to train on")
         if self.follow_ups and not self.prompts:
             raise ValueError("`follow_ups` takes its questions from the prompts: give `prompts` (a jsonl file) too")
-        for name in ("draft_vocab_size", "batch_tokens", "length_multiple", "max_length", "ttt_steps", "new_tokens", "shard_texts"):
+        if self.kind not in ("eagle3", "eagle"):
+            raise ValueError(f'TrainConfig.kind is {self.kind!r}; accepted are "eagle3" and "eagle" (a head for eagle and eagle2)')
+        if self.kind == "eagle" and (self.taps or self.hidden_size or self.draft_vocab_size):
+            given = {name: getattr(self, name) for name in ("taps", "hidden_size", "draft_vocab_size")}
+            raise ValueError(f'heads of kind "eagle" take taps, hidden size and vocabulary from the target: leave out {given}')
+        if self.draft_vocab_size < 0:
+            raise ValueError(f"TrainConfig.draft_vocab_size is {self.draft_vocab_size}; it must be 0 (the default size) or more")
+        for name in ("batch_tokens", "length_multiple", "max_length", "ttt_steps", "new_tokens", "shard_texts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes"):

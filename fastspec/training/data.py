@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
+from fastspec.jsonl import read_jsonl
 
 Row = dict[str, Any]
 
@@ -77,7 +77,7 @@ class Texts:
 
 def read_prompts(path: str | Path) -> list[Row]:
     """Rows of a jsonl file; each has `prompt` (text) or `turns` (list of user turns, of which the first is read), and may have `id`."""
-    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
+    rows = [row for _, row in read_jsonl(path)]
     for number, row in enumerate(rows, 1):
         if "prompt" not in row and not row.get("turns"):
             raise Unsupported(f'{path}, line {number}: the row has neither "prompt" nor "turns"')

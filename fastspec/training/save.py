@@ -1,4 +1,4 @@
-"""Writing a trained EAGLE-3 head in the original checkpoint format, which vLLM, SGLang and the EAGLE repository also read."""
+"""Writing a trained head in the original checkpoint formats, EAGLE-3's or the one of EAGLE-1 and EAGLE-2."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from fastspec.generation.eagle.head import EagleHead
 
 def checkpoint_config(head: EagleHead) -> dict[str, Any]:
     """The config.json of a head: Llama's field names, and the taps both as indices into
-    `hidden_states` (top level, what speculators and vLLM read) and as 0-based layer outputs (nested, what SpecForge and SGLang read)."""
+    `hidden_states` (top level, what speculators and vLLM read) and as 0-based layer outputs (nested, what SpecForge and SGLang read).
+    A head without taps has instead `bias`, which the EAGLE repository takes for true where it is absent."""
     c = head.config
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+    eagle3 = c.kind == "eagle3"
+    shared = {
+        "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
@@ -36,23 +38,30 @@ def checkpoint_config(head: EagleHead) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
+    }
+    if not eagle3:
+        return {name: value for name, value in shared.items() if name != "draft_vocab_size"} | {"bias": False}
+    return shared | {
         "eagle_aux_hidden_state_layer_ids": list(c.taps),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps], "use_aux_hidden_state": True},
     }
 
 
 def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
-    """The tensors under their original names: bf16 weights, `d2t` (int64 offsets) and `t2d` (bool)."""
+    """The tensors under their original names: bf16 weights, and for EAGLE-3 `d2t` (int64 offsets) and `t2d` (bool)."""
     c = head.config
-    plain = c.kind == "eagle3" and c.num_hidden_layers == 1 and head.lm_head is not None and min(c.taps) > 0
+    eagle3 = c.kind == "eagle3"
+    plain = c.num_hidden_layers == 1 and (not eagle3 or (head.lm_head is not None and min(c.taps) > 0))
     if not plain or c.attention_bias or c.mlp_bias or c.fc_bias or c.qk_norm or c.fc_norm or c.input_norm or c.norm_output:
-        raise ValueError(f"the original EAGLE-3 format holds one plain layer with its own LM head; this head is {c}")
+        raise ValueError(f"the original formats hold one plain layer, EAGLE-3's with its own LM head; this head is {c}")
     if c.norm_before_residual:
         raise ValueError("the original EAGLE-3 format has no norm_before_residual")
     tensors = {}
     for name, value in head.state_dict().items():
         if name != "d2t":
-            tensors[name.replace("layers.0.", "midlayer.")] = value.detach().to("cpu", torch.bfloat16).contiguous()
+            tensors[name.replace("layers.0.", "midlayer.") if eagle3 else name] = value.detach().to("cpu", torch.bfloat16).contiguous()
+    if not eagle3:
+        return tensors
     d2t = head.d2t.cpu()
     t2d = torch.zeros(c.vocab_size, dtype=torch.bool)
     t2d[torch.arange(c.draft_vocab_size) + d2t] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,10 +10,14 @@ from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.eagle.head import EagleHead, HeadConfig
+from fastspec.training.data import Batch
 from fastspec.training.ttt import Teacher
 
 SOFTEN = 0.3
 """Factor on the final norm at the start: the tap read through the target's LM head names the token given, not the one to guess."""
+
+RIDGE = 0.01
+"""Share of the mean square added to the diagonal of the least squares that EAGLE-1/2 heads start from."""
 
 
 def freeze(target: Any) -> Any:
@@ -24,14 +29,19 @@ def freeze(target: Any) -> Any:
 
 
 def head_for(
-    target: Any, *, draft_vocab_size: int, hidden_size: int | None, intermediate_size: int | None, taps: tuple[int, ...]
-) -> HeadConfig:
-    """A head with the target's attention shape; `taps` empty means the published choice, hidden_states[2], [L // 2] and [L - 3]."""
+    target: Any, *, draft_vocab_size: int, hidden_size: int | None, intermediate_size: int | None, taps: tuple[int, ...],
+    kind: str = "eagle3",
+) -> HeadConfig:  # fmt: skip
+    """A head with the target's attention shape; for EAGLE-3, `taps` empty means hidden_states[2], [L // 2] and [L - 3], as published."""
     c = target.config.get_text_config()
     heads = c.num_attention_heads
     layers = c.num_hidden_layers
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", getattr(c, "rope_theta", 10000.0))
+    if kind == "eagle3":
+        taps = taps or tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)}))
     return HeadConfig(
+        kind=kind,
+        own_lm_head=kind == "eagle3",
         hidden_size=hidden_size or c.hidden_size,
         intermediate_size=intermediate_size or c.intermediate_size,
         num_attention_heads=heads,
@@ -40,33 +50,34 @@ def head_for(
         vocab_size=target.get_input_embeddings().weight.shape[0],
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=c.hidden_size,
-        taps=taps or tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)})),
+        taps=taps,
         rms_norm_eps=getattr(c, "rms_norm_eps", 1e-5),
         rope_parameters={"rope_type": "default", "rope_theta": float(theta)},
         max_position_embeddings=c.max_position_embeddings,
     )
 
 
+def decoder(target: Any) -> Any:
+    """The target without its LM head."""
+    return target.get_decoder() if hasattr(target, "get_decoder") else getattr(target, target.base_model_prefix)
+
+
 def final_norm(target: Any) -> nn.Module | None:
     """The norm before the target's LM head, where it is found under its usual name."""
-    base = target.get_decoder() if hasattr(target, "get_decoder") else getattr(target, target.base_model_prefix)
-    found = getattr(base, "norm", None)
+    found = getattr(decoder(target), "norm", None)
     return found if isinstance(found, nn.Module) else None
 
 
 @torch.no_grad()
 def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
-    """Start the head from the target's own parts; docs/training.md has the loss measured from it.
+    """Start an EAGLE-3 head from the target's own parts; docs/training.md has the loss measured from it.
 
     LM head and final norm are the target's, the norm times SOFTEN; `fc` passes the highest tap through; attention and feed-forward
     begin near zero. Only where the widths agree: otherwise all matrices start at random.
     """
     c = head.config
     head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
-    for name, parameter in head.named_parameters():
-        if parameter.ndim == 2:
-            small = name.endswith(("o_proj.weight", "down_proj.weight"))
-            nn.init.normal_(parameter, std=(0.1 if small else 1.0) * parameter.shape[1] ** -0.5)
+    _random(head)
     if c.hidden_size != c.target_hidden_size or head.lm_head is None or head.norm is None:
         return
     weight = target.get_output_embeddings().weight
@@ -79,11 +90,37 @@ def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
     head.fc.weight[:, -c.hidden_size :] = torch.eye(c.hidden_size)
 
 
+@torch.no_grad()
+def start_from_features(head: EagleHead, target: Any, texts: Iterable[Batch]) -> None:
+    """Start an EAGLE-1/2 head as the best linear guess of the next feature, from a few batches; docs/training.md has the loss measured.
+
+    `fc` solves the least squares of a position's feature on its token's embedding and the feature before, over the positions with a
+    loss; attention and feed-forward begin near zero.
+    """
+    _random(head)
+    base, embed = decoder(target), target.get_input_embeddings()
+    square = cross = torch.zeros((), dtype=torch.float64, device=embed.weight.device)
+    for batch in texts:
+        batch = batch.to(embed.weight.device)
+        features = base(input_ids=batch.ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        known = torch.cat((embed(batch.ids.flatten()[batch.where]), features[batch.where - 1]), -1).double()
+        square, cross = square + known.T @ known, cross + known.T @ features[batch.where].double()
+    square.diagonal().add_(RIDGE * square.diagonal().mean())
+    head.fc.weight.copy_(torch.linalg.solve(square, cross).T)
+
+
+def _random(head: EagleHead) -> None:
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2:
+            small = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(parameter, std=(0.1 if small else 1.0) * parameter.shape[1] ** -0.5)
+
+
 class TargetReader:
     """Reads a `Teacher` from the target; full-vocabulary logits exist only `chunk` rows at a time."""
 
     def __init__(self, target: Any, taps: tuple[int, ...], vocabulary: Tensor, *, chunk: int = 4096) -> None:
-        self.base = target.get_decoder() if hasattr(target, "get_decoder") else getattr(target, target.base_model_prefix)
+        self.base = decoder(target)
         self.lm_head = target.get_output_embeddings()
         self.taps = taps
         self.chunk = chunk
@@ -97,12 +134,13 @@ class TargetReader:
         """ids [B, T] right-padded, where [M] flat positions (see `Batch`) -> what the target says there."""
         if not len(where):
             raise ValueError("the batch holds no answer token; leave conversations without an answer out")
-        out = self.base(input_ids=ids, output_hidden_states=True, use_cache=False)
-        features = torch.cat([out.hidden_states[tap] for tap in self.taps], -1)
+        out = self.base(input_ids=ids, output_hidden_states=bool(self.taps), use_cache=False)
+        features = torch.cat([out.hidden_states[tap] for tap in self.taps], -1) if self.taps else out.last_hidden_state
         final = out.last_hidden_state.flatten(0, 1)[where]
         probs, best = [], []
         for rows in final.split(self.chunk):
             logits = self.lm_head(rows)
             best.append(self.draft_id[logits.argmax(-1)])
-            probs.append(logits[:, self.vocabulary].float().softmax(-1).to(rows.dtype))
+            kept = logits if len(self.vocabulary) == logits.shape[-1] else logits[:, self.vocabulary]
+            probs.append(kept.float().softmax(-1).to(rows.dtype))
         return Teacher(features=features, where=where, probs=torch.cat(probs), best=torch.cat(best))

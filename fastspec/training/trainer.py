@@ -21,13 +21,15 @@ from fastspec.training.card import model_card
 from fastspec.training.config import TrainConfig
 from fastspec.training.data import Batch, Texts, batches, draft_vocabulary, plan_batches
 from fastspec.training.save import save_head
-from fastspec.training.target import TargetReader, head_for, start_from_target
+from fastspec.training.target import TargetReader, head_for, start_from_features, start_from_target
 from fastspec.training.ttt import TrainingTimeTest, chain_lengths
 
 STATE = "state.pt"
 LOG = "log.jsonl"
+DRAFT_VOCABULARY = 10240  # of an EAGLE-3 head, unless said otherwise
+START_BATCHES = 4  # that an EAGLE-1/2 head's start is solved from
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
-IDENTITY = ("batch_tokens", "length_multiple", "max_length", "seed", "draft_vocab_size", "hidden_size", "intermediate_size", "taps")
+IDENTITY = ("batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps")
 """Settings that a resumed run must share with the one it takes up."""
 
 
@@ -71,22 +73,27 @@ class Trainer:
         self.identity |= {"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "processes": accelerator.num_processes}
         state = self._stored()
         if state is None:
-            vocabulary, self.coverage = draft_vocabulary(self.texts, min(config.draft_vocab_size, vocab), vocab)
+            size = vocab if config.kind == "eagle" else min(config.draft_vocab_size or DRAFT_VOCABULARY, vocab)
+            vocabulary, self.coverage = draft_vocabulary(self.texts, size, vocab)
         else:
             vocabulary, self.coverage = state["vocabulary"].cpu(), state["coverage"]
         torch.manual_seed(config.seed)
         shape = head_for(
             target,
+            kind=config.kind,
             draft_vocab_size=len(vocabulary),
             hidden_size=config.hidden_size or None,
             intermediate_size=config.intermediate_size or None,
             taps=config.taps,
         )
         self.head = EagleHead(shape)
-        start_from_target(self.head, target, vocabulary)
+        if config.kind == "eagle3":
+            start_from_target(self.head, target, vocabulary)
+        elif state is None:
+            start_from_features(self.head, target, batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple))
         self.vocabulary = vocabulary
         self.head.to(accelerator.device)
-        self.head.bind(target.get_input_embeddings(), None)
+        self.head.bind(target.get_input_embeddings(), target.get_output_embeddings())
         self.reader = TargetReader(target, self.head.config.taps, vocabulary)
         unrolled = TrainingTimeTest(self.head, config.ttt_steps, config.decay, compile=config.compile)
         optimizer = torch.optim.AdamW(self.head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)

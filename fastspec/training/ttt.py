@@ -1,4 +1,5 @@
-"""Training-time test: the head is unrolled on its own outputs for several steps, as it will run when it drafts (EAGLE-3, section 3.2).
+"""Training-time test: the head is unrolled on its own outputs for several steps, as it will run when it drafts (EAGLE-3, section 3.2;
+for EAGLE-1/2 heads HASS, arXiv 2408.15766).
 
 Row t of step 0 is the pair (token t + 1, true features of t). At step i the same row takes token t + 1 + i and the head's own state,
 and must predict what the target predicts at position t + 1 + i. Its query sees the step-0 keys of rows <= t and, of each later step,
@@ -14,8 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fastspec.generation.eagle.head import EagleHead
+
+FEATURE_LOSS = 0.1
+"""Weight of the feature loss of an EAGLE-1/2 head beside its cross entropy. EAGLE-1 trains one step with weights of 1 and 0.1 instead."""
 
 
 class UnrolledAttention:
@@ -122,8 +127,9 @@ def _causal_backward(
 class Teacher:
     """What the target says of one batch, for the M positions with a loss.
 
-    features [B, T, taps * H_t]; where [M] flat positions b * T + u, u >= 1; probs [M, V_d] the target's distribution over the draft
-    vocabulary; best [M] the target's most likely token (any of the vocabulary), as a draft id or -1 when it is outside.
+    features [B, T, taps * H_t], or [B, T, H_t] after the final norm where the head has no taps; where [M] flat positions b * T + u,
+    u >= 1; probs [M, V_d] the target's distribution over the draft vocabulary; best [M] the target's most likely token (any of the
+    vocabulary), as a draft id or -1 when it is outside.
     """
 
     features: Tensor
@@ -138,8 +144,16 @@ def soft_cross_entropy(logits: Tensor, probs: Tensor, weight: Tensor) -> Tensor:
     return ((wide.logsumexp(-1) - (wide * probs).sum(-1)) * weight).sum()
 
 
+def feature_loss(states: Tensor, features: Tensor, weight: Tensor) -> Tensor:
+    """Sum over rows of weight * mean smooth L1 distance; the head's states and the target's features [M, H], weight [M]."""
+    return (F.smooth_l1_loss(states.float(), features.float(), reduction="none").mean(-1) * weight).sum()
+
+
 class TrainingTimeTest(nn.Module):
-    """The head with its unrolled loss, as one module so that data-parallel wrappers see one forward."""
+    """The head with its unrolled loss, as one module so that data-parallel wrappers see one forward.
+
+    A step's loss is the cross entropy, for EAGLE-1/2 heads with FEATURE_LOSS times the distance from the features that they stand for.
+    """
 
     def __init__(self, head: EagleHead, steps: int, decay: float, *, compile: bool = False) -> None:
         super().__init__()
@@ -156,15 +170,19 @@ class TrainingTimeTest(nn.Module):
         weight = (teacher.best >= 0).float()
         attend = UnrolledAttention()
         hidden = self.head.fuse(teacher.features)
+        goal = teacher.features.flatten(0, 1)[teacher.where] if self.head.config.kind == "eagle" else None
         total, losses, hits = hidden.new_zeros((), dtype=torch.float32), [], []
         for step in range(self.steps):
             tokens = torch.cat((ids[:, step + 1 :], ids.new_zeros(ids.shape[0], step + 1)), 1)
             hidden = self.head.step(tokens, hidden, positions + step, attend)
             rows = teacher.where - 1 - step
             inside = teacher.where % size > step
-            logits = self.head.logits(hidden.flatten(0, 1)[rows.clamp(min=0)])
+            states = hidden.flatten(0, 1)[rows.clamp(min=0)]
+            logits = self.head.logits(states)
             used = weight * inside
             loss = self.loss(logits, teacher.probs, used) / used.sum().clamp(min=1)
+            if goal is not None:
+                loss = loss + FEATURE_LOSS * feature_loss(states, goal, used) / used.sum().clamp(min=1)
             total = total + self.decay**step * loss
             losses.append(loss.detach())
             with torch.no_grad():

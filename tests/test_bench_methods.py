@@ -1,0 +1,185 @@
+"""What drafts in `fastspec bench`: heads of both kinds, early exit, draft models of either tokenizer, and what its rows say of them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_heads import EAGLE1, as_eagle, as_eagle3, write
+from helpers_models import tiny_head, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from test_text_draft import DRAFT, TARGET
+from typer.testing import CliRunner
+
+from fastspec.bench import measure, methods, run_bench
+from fastspec.bench.report import print_report
+from fastspec.cli import app
+from fastspec.config import Speculative
+from fastspec.errors import Unsupported
+from fastspec.patches import heads
+from fastspec.patches.assistants import NAMES
+from fastspec.patches.session import session_of
+
+DRAFTED = ("head", "draft_model", "early_exit")
+ALL = ["transformers", "prompt-lookup", "assisted", "autoregressive", "eagle", "eagle2", "eagle3", "nasd", "speculative"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A tiny target, a head of each kind for it, draft models with its tokenizer and with another, and two prompts, in a folder."""
+    folder = tmp_path_factory.mktemp("methods")
+    model = tiny_model(num_hidden_layers=8)
+    embedding = model.get_input_embeddings().weight.detach().clone()
+    made = {
+        "model": (model, TARGET), "same": (tiny_model(seed=2, num_hidden_layers=2), TARGET),
+        "other": (tiny_model(seed=2, num_hidden_layers=2, vocab_size=93), DRAFT),
+    }  # fmt: skip
+    for name, (each, tokenizer) in made.items():
+        each.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    for name in ("head", "head-eagle"):
+        (folder / name).mkdir()
+    write(folder / "head", *as_eagle3(tiny_head(model), embedding))
+    write(folder / "head-eagle", *as_eagle(tiny_head(model, **{**EAGLE1, "draft_vocab_size": 97}), embedding))
+    rows = [{"id": text, "category": text[0], "prompt": text} for text in ("abcdxyz12bca", "xyabcdQR")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch) -> None:
+    """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("fastspec.bench.device.read_bandwidth", lambda device: 1e9)
+
+
+def bench(saved: Path, *arguments: str) -> Any:
+    command = ["bench", "--model", str(saved / "model"), "--prompts", str(saved / "prompts.jsonl"), "--max-new-tokens", "10"]
+    return CliRunner().invoke(app, [*command, *arguments], env={"COLUMNS": "200"})
+
+
+def both(saved: Path) -> list[str]:
+    return ["--head", str(saved / "head"), "--head", str(saved / "head-eagle")]
+
+
+def test_one_run_measures_every_assistant_and_says_what_drafted(saved: Path) -> None:
+    done = bench(saved, *both(saved), "--early-exit", "4", "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert sorted(row["method"] for row in rows[: len(ALL)]) == sorted(ALL)
+    assert all(row["identical"] for row in rows)
+    found = {row["method"]: tuple(row[name] for name in DRAFTED) for row in rows}
+    eagle = str(saved / "head-eagle"), None, None
+    wanted = {"eagle3": (str(saved / "head"), None, None), "eagle": eagle, "eagle2": eagle}
+    wanted |= {"speculative": (None, None, 4), "assisted": (None, None, 4)}
+    assert found == dict.fromkeys(ALL, (None, None, None)) | wanted
+    assert {word for word in NAMES if f"left out: {word}:" in done.stderr} == {"cascade"}
+    file = io.StringIO()
+    print_report(rows, Console(width=200, file=file))
+    said = " ".join(file.getvalue().split())
+    assert f"eagle3: head {saved / 'head'};" in said and "speculative: early exit after layer 4" in said and "nasd:" not in said
+
+
+def test_early_exit_drafts_with_the_first_layers(saved: Path) -> None:
+    """Of eight layers, the first seven agree with all of them more often than the first does; every answer is the same."""
+    lengths = {}
+    for layers in (1, 7):
+        rows = run_bench(
+            prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), heads=[], early_exit=layers, max_new_tokens=60,
+            methods=["speculative", "assisted"],
+        )  # fmt: skip
+        assert all(row["identical"] for row in rows)
+        lengths[layers] = sum(row["acceptance_length"] for row in rows if row["method"] == "speculative")
+    assert lengths[1] < lengths[7]
+
+
+def calls(monkeypatch) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Filled by a run: method -> (what `generate` was given, what the model was patched with)."""
+    seen: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    real = measure.ask
+
+    def ask(method: Any, part: Any, max_new_tokens: int) -> Any:
+        session = session_of(method.model)
+        seen[method.name] = method.options, dict(session.resources) if session else {}
+        return real(method, part, max_new_tokens)
+
+    monkeypatch.setattr(measure, "ask", ask)
+    return seen
+
+
+@pytest.mark.parametrize("draft", ["same", "other"])
+def test_a_draft_model_of_either_tokenizer(saved: Path, monkeypatch, draft: str) -> None:
+    seen = calls(monkeypatch)
+    name = str(saved / draft)
+    rows = run_bench(
+        prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), draft_model=name, max_new_tokens=12,
+        methods=["assisted", "speculative"],
+    )  # fmt: skip
+    assert all(row["identical"] and row["draft_model"] == (None if row["method"] == "transformers" else name) for row in rows)
+    assert all(row["head"] is row["early_exit"] is None for row in rows)
+    options, held = seen["assisted"][0], seen["speculative"][1]["speculative"]
+    if draft == "same":
+        assert set(options) == {"assistant_model"} and held.config.vocab_size == 97
+        return
+    assert options["tokenizer"].get_vocab() == held.tokenizer.get_vocab() == TARGET.get_vocab()
+    assert options["assistant_tokenizer"].get_vocab() == held.draft_tokenizer.get_vocab() == DRAFT.get_vocab()
+    assert options["assistant_model"] is not held.model  # a peer's draft model is an instance of its own, on the same weights
+    assert all(a is b for a, b in zip(options["assistant_model"].parameters(), held.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--early-exit", "8"], "the target has 8 layers"),
+        (["--early-exit", "2", "--draft-model", "same"], "give one of them"),
+        (["--head", "head", "--head", "head"], "both heads of eagle3"),
+        (["--head", "head-eagle", "--head", "head-eagle"], "both heads of eagle and eagle2"),
+        (["--head", "head", "--methods", "eagle2"], "(here: --head)"),
+        (["--methods", "speculative"], "(here: --draft-model or --early-exit)"),
+        (["--methods", "assisted"], "--draft-model or --early-exit"),
+        (["--methods", "assisted", "--early-exit", "2", "--batch", "2"], "one prompt at a time"),
+        (["--head", "prompts.jsonl"], "is a file"),
+    ],
+)
+def test_what_cannot_draft_is_refused_by_name(saved: Path, arguments: list[str], words: str) -> None:
+    paths = {name: str(saved / name) for name in ("head", "head-eagle", "same", "prompts.jsonl")}
+    done = bench(saved, *(paths.get(word, word) for word in arguments))
+    assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+    assert "Traceback" not in done.output
+
+
+@given(packaged=st.sets(st.sampled_from(["m", "m-eagle", "m-eagle3", "m-e", "m-eagle-eagle", "n-eagle"])), model=st.sampled_from("mno"))
+def test_a_model_brings_the_heads_that_lie_under_its_name(packaged: set[str], model: str) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(heads, "_packaged_heads", lambda: dict.fromkeys(packaged, Path()))
+        assert set(heads.shipped_heads(model)) == packaged & {model, f"{model}-eagle"}
+
+
+@given(missing=st.sampled_from(["head", "head-eagle", None]))
+def test_heads_that_ship_are_the_default_and_given_ones_replace_them(saved: Path, missing: str | None) -> None:
+    shipped = [str(saved / name) for name in ("head", "head-eagle") if name != missing]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(heads, "shipped_heads", lambda model: tuple(shipped))
+        found = methods.read_drafters(None, None, None, "m", None, None)
+        readers = {"head": {"eagle3"}, "head-eagle": {"eagle", "eagle2"}}
+        assert set(found.heads) == set().union(*(readers[Path(name).name] for name in shipped))
+        assert methods.read_drafters([], None, None, "m", None, None).heads == {}
+    assert found.resources == found.heads and found.assisted == {} and found.assistant("speculative") == "speculative"
+
+
+@given(name=st.sampled_from([*NAMES, "assisted", "transformers"]), layers=st.integers(1, 40))
+def test_only_what_uses_an_early_exit_is_told_of_it(name: str, layers: int) -> None:
+    drafters = methods.Drafters({}, None, layers, {}, {})
+    assert drafters.assistant(name) == (Speculative(early_exit=layers) if name == "speculative" else name)
+    assert drafters.of(name)["early_exit"] == (layers if name in ("speculative", "assisted") else None)
+
+
+def test_an_early_exit_of_no_layer_is_refused() -> None:
+    with pytest.raises(Unsupported, match="early_exit"):
+        methods.read_drafters([], None, 0, "m", None, None)

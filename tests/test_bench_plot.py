@@ -1,0 +1,56 @@
+"""The picture of a bench's rows: every method and category is drawn, whatever their number."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from fastspec.bench.methods import PEERS
+
+pytest.importorskip("matplotlib")
+METHODS = (*PEERS, "autoregressive", "speculative", "nasd", "eagle", "eagle2", "eagle3", "someones-own")
+WHERE = {"model": "m", "device": "cpu", "dtype": "float32", "threads": 2, "batch": 1, "max_new_tokens": 9}
+
+
+@pytest.fixture(scope="module")
+def plot() -> Any:
+    spec = importlib.util.spec_from_file_location("plot", Path(__file__).parent.parent / "benchmarks" / "plot.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(method: str, category: str, speed: float) -> dict[str, Any]:
+    counted = {"accepted_counts": [4, 1], "floor_share": 0.5, "peak_mib": None, "prefill_ms": 1.0, "phases_ms": {"score": 2.0}}
+    figures = {"tokens_per_second": speed, "ratio": 1.0, "acceptance_length": 1.2, "ms_per_round": 3.5, "identical": True}
+    return WHERE | counted | figures | {"method": method, "category": category}
+
+
+@settings(max_examples=5, deadline=None, phases=[Phase.generate])  # a picture takes half a second: a failure is not shrunk
+@given(methods=st.lists(st.sampled_from(METHODS), min_size=1, unique=True), categories=st.integers(1, 20), data=st.data())
+def test_every_method_has_a_bar_in_every_category(plot, tmp_path_factory, methods, categories, data) -> None:
+    names = [f"c{number}" for number in range(categories)]
+    speeds = {(m, c): data.draw(st.integers(1, 99)) for m in methods for c in names}
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plot.plt, "close", seen.append)
+        plot.draw([row(m, c, speed) for (m, c), speed in speeds.items()], tmp_path_factory.mktemp("plot") / "rows.png")
+    *lines, rounds = seen[0].axes
+    labels = [label.get_text() for line in lines for label in line.get_xticklabels()]
+    assert labels == ["overall", *names] and max(len(line.get_xticks()) for line in lines) <= plot.LINE
+    drawn = {
+        (bars.get_label(), category.get_text()): bar.get_height()
+        for line in lines for bars in line.containers if hasattr(bars, "patches")
+        for category, bar in zip(line.get_xticklabels(), bars, strict=True)
+    }  # fmt: skip
+    assert {pair: height for pair, height in drawn.items() if pair[1] != "overall"} == speeds
+    assert sorted(label.get_text() for label in rounds.get_yticklabels()) == sorted(methods)
+    colours = {bars.get_label(): bars.patches[0].get_facecolor() for bars in lines[0].containers if hasattr(bars, "patches")}
+    assert len(set(colours.values())) == len(methods)
+    plot.plt.close(seen[0])
