@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from fastspec.generation.tree import TokenTree
 from fastspec.kernels import kv_block_copy, posterior_eval, reference, rms_norm, rope_cache, swiglu, topk_expand, tree_attention, tree_build
+from fastspec.kernels.reference import SamplingLaw
 
 DTYPE = torch.bfloat16
 HEADS = {"8B": (32, 8, 128), "1.5B": (12, 2, 128), "135M": (9, 3, 64)}  # query heads, key heads, head size
@@ -208,12 +210,28 @@ def small_cases() -> Iterator[Case]:
                 2 * nodes * vocab, float("inf") if numbers is not None else 0.0,
             )  # fmt: skip
         if nodes > 1:
+            yield from law_cases(nodes, vocab, uniform)
             yield Case(
                 "posterior_walk", f"{nodes} nodes", lambda t=tree: (torch.randint(0, 1000, t.tokens.shape, device="cuda"),),
                 {way: lambda p, op=op, t=tree: op(t.tokens, t.parents, p, 9)
                  for way, op in both(reference.posterior_walk, posterior_eval.posterior_walk)},
                 3 * 8 * nodes,
             )  # fmt: skip
+
+
+def law_cases(nodes: int, vocab: int, uniform: Tensor) -> Iterator[Case]:
+    """Draws under a law, beside transformers' warpers and a plain draw from what they leave."""
+    for law in (SamplingLaw(0.8, 50, 0.95), SamplingLaw(top_p=0.95)):
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(law.temperature)] if law.temperature != 1 else [])
+        warpers += [TopKLogitsWarper(law.top_k)] if law.top_k else []
+        warpers += [TopPLogitsWarper(law.top_p)]
+        yield Case(
+            f"pick, temperature {law.temperature}, top-k {law.top_k or 'off'}, top-p {law.top_p}", f"{nodes} x {vocab}",
+            lambda n=nodes, v=vocab: (random(1, n, v, scale=3.0),),
+            {"reference": lambda x, w=warpers, u=uniform: reference.pick(w(None, x[0].float())[None], u),
+             "fastspec": lambda x, law=law, u=uniform: posterior_eval.pick(x, u, law)},
+            2 * nodes * vocab, float("inf"),
+        )  # fmt: skip
 
 
 def both(one: Any, other: Any) -> tuple[tuple[str, Any], ...]:

@@ -233,7 +233,7 @@ def test_rounds_that_run_ahead_of_the_host_say_the_same(launched, kind, assistan
                             max_new_tokens=12, eos_token_id=ends, **extra)
                  for m, out, extra in zip((plain, model), first, ({}, {"assistant": assistant}), strict=True)]  # fmt: skip
         assert again[0].tolist() == again[1].tolist()
-    assert seen > 60
+    assert seen > 40
 
 
 @pytest.mark.parametrize("options", [{"output_scores": True}, {"output_logits": True}, {"repetition_penalty": 1.2}], ids=str)

@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import test_captured
 import torch
 from helpers_generate import LENGTH, NEVER, Oracle, free, prompts, same, stats
+from helpers_models import tiny_model
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation import logits_process as lp
+
+import fastspec
+from fastspec.generation import rounds
+from fastspec.kernels.reference import SamplingLaw
+from fastspec.patches.selection import read_law
+from fastspec.patches.session import session_of
 
 
 @pytest.mark.parametrize(
@@ -145,3 +154,108 @@ def test_processors_see_nothing_behind_what_a_users_criterion_stopped(pair, leng
     assert set(seen) == {tuple(row[: width + i]) for row in expected for i in range(place + 1)}
     if rows == 1:
         assert len(asked) == len(set(asked)) == place + 1
+
+
+TEMPERATURE, TOP_K = lp.TemperatureLogitsWarper(0.7), lp.TopKLogitsWarper(5)
+TOP_P, MIN_P = lp.TopPLogitsWarper(0.9), lp.MinPLogitsWarper(0.1)
+
+
+class Warmer(lp.TemperatureLogitsWarper):
+    """A user's warper, which may do anything."""
+
+
+@pytest.mark.parametrize(
+    ("processors", "law"),
+    [
+        ([], None),
+        ([TEMPERATURE], SamplingLaw(0.7)),
+        ([TOP_K, MIN_P], SamplingLaw(top_k=5, min_p=0.1)),
+        ([TEMPERATURE, TOP_K, TOP_P, MIN_P], SamplingLaw(0.7, 5, 0.9, 0.1)),
+        ([TOP_P, TOP_K], None),
+        ([TOP_P, TOP_P], None),
+        ([Warmer(0.7), TOP_P], None),
+        ([TEMPERATURE, lp.TypicalLogitsWarper(0.9)], None),
+        ([lp.TopKLogitsWarper(5, filter_value=-1e9)], None),
+        ([lp.TopPLogitsWarper(0.9, min_tokens_to_keep=2)], None),
+        ([lp.MinPLogitsWarper(0.1, min_tokens_to_keep=2)], None),
+        ([lp.RepetitionPenaltyLogitsProcessor(1.2), TEMPERATURE], None),
+    ],
+    ids=lambda value: "-".join(type(each).__name__ for each in value) if isinstance(value, list) else str(value),
+)
+def test_only_the_four_warpers_in_their_order_are_a_law(processors, law):
+    assert read_law(LogitsProcessorList(processors)) == law
+
+
+@pytest.fixture
+def laws(monkeypatch):
+    """The laws that the rounds' choices were made under."""
+    seen: list[SamplingLaw | None] = []
+    choose = rounds.choose
+
+    def choosing(scores, uniform, ops, law=None):
+        seen.append(law)
+        return choose(scores, uniform, ops, law)
+
+    monkeypatch.setattr(rounds, "choose", choosing)
+    return seen
+
+
+def drawn(model: Any, assistant: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    settings = {"do_sample": True, "max_new_tokens": LENGTH, "eos_token_id": NEVER, "temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    return model.generate(**prompts(6, 3), **{**settings, **options}, assistant=assistant)
+
+
+def test_sampled_rounds_process_no_scores(pair, assistant, laws, monkeypatch):
+    """The warpers are called for the first token alone, and the tokens are those of the processed scores."""
+    calls, warp = [0], lp.TopPLogitsWarper.__call__
+
+    def warping(self, ids, scores):
+        calls[0] += 1
+        return warp(self, ids, scores)
+
+    monkeypatch.setattr(lp.TopPLogitsWarper, "__call__", warping)
+    texts = drawn(pair[1], assistant).tolist()
+    count = stats(pair[1]).rounds
+    assert calls[0] == 1 and laws == [SamplingLaw(0.7, 5, 0.9)] * count and count > 1
+    out = drawn(pair[1], assistant, return_dict_in_generate=True, output_scores=True)
+    assert out.sequences.tolist() == texts and laws[count:] == [None] * count and calls[0] == 2 + count
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"repetition_penalty": 1.2},
+        {"typical_p": 0.9},
+        {"logits_processor": LogitsProcessorList([Shift()])},
+        {"return_dict_in_generate": True, "output_scores": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_all_other_calls_process_their_scores(pair, assistant, laws, options):
+    drawn(pair[1], assistant, **options)
+    assert not any(laws)
+    drawn(pair[1], assistant)
+    assert laws[-1] == SamplingLaw(0.7, 5, 0.9)
+
+
+def test_drafts_that_were_drawn_need_processed_scores(pair, monkeypatch):
+    seen: list[Tensor] = []
+    walk = rounds.walk_drawn
+    monkeypatch.setattr(rounds, "walk_drawn", lambda tree, scores, *rest: (seen.append(scores), walk(tree, scores, *rest))[1])
+    drawn(pair[1], fastspec.Speculative(early_exit=2))
+    assert seen and all((scores > -torch.inf).sum(-1).max() <= 5 for scores in seen)
+
+
+captures = test_captured.captures
+
+
+def test_captured_rounds_that_process_no_scores_are_not_those_of_calls_that_want_them(captures):
+    model = tiny_model()
+    fastspec.patch(model)
+    for options in ({}, {"temperature": 0.6}, {"return_dict_in_generate": True, "output_scores": True}, {}):
+        drawn(model, "autoregressive", **options)
+    assert len(session_of(model).engines.held) == 3
+    out = drawn(model, "autoregressive", return_dict_in_generate=True, output_scores=True)
+    assert all((scores > -torch.inf).sum(-1).max() <= 5 for scores in out.scores)

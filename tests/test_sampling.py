@@ -24,6 +24,8 @@ SIGNIFICANCE = 1e-4
 CASES: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.4},
     "all four": {"temperature": 1.7, "top_k": 8, "top_p": 0.9, "min_p": 0.02},
+    "top-p": {"temperature": 1.4, "top_p": 0.8},
+    "min-p": {"temperature": 1.4, "min_p": 0.3},
     "history": {"temperature": 1.7, "top_k": 5, "repetition_penalty": 1.8},
 }
 

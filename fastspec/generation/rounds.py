@@ -23,6 +23,7 @@ from fastspec.generation.protocols import Drafter, LanguageModel, Ops
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import choose, measure, walk, walk_drawn
+from fastspec.kernels.reference import SamplingLaw
 
 EXTENT_BUCKET = 128
 Process = Callable[[Tensor], Tensor]
@@ -49,17 +50,18 @@ class Rounds:
     """A target and a drafter, and what a round passes from one part to the next.
 
     `sample` draws the target's tokens, else they are the likeliest; `process` maps scores [R, V] as the call's processors do, None without
-    any. Rounds are captured where the backend captures and the drafter is static: its passes wait for nothing and keep their
-    tensors in place. With `whole=False` the choice is not captured with the rest, for processors that wait for the device.
+    any. With `law`, which is all that they do, tokens are drawn under it from the logits and no scores are processed, unless the drafter
+    brings a law of its own. Rounds are captured where the backend captures and the drafter is static: its passes wait for nothing and
+    keep their tensors in place. With `whole=False` the choice is not captured with the rest, for processors that wait for the device.
     """
 
     def __init__(
         self, target: LanguageModel, drafter: Drafter | None, ops: Ops, *, rows: int, sample: bool, process: Process | None,
-        whole: bool = True, measure: bool = False,
+        whole: bool = True, measure: bool = False, law: SamplingLaw | None = None,
     ) -> None:  # fmt: skip
         # beyond the protocols, what is captured has a cache, and is opened and given room
         self.target, self.drafter = cast(Any, target), cast(Any, drafter)
-        self.ops, self.sample, self.process, self.whole, self.measure = ops, sample, process, whole, measure
+        self.ops, self.sample, self.process, self.whole, self.measure, self.law = ops, sample, process, whole, measure, law
         device = target.lengths.device
         self.root = torch.zeros(rows, dtype=torch.long, device=device)
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
@@ -98,7 +100,7 @@ class Rounds:
         if self.chain is None:
             self.chain = Rounds(
                 self.target, TextVerifier(texts, self.root.device), self.ops, rows=len(self.root), sample=self.sample, process=self.process,
-                whole=self.whole, measure=self.measure,
+                whole=self.whole, measure=self.measure, law=self.law,
             )  # fmt: skip
         chain = self.chain
         chain.drafter = TextVerifier(texts, self.root.device)
@@ -304,13 +306,15 @@ class Rounds:
 
     def _choose(self) -> None:
         uniform, tree = self.uniform(self.tree.tokens.shape), self.tree
-        self.scores = self.processed(self.logits)
-        if hasattr(self.drafter, "mix"):
+        drawn, mixes = tree.q is not None and uniform is not None, hasattr(self.drafter, "mix")
+        law = None if drawn or mixes else self.law
+        self.scores = self.processed(self.logits) if law is None else self.logits
+        if mixes:
             self.scores = self.drafter.mix(tree, self.logits, self.scores)
         if tree.q is not None and uniform is not None:
             self.verdict = walk_drawn(tree, self.scores, tree.q, uniform, self.ops)
         else:
-            self.verdict = walk(tree, choose(self.scores, uniform, self.ops), self.ops)
+            self.verdict = walk(tree, choose(self.scores, uniform, self.ops, law), self.ops)
         self._mark("choose")
 
     def _back(self, extent: int) -> None:

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from fastspec.generation.protocols import Ops
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.kernels.reference import SamplingLaw
 
 # processor(rows, ids [R, T], scores [R, V]) -> scores [R, V], for rows whose texts have the same length
 RowProcessor = Callable[[list[int], Tensor, Tensor], Tensor]
 
 
-def choose(scores: Tensor, uniform: Tensor | None, ops: Ops) -> Tensor:
-    """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N] -> [B, N]."""
-    return ops.pick(scores, uniform)
+def choose(scores: Tensor, uniform: Tensor | None, ops: Ops, law: SamplingLaw | None = None) -> Tensor:
+    """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N], under a law where one is given -> [B, N]."""
+    return ops.pick(scores, uniform) if law is None else ops.pick(scores, uniform, law)
 
 
 def walk(tree: TokenTree, picks: Tensor, ops: Ops) -> Verdict:

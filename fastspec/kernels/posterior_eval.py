@@ -1,7 +1,8 @@
 """Choose one token per node from the target's scores, and walk the tree by them.
 
 B rows (sequences), N nodes of a row's tree, R rows of scores, V vocabulary, T chunks of the vocabulary. `pick` reads the scores in chunks
-that fill the chip, then merges a row's chunks in one program. `posterior_walk` is one launch, one program per row.
+that fill the chip, then merges a row's chunks in one program; under a law it reads them as the law leaves them (`sampling_law`), which is
+written nowhere. `posterior_walk` is one launch, one program per row.
 """
 
 from __future__ import annotations
@@ -12,19 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
+from fastspec.kernels.reference import SamplingLaw
+from fastspec.kernels.sampling_law import CHUNK, CHUNK_WARPS, cut, first_above, inverse_of, kept_chunk, row_chunk
 from fastspec.kernels.topk_expand import EMPTY, key_index, packed, sort_key, tile_mass
 
-CHUNK, CHUNK_WARPS = 4096, 4
 DRAW_WARPS = 8
 MAX_NODES = 4096
-
-
-@triton.jit
-def _chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV: tl.constexpr):
-    """Ids of one chunk, and its scores in fp32 [BV], -inf past the end."""
-    o_v = chunk * BV + tl.arange(0, BV)
-    p_row = p_x + (row // nodes) * s_xb + (row % nodes) * s_xm
-    return o_v, tl.load(p_row + o_v, mask=o_v < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -33,7 +27,7 @@ def _chunk_best_kernel(p_x, p_keys, vocab, nodes, chunks, s_xb, s_xm, BV: tl.con
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    o_v, b_x = _chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
+    o_v, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
     b_key = tl.where(o_v < vocab, sort_key(b_x, o_v), EMPTY)
     tl.store(p_keys + row * chunks + chunk, tl.max(b_key, 0))
 
@@ -50,35 +44,24 @@ def _best_kernel(p_keys, p_ids, chunks, TP: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def _chunk_mass_kernel(p_x, p_peak, p_mass, vocab, nodes, chunks, s_xb, s_xm, BV: tl.constexpr, PDL: tl.constexpr):
+def _chunk_mass_kernel(
+    p_x, p_peak, p_mass, p_low, p_first, vocab, nodes, chunks, inverse, s_xb, s_xm,
+    BV: tl.constexpr, LAW: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    _, b_x = _chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
+    _, b_x = kept_chunk(p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV, LAW, CUT)
     peak, mass = tile_mass(b_x, 0)
     tl.store(p_peak + row * chunks + chunk, peak)
     tl.store(p_mass + row * chunks + chunk, mass)
 
 
 @triton.jit
-def _first_above(b_mass, o, level, SIZE: tl.constexpr):
-    """The first place of positive mass [SIZE] fp64 whose running sum exceeds level, and the sum before it.
-
-    A parallel running sum may rise by rounding where the mass is 0, or end short of level: so places of mass 0 are never taken, and
-    the last place with mass is where none exceeds.
-    """
-    b_sum = tl.cumsum(b_mass, 0)
-    m_some = b_mass > 0.0
-    first = tl.min(tl.where(m_some & (b_sum > level), o, SIZE), 0)
-    place = tl.minimum(first, tl.max(tl.where(m_some, o, 0), 0))
-    return place, tl.max(tl.where(o < place, b_sum, 0.0), 0)
-
-
-@triton.jit
 def _draw_kernel(
-    p_x, p_peak, p_mass, p_uniform, p_ids, vocab, nodes, chunks, s_xb, s_xm, s_ub, s_um,
-    TP: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
+    p_x, p_peak, p_mass, p_low, p_first, p_uniform, p_ids, vocab, nodes, chunks, inverse, s_xb, s_xm, s_ub, s_um,
+    TP: tl.constexpr, BV: tl.constexpr, LAW: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -92,15 +75,15 @@ def _draw_kernel(
     b_scale = tl.where(b_mass > 0.0, tl.exp(b_peak - top), 0.0)
     b_chunk = b_mass.to(tl.float64) * b_scale.to(tl.float64)  # exact, so that all threads get one sum whether it is fused or not
     level = uniform * tl.sum(b_chunk, 0)
-    chunk, before = _first_above(b_chunk, o_t, level, TP)
+    chunk, before = first_above(b_chunk, o_t, level, TP)
 
     # Within its chunk the mass is relative to the chunk's own maximum, which therefore has mass 1: some place is always found.
     peak = tl.load(p_peak + row * chunks + chunk)
     scale = tl.sum(tl.where(o_t == chunk, b_scale, 0.0), 0).to(tl.float64)
     rest = tl.where(scale > 0.0, tl.maximum(level - before, 0.0) / scale, 0.0)
-    o_v, b_x = _chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
+    o_v, b_x = kept_chunk(p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV, LAW, CUT)
     b_mass_v = tl.where((o_v < vocab) & (b_x > float("-inf")), tl.exp(b_x - peak), 0.0).to(tl.float64)
-    place, _ = _first_above(b_mass_v, tl.arange(0, BV), rest, BV)
+    place, _ = first_above(b_mass_v, tl.arange(0, BV), rest, BV)
     tl.store(p_ids + row, (chunk * BV + place).to(tl.int64))
 
 
@@ -133,7 +116,7 @@ def _walk_kernel(
     tl.store(p_bonus + row, tl.sum(tl.where(o_n == node, b_pick, 0), 0))
 
 
-def pick(scores: Tensor, uniform: Tensor | None) -> Tensor:
+def pick(scores: Tensor, uniform: Tensor | None, law: SamplingLaw | None = None) -> Tensor:
     """`reference.pick`: one token per row of scores [..., V] fp32, fp16 or bf16, the argmax or a draw by uniform [...] -> [...] int64.
 
     The last dimension of scores must be contiguous; up to two leading dimensions may have any strides (more are flattened, which copies
@@ -159,10 +142,14 @@ def pick(scores: Tensor, uniform: Tensor | None) -> Tensor:
         _chunk_best_kernel[(chunks, rows)](x, keys, vocab, nodes, chunks, *strides, CHUNK, num_warps=CHUNK_WARPS, **pdl)
         _best_kernel[(rows,)](keys, ids, chunks, padded, num_warps=1, **pdl)
         return ids
+    u, law = _in_rows(uniform, 0), law or SamplingLaw()
+    low, first = cut(x, law) if law.filters else (None, None)
     peak, mass = torch.empty(2, rows, chunks, dtype=torch.float32, device=scores.device)
-    u = _in_rows(uniform, 0)
-    _chunk_mass_kernel[(chunks, rows)](x, peak, mass, vocab, nodes, chunks, *strides, CHUNK, num_warps=CHUNK_WARPS, **pdl)
-    _draw_kernel[(rows,)](x, peak, mass, u, ids, vocab, nodes, chunks, *strides, *u.stride(), padded, CHUNK, num_warps=DRAW_WARPS, **pdl)
+    sizes, kept = (vocab, nodes, chunks, inverse_of(law)), (law.temperature != 1, law.filters)
+    _chunk_mass_kernel[(chunks, rows)](x, peak, mass, low, first, *sizes, *strides, CHUNK, *kept, num_warps=CHUNK_WARPS, **pdl)
+    _draw_kernel[(rows,)](
+        x, peak, mass, low, first, u, ids, *sizes, *strides, *u.stride(), padded, CHUNK, *kept, num_warps=DRAW_WARPS, **pdl
+    )  # fmt: skip
     return ids
 
 

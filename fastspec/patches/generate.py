@@ -16,6 +16,7 @@ from fastspec.generation.handover import CHUNKS
 from fastspec.generation.loop import Outcome, Request, decode
 from fastspec.generation.rounds import Rounds
 from fastspec.generation.tree import TokenTree
+from fastspec.kernels.reference import SamplingLaw
 from fastspec.patches.assistants import Continued, EagleDecoding, resolve
 from fastspec.patches.cache import export_span, import_past
 from fastspec.patches.cascade import AdaptiveCascade
@@ -23,7 +24,7 @@ from fastspec.patches.compat import fill_cache, is_out_of_memory, own_stop_strin
 from fastspec.patches.engines import weights_of
 from fastspec.patches.hf_model import HFModel
 from fastspec.patches.refusals import refuse_arguments, refuse_prepared, refuse_prompts
-from fastspec.patches.selection import CAPTURABLE, Ending, Streaming, make_processors, signature
+from fastspec.patches.selection import CAPTURABLE, Ending, Streaming, make_processors, read_law, signature
 from fastspec.patches.seq2seq import language_model, read_source, refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 from fastspec.patches.tree_size import choose_tree
@@ -141,7 +142,7 @@ class _Call:
         )  # fmt: skip
         try:
             self.decoding = self._sized(capacity, request)
-            rounds, key = self._rounds(rows, capacity, process_rows)
+            rounds, key = self._rounds(rows, capacity, process_rows, self._law(request.keep_scores))
             outcome = decode(rounds, request, self.decoding.name)
         except RuntimeError as error:
             if isinstance(error, FastSpecError) or not is_out_of_memory(error):
@@ -167,10 +168,14 @@ class _Call:
             return None if hasattr(self.decoding, "reading") else self.source.text(self.ids)
         return _compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
 
-    def _rounds(self, rows: int, capacity: int, process: Any) -> tuple[Rounds, Any]:
+    def _law(self, keep_scores: bool) -> SamplingLaw | None:
+        """The law that the rounds draw under without processing scores, where the call samples and nobody asks for processed ones."""
+        return read_law(self.processors) if self.config.do_sample and not keep_scores else None
+
+    def _rounds(self, rows: int, capacity: int, process: Any, law: SamplingLaw | None) -> tuple[Rounds, Any]:
         """The rounds of this call, from the pool where they were captured before, and the key to put them back under."""
         sample, engines = bool(self.config.do_sample), self.session.engines
-        key = self._key(rows, sample, process) if self.ops.captures else None
+        key = self._key(rows, sample, process, law) if self.ops.captures else None
         rounds = None if key is None else engines.take(key)
         drawn = process if sample else None
         if rounds is None:
@@ -178,8 +183,8 @@ class _Call:
             target, drafter = self._parts(rows, capacity, drawn)
             whole = process is None or all(type(each) in CAPTURABLE for each in self.processors)
             measure = self.given.measure
-            rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole, measure=measure)
-            key = None if key is None else self._key(rows, sample, process)  # making the drafter may have packed its head's weights
+            rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole, measure=measure, law=law)
+            key = None if key is None else self._key(rows, sample, process, law)  # making the drafter may have packed its head's weights
         else:
             rounds.target.open(capacity)
             if hasattr(rounds.drafter, "open"):
@@ -213,13 +218,13 @@ class _Call:
         if self.past is not None:
             import_past(target.cache, self.past, self.keep[:, : self.past_length])
 
-    def _key(self, rows: int, sample: bool, process: Any) -> Any:
+    def _key(self, rows: int, sample: bool, process: Any, law: SamplingLaw | None) -> Any:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
         drawn = signature(self.processors) if process is not None else None
         others = [value for name in ("draft", "head") if isinstance(value := getattr(self.decoding, name, None), nn.Module)]
         others += getattr(self.decoding, "drafts", ())
         extra = self.given.answers is not None, self.given.measure
-        key = self.decoding, rows, sample, drawn, extra, tuple(weights_of(module) for module in (self.model, *others))
+        key = self.decoding, rows, sample, drawn, law, extra, tuple(weights_of(module) for module in (self.model, *others))
         try:
             hash(key)
         except TypeError:

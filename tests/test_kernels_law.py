@@ -1,0 +1,185 @@
+"""Draws under temperature, top-k, top-p and min-p: the reference against transformers' warpers, the kernels against the law itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels_draft import FLOATS, SEEDS, moved_as_is, poisoned
+from test_kernels_verify import EVERYWHERE, ON_CUDA, ON_CUDA_DTYPES, check_draws, strided
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as lp
+
+from fastspec.kernels import reference
+from fastspec.kernels.posterior_eval import pick
+from fastspec.kernels.reference import SamplingLaw, under_law
+from fastspec.kernels.sampling_law import CHUNK, cut, inverse_of
+
+LAWS = st.builds(
+    SamplingLaw,
+    temperature=st.sampled_from([1.0, 0.01, 100.0]) | st.floats(0.05, 5),
+    top_k=st.sampled_from([0, 1, 2, 50, 10**6]) | st.integers(0, 70),
+    top_p=st.sampled_from([1.0, 0.0, 1e-6, 0.5, 0.9999]) | st.floats(0.01, 1),
+    min_p=st.sampled_from([0.0, 1.0]) | st.floats(0, 0.5),
+)
+VOCABS = st.sampled_from([1, 7, 63, 65, 1000, CHUNK + 1])
+STEPS = st.sampled_from([None, 0.25, 1.0])  # of the values: equal ones are common
+# A mass in fp32 is off by 2^-18 of the whole (see `check_draws`), and what the digits above left over by as much again.
+MASS_OFF = 2**-17
+
+
+def scores_of(rows: int, vocab: int, step: float | None, dtype: torch.dtype, seed: int) -> Tensor:
+    """scores [rows, vocab], in steps, some rows with many -inf and none with nothing else."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = 3 * torch.randn(rows, vocab, generator=generator)
+    scores = scores if step is None else (scores / step).round() * step
+    lost = (torch.rand(rows, vocab, generator=generator) < 0.6) & (torch.rand(rows, 1, generator=generator) < 0.4)
+    lost &= torch.arange(vocab) != torch.randint(0, vocab, (rows, 1), generator=generator)
+    return scores.masked_fill(lost, -torch.inf).to(dtype)
+
+
+def warped(scores: Tensor, law: SamplingLaw) -> Tensor:
+    """What transformers' warpers leave of scores [R, V]."""
+    makers = {
+        "temperature": lp.TemperatureLogitsWarper, "top_k": lp.TopKLogitsWarper, "top_p": lp.TopPLogitsWarper, "min_p": lp.MinPLogitsWarper,
+    }  # fmt: skip
+    given = {name: getattr(law, name) for name in makers if getattr(law, name) != getattr(SamplingLaw(), name)}
+    return LogitsProcessorList([makers[name](value) for name, value in given.items()])(None, scores.float())
+
+
+@given(VOCABS, STEPS, st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), LAWS, SEEDS)
+@settings(max_examples=300, deadline=None)
+def test_the_reference_keeps_what_transformers_keeps(vocab, step, dtype, law, seed):
+    """The same scores bit for bit; where top-p parts equal ones, as many, and the reference keeps the highest ids."""
+    scores = scores_of(3, vocab, step, dtype, seed)
+    got, wanted = under_law(scores, law), warped(scores, law)
+    assert torch.equal(got.sort(-1).values, wanted.sort(-1).values)
+    tempered = scores.float() / law.temperature
+    low = torch.where(got > -torch.inf, got, torch.inf).amin(-1, keepdim=True)
+    assert torch.equal(got > low, tempered > low)
+    edge = (tempered == low).int()
+    kept = edge * (edge.flip(-1).cumsum(-1).flip(-1) <= (got == low).sum(-1, keepdim=True))
+    assert torch.equal(got == low, kept.bool())
+
+
+def check_cut(y: Tensor, keep: Tensor, law: SamplingLaw) -> Tensor:
+    """Hold what is kept [R, V] of y [R, V], scores under the temperature, to the law in float64 -> rows where rounding has no say.
+
+    Among what top-k leaves, in rising order of scores and then of ids, a token goes while the mass up to it is at most 1 - top_p, or where
+    it has less than min_p of the best one's probability, and the best one stays.
+    """
+    y = y.double()
+    left = y >= y.topk(min(law.top_k or y.shape[-1], y.shape[-1])).values[..., -1:]
+    left &= y > -torch.inf
+    assert not (keep & ~left).any()
+    values, order = y.masked_fill(~left, -torch.inf).sort(dim=-1, stable=True)
+    left, keep = left.gather(-1, order), keep.gather(-1, order)
+    mass = values.softmax(-1).cumsum(-1)
+    tail = float(torch.tensor(1 - law.top_p)) if law.top_p < 1 else -1.0
+    floor = values[..., -1:] + (torch.tensor(law.min_p, dtype=torch.float64).log() if law.min_p > 0 else -torch.inf)
+    near = 2**-22 * values[..., -1:].abs().clamp(min=16)  # two roundings of fp32, log(min_p) is less than 16 from 0
+    best = torch.arange(y.shape[-1], device=y.device) == y.shape[-1] - 1
+    must_go = ((mass <= tail - MASS_OFF) | (values < floor - near)) & ~best
+    may_go = ((mass <= tail + MASS_OFF) | (values < floor + near)) & ~best
+    assert keep[..., -1].all() and not (keep & must_go).any() and not (left & ~keep & ~may_go).any()
+    assert not (keep[..., :-1] & left[..., 1:] & ~keep[..., 1:]).any()  # what is kept is the end of the order
+    return (must_go == may_go).all(-1)
+
+
+def check_pick(scores: Tensor, uniform: Tensor, law: SamplingLaw) -> tuple[Tensor, Tensor, Tensor]:
+    """Check the cut by itself, and draws from what it leaves; scores [B, N, V], uniform [B, N] -> scores [B * N, V] under the temperature,
+    what is kept of them, and the rows where rounding has no say."""
+    with poisoned():
+        got = pick(scores, uniform, law)
+        low, first = (part[:, None] for part in cut(scores, law))
+    y = scores.flatten(0, 1).float() * inverse_of(law)
+    keep = ((y > low) | ((y == low) & (torch.arange(y.shape[-1], device=y.device) >= first))) & (y > -torch.inf)
+    clear = check_cut(y, keep, law)
+    check_draws(y.masked_fill(~keep, -torch.inf), uniform.flatten(), got.flatten())
+    return y, keep, clear
+
+
+@EVERYWHERE
+@given(st.sampled_from([(1, 1), (1, 2), (2, 1)]), VOCABS, STEPS, FLOATS, LAWS, st.booleans(), SEEDS)
+@settings(max_examples=25, deadline=None)
+def test_pick_under_a_law(device, leading, vocab, step, dtype, law, wide, seed):
+    scores = scores_of(leading[0] * leading[1], vocab, step, dtype, seed).unflatten(0, leading)
+    generator = torch.Generator().manual_seed(seed + 1)
+    uniform = torch.rand(leading, generator=generator)
+    kind = torch.randint(0, 4, leading, generator=generator)
+    uniform = torch.where(kind == 0, 0.0, torch.where(kind == 1, 1 - 2**-24, uniform)).to(device)
+    y, keep, clear = check_pick(moved_as_is(strided(scores) if wide else scores, device), uniform, law)
+    wanted = under_law(y, SamplingLaw(1.0, law.top_k, law.top_p, law.min_p))
+    assert torch.equal(keep[clear], wanted[clear] > -torch.inf)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("top_p", [0.0, 0.25, 0.5, 0.75])
+@pytest.mark.parametrize(("value", "dtype"), [(0.0, torch.float32), (-1.5, torch.float32), (-1.5, torch.float16), (2.5, torch.float16)])
+@pytest.mark.parametrize("vocab", [8, 2 * CHUNK])
+def test_of_equal_scores_top_p_removes_the_lowest_ids(device, vocab, top_p, value, dtype):
+    """Shares that fp32 holds exactly: the mass up to the last one removed is 1 - top_p."""
+    scores = torch.full((1, 1, vocab), value, dtype=dtype)
+    low, first = cut(scores.to(device), SamplingLaw(top_p=top_p))
+    assert (low.item(), first.item()) == (value, min(vocab - 1, round((1 - top_p) * vocab)))
+    kept = under_law(scores, SamplingLaw(top_p=top_p))[0, 0] == value
+    assert torch.equal(kept, torch.arange(vocab) >= first.item())
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("law", [SamplingLaw(0.01, 1), SamplingLaw(top_p=1e-6), SamplingLaw(100.0, min_p=1.0)], ids=str)
+def test_laws_that_leave_the_best_alone(device, law):
+    """Scores that are all different, in rising and falling order, negative and positive."""
+    scores = torch.stack((torch.arange(65.0) - 70, 30 - torch.arange(65.0)))[None]
+    for uniform in (0.0, 0.5, 1 - 2**-24):
+        got = pick(scores.to(device), torch.full((1, 2), uniform, device=device), law)
+        assert got.tolist() == [[64, 0]] == reference.pick(scores, torch.full((1, 2), uniform), law).tolist()
+
+
+@EVERYWHERE
+def test_top_k_keeps_all_that_equal_the_last(device):
+    scores = torch.tensor([[3.0, 1.0, 2.0, 1.0, -torch.inf, 1.0, 0.5]])[None]
+    uniform = torch.arange(16)[None] / 16
+    got = pick(scores.expand(1, 16, 7).to(device), uniform.to(device), SamplingLaw(100.0, 3))
+    assert sorted(set(got.flatten().tolist())) == [0, 1, 2, 3, 5]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("law", [SamplingLaw(0.7, 3, 0.9, 0.1), SamplingLaw()], ids=str)
+def test_without_uniforms_every_law_takes_the_best(device, law):
+    scores = torch.randn(2, 3, 65, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(pick(scores.to(device), None, law).cpu(), scores.argmax(-1))
+    assert torch.equal(reference.pick(scores, None, law), scores.argmax(-1))
+
+
+@ON_CUDA
+@ON_CUDA_DTYPES
+@pytest.mark.parametrize(("rows", "nodes", "vocab"), [(1, 1, 128256), (1, 60, 128256), (4, 60, 49152), (2, 7, 262144)])
+@pytest.mark.parametrize("law", [SamplingLaw(0.8, 50, 0.95), SamplingLaw(top_p=0.95), SamplingLaw(1.3, 5000, 0.9, 0.01)], ids=str)
+def test_pick_under_a_law_at_real_sizes(device, dtype, rows, nodes, vocab, law):
+    generator = torch.Generator(device).manual_seed(0)
+    scores = (3 * torch.randn(rows, nodes, vocab, generator=generator, device=device)).to(dtype)
+    uniform = torch.rand(rows, nodes, generator=generator, device=device)
+    check_pick(scores, uniform, law)
+    assert torch.equal(pick(scores, uniform, law), pick(scores, uniform, law))
+
+
+@ON_CUDA
+@pytest.mark.parametrize("law", [SamplingLaw(0.8, 50, 0.95), SamplingLaw(min_p=0.05), SamplingLaw(0.5)], ids=str)
+def test_a_draw_under_a_law_can_be_captured(device, law):
+    """Replayed on other inputs, it gives what a plain call gives."""
+    generator = torch.Generator(device).manual_seed(0)
+    scores = torch.randn(2, 61, 32000, generator=generator, device=device)
+    uniform = torch.rand(2, 61, generator=generator, device=device)
+    pick(scores, uniform, law)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = pick(scores, uniform, law)
+    for _ in range(3):
+        scores.normal_(generator=generator)
+        uniform.uniform_(generator=generator)
+        graph.replay()
+        assert torch.equal(captured, pick(scores, uniform, law))
