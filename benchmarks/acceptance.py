@@ -3,8 +3,9 @@
     python benchmarks/acceptance.py --prompts mt_bench.jsonl gsm8k.jsonl --batch 40 --tokens 256 --dtype float32 --out rows.jsonl
 
 A prompt file has `prompt` or `turns` (the first is asked) in each row. Every batch is answered greedily by transformers' own generate and
-by the assistants, and compared token by token. Where an answer differs, the row says how close the two tokens were at the
-first difference: the gap of their logits in one forward pass over the common text, in the model's dtype.
+by the assistants, and compared token by token; before that the assistants answer every batch twice with a few tokens, untimed. Where an
+answer differs, the row says how close the two tokens were at the first difference: the gap of their logits in one forward pass over the
+common text, in the model's dtype.
 """
 
 from __future__ import annotations
@@ -83,12 +84,13 @@ def on_file(model: Any, prompts: list[list[int]], chosen: dict[str, Any], option
     seconds, tokens = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
     emitted, passes = dict.fromkeys(chosen, 0), dict.fromkeys(chosen, 0)
     gaps: dict[str, list[float]] = {name: [] for name in chosen}
-    for start in range(0, len(prompts), options.batch):
-        part = prompts[start : start + options.batch]
+    parts = [prompts[start : start + options.batch] for start in range(0, len(prompts), options.batch)]
+    for assistant in chosen.values():
+        for part in (*parts, *parts):  # untimed: the first run of a length compiles, the second captures
+            generate(model, part, assistant, min(16, options.tokens), pad)
+    for part in parts:
         answers: dict[str, list[list[int]]] = {}
         for name, assistant in ways.items():
-            if start == 0 and name in chosen:
-                generate(model, part, assistant, min(16, options.tokens), pad)  # compiles and captures, untimed
             began = time.perf_counter()
             answers[name] = generate(model, part, assistant, options.tokens, pad)
             seconds[name] += time.perf_counter() - began
