@@ -172,9 +172,9 @@ class TrainingTimeTest(nn.Module):
         hidden = self.head.fuse(teacher.features)
         goal = teacher.features.flatten(0, 1)[teacher.where] if self.head.config.kind == "eagle" else None
         total, losses, hits = hidden.new_zeros((), dtype=torch.float32), [], []
+        following = torch.cat((ids, ids.new_zeros(ids.shape[0], self.steps)), 1)
         for step in range(self.steps):
-            tokens = torch.cat((ids[:, step + 1 :], ids.new_zeros(ids.shape[0], step + 1)), 1)
-            hidden = self.head.step(tokens, hidden, positions + step, attend)
+            hidden = self.head.step(following[:, step + 1 : step + 1 + size], hidden, positions + step, attend)
             rows = teacher.where - 1 - step
             inside = teacher.where % size > step
             states = hidden.flatten(0, 1)[rows.clamp(min=0)]
