@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastspec.generation.draft_model import Length, Process, Trust
 from fastspec.generation.protocols import LanguageModel, Ops
+from fastspec.generation.text_draft import decoded, encoded
 from fastspec.generation.tree import TokenTree, Verdict
 
 SHARE = 0.1
@@ -118,13 +119,13 @@ class SharedDrafter:
         said = said[1:] if said[0] == getattr(self.tokenizer, "bos_token_id", None) else said
         for behind in range(LONGEST_CHARACTER):
             end = len(said) - behind
-            text = _decode(self.tokenizer, said[:end]) if end > 0 else ""
+            text = decoded(self.tokenizer, said[:end]) if end > 0 else ""
             if not text.endswith("\ufffd"):
                 break
         rest = [self.known.get(token) for token in said[end:]]
         if None in rest:
-            text, rest = _decode(self.tokenizer, said), []
-        ids = list(self.draft_tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+            text, rest = decoded(self.tokenizer, said), []
+        ids = encoded(self.draft_tokenizer, text)
         return [*self.opening, *ids, *(token for token in rest if token is not None)]
 
     def _catch_up(self) -> Tensor:
@@ -197,13 +198,13 @@ def _forms(tokenizer: Any) -> tuple[dict[str, int], set[int]]:
 
 def _word(tokenizer: Any, token: int) -> str:
     """The text of a token of ASCII letters, else nothing."""
-    text = _decode(tokenizer, [token])
+    text = decoded(tokenizer, [token])
     return text if text.isascii() and text.isalpha() else ""
 
 
 def _added(tokenizer: Any, head: list[int], token: int) -> str:
     """What a token adds to the text of `head`; nothing where it changes that."""
-    text, start = _decode(tokenizer, [*head, token]), _decode(tokenizer, head) if head else ""
+    text, start = decoded(tokenizer, [*head, token]), decoded(tokenizer, head) if head else ""
     return text[len(start) :] if text.startswith(start) else ""
 
 
@@ -219,7 +220,3 @@ def _common(fed: Sequence[int], read: Sequence[int]) -> int:
     while kept < min(len(fed), len(read) - 1) and fed[kept] == read[kept]:
         kept += 1
     return kept
-
-
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -56,11 +56,11 @@ class TextDrafter:
     def _draft(self, row: int) -> list[int]:
         """Target tokens that the draft model puts after a row's text."""
         said = self.said[row]
-        read = self._encode(self.draft_tokenizer, self._decode(self.tokenizer, said))
+        read = encoded(self.draft_tokenizer, decoded(self.tokenizer, said))
         if not read or len(read) + self.gamma > self.room:
             return []
         written = self._go_on(row, read)
-        before, after = (self._decode(self.draft_tokenizer, ids) for ids in (read, read + written))
+        before, after = (decoded(self.draft_tokenizer, ids) for ids in (read, read + written))
         return self._joined(said, after[len(before) :])[: self.gamma] if after.startswith(before) else []
 
     def _go_on(self, row: int, read: Sequence[int]) -> list[int]:
@@ -86,13 +86,15 @@ class TextDrafter:
     def _joined(self, said: Sequence[int], more: str) -> list[int]:
         """`more` as target tokens after `said`: encoded together with the last of them where that gives these back."""
         tail = list(said[-OVERLAP:])
-        whole = self._encode(self.tokenizer, self._decode(self.tokenizer, tail) + more)
-        return whole[len(tail) :] if whole[: len(tail)] == tail else self._encode(self.tokenizer, more)
+        whole = encoded(self.tokenizer, decoded(self.tokenizer, tail) + more)
+        return whole[len(tail) :] if whole[: len(tail)] == tail else encoded(self.tokenizer, more)
 
-    @staticmethod
-    def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    @staticmethod
-    def _encode(tokenizer: Any, text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of tokens, special ones included."""
+    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text, nothing added."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []

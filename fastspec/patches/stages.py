@@ -17,6 +17,7 @@ from fastspec.cascade.config import Cascade, Stage
 from fastspec.cascade.stopping import Rates
 from fastspec.errors import Unsupported
 from fastspec.generation.loop import Outcome
+from fastspec.generation.text_draft import decoded, encoded
 from fastspec.patches.adapters import check_supported
 from fastspec.patches.assistants import NAMES, Continued
 from fastspec.patches.compat import position_limit
@@ -195,16 +196,6 @@ def load_tokenizer(name: str) -> Any:
 def token_table(tokenizer: Any) -> int:
     """What tells one vocabulary from another; a tokenizer takes a tenth of a second to list its tokens."""
     return hash(frozenset(tokenizer.get_vocab().items()))
-
-
-def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of tokens, special ones included."""
-    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def encoded(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text, nothing added."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
 def quantization(kind: str) -> Any:
