@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SMOLLM2 = "smollm2-135m-instruct"
 """Name of the demo's model, and of the EAGLE-3 head that ships with fastspec for it."""
+SMOLLM2_HEADS = (("eagle3", SMOLLM2), ("eagle", f"{SMOLLM2}-eagle"), ("eagle2", f"{SMOLLM2}-eagle"))
+"""The assistants that ship with a head for it."""
 
 
 def smollm2_gguf() -> Path:
@@ -55,6 +57,15 @@ def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None,
         raise Unsupported(f"could not load the model {name!r}: {error}") from error
     placed = {"device_map", "quantization_config"} & set(options)
     return (model if placed else model.to(device)).eval(), tokenizer
+
+
+def load_draft(name: str, target: Any, tokenizer: Any) -> Any:
+    """What `fastspec.patch(target, speculative=...)` takes of the draft model `name`: the model, on the target's device and in its dtype;
+    where the two tokenizers differ, it with its own and the target's `tokenizer`."""
+    from fastspec.patches.stages import token_table
+
+    draft, own = load_model(name, target.device.type, target.dtype)
+    return draft if token_table(own) == token_table(tokenizer) else (draft, own, tokenizer)
 
 
 def load_config(name: str) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from helpers_chat import make_chat, screen, target, tokenizer
 from helpers_generate import bigram, seer
+from helpers_models import tiny_model
+from tokenizers import models
 
 import fastspec
 from fastspec.chat.commands import COMMANDS, execute
@@ -14,6 +16,8 @@ from fastspec.chat.loop import converse, respond
 from fastspec.chat.session import Chat
 from fastspec.chat.settings import PROCESSORS, Settings
 from fastspec.errors import FastSpecError
+from fastspec.patches.session import session_of
+from fastspec.patches.speculative import Pair
 
 
 @pytest.fixture
@@ -196,3 +200,17 @@ def test_resource_adds_a_head_and_model_takes_it_away(chat: Chat, monkeypatch) -
     told = execute(chat, "/model other")
     assert "eagle3 is left out: " in told and "/resource eagle3 SOURCE" in told
     assert chat.settings.assistants == ("transformers",)
+
+
+@pytest.mark.parametrize("shift", [0, 40])
+def test_a_draft_model_may_have_another_tokenizer(chat: Chat, monkeypatch, shift: int) -> None:
+    own = tokenizer()
+    words = {f"w{(i + shift) % 97}": i for i in range(97)}  # the same words under other ids
+    own.backend_tokenizer.model = models.WordLevel(words, unk_token="w3")
+    monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(tiny_model(num_hidden_layers=1)), own))
+    execute(chat, "/resource speculative small")
+    execute(chat, "/assistant speculative,transformers")
+    respond(chat, "w9 w12", screen())
+    answers = chat.turns[-1].answers
+    assert answers[0].text == answers[1].text
+    assert isinstance(session_of(chat.model).resources["speculative"], Pair) == bool(shift)

@@ -13,7 +13,7 @@ from typing import Any
 from fastspec.bench.prompts import Row, Say
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
-from fastspec.models import load_model
+from fastspec.models import load_draft
 
 BASELINE = "transformers"
 LOOKUP, ASSISTED, COMPILED = "prompt-lookup", "assisted", "static-compile"
@@ -71,7 +71,6 @@ def read_drafters(
     draft model and an early exit, and one that the target has not."""
     from fastspec.patches.assistants import resolve
     from fastspec.patches.heads import shipped_heads
-    from fastspec.patches.stages import token_table
 
     found = read_heads(shipped_heads(model) if heads is None else heads)
     resources: dict[str, Any] = dict(found)
@@ -82,10 +81,9 @@ def read_drafters(
         resolve(Speculative(early_exit=early_exit), {}, target)
         assisted = {"assistant_early_exit": early_exit}
     elif draft_model is not None:
-        draft, own = load_model(draft_model, target.device.type, target.dtype)
-        foreign = token_table(own) != token_table(tokenizer)
-        resources[Speculative.name] = (draft, own, tokenizer) if foreign else draft
-        assisted = {"assistant_model": twin(draft), **({"assistant_tokenizer": own, "tokenizer": tokenizer} if foreign else {})}
+        given = resources[Speculative.name] = load_draft(draft_model, target, tokenizer)
+        draft, *both = given if isinstance(given, tuple) else (given,)
+        assisted = {"assistant_model": twin(draft), **dict(zip(("assistant_tokenizer", "tokenizer"), both, strict=False))}
     return Drafters(found, draft_model, early_exit, resources, assisted)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastspec.chat.settings import Settings
 from fastspec.errors import Unsupported
-from fastspec.models import SMOLLM2
+from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,12 +24,11 @@ def make_settings(
     *, model: str, head: str | None, resources: list[str] | None, assistants: str | None, temperature: float, **others: Any
 ) -> Settings:
     """Settings from the command line's options: `resources` are "assistant=source", `assistants` is comma-separated, temperature 0 is
-    greedy. SmolLM2 comes with its head; without any head the one who answers is `nasd`.
+    greedy. SmolLM2 comes with its heads; without an EAGLE-3 head the one who answers is `nasd`.
 
     Raises `Unsupported` for what cannot be read.
     """
-    head = head or (SMOLLM2 if model == SMOLLM2 else None)
-    given = {"eagle3": head} if head else {}
+    given = {**(dict(SMOLLM2_HEADS) if model == SMOLLM2 else {}), **({"eagle3": head} if head else {})}
     for entry in resources or ():
         name, _, source = entry.partition("=")
         if not source:

@@ -21,7 +21,7 @@ from fastspec.chat.resources import resource_names
 from fastspec.chat.session import Chat
 from fastspec.chat.settings import CONFIGS, KEPT_FOR, PROCESSORS, STORAGES
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.models import SMOLLM2
+from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 
 Run = Callable[[Chat, list[str]], Any]
 
@@ -104,8 +104,8 @@ def _toggle(setting: str, after: Callable[[Chat], None] | None = None) -> Run:
 
 def _model(chat: Chat, arguments: list[str]) -> str:
     name, *head = arguments
-    heads = tuple(("eagle3", source) for source in head or ([SMOLLM2] if name == SMOLLM2 else []))
-    lost = chat.reopen(chat.settings.replace(model=name, resources=heads))
+    heads = dict(SMOLLM2_HEADS if name == SMOLLM2 else ()) | ({"eagle3": head[0]} if head else {})
+    lost = chat.reopen(chat.settings.replace(model=name, resources=tuple(heads.items())))
     return _opened(chat, lost)
 
 

@@ -31,14 +31,14 @@ def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, 
 
     Raises Unsupported for an assistant that takes no resource, and for what cannot be read.
     """
-    from fastspec.models import load_model
+    from fastspec.models import load_draft
 
     given: dict[str, Any] = dict(settings.resources)
     for name, source in settings.resources:
         if name not in resource_names():
             raise Unsupported(f"{name!r} takes no resource: accepted are {', '.join(resource_names())}")
         if name == "speculative":
-            given[name] = load_model(source, model.device.type, model.dtype)[0]
+            given[name] = load_draft(source, model, tokenizer)
         if name == fastspec.Cascade.name:
             given[name] = _read_cascade(source, tokenizer)
     return given

@@ -8,7 +8,7 @@ from typing import Any
 
 import fastspec
 from fastspec.errors import Unsupported
-from fastspec.models import SMOLLM2
+from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 
 PLAIN = "transformers"
 """The strategy without an assistant: transformers' own generate."""
@@ -47,7 +47,7 @@ class Settings:
     """
 
     model: str = SMOLLM2
-    resources: tuple[tuple[str, str], ...] = (("eagle3", SMOLLM2),)
+    resources: tuple[tuple[str, str], ...] = SMOLLM2_HEADS
     assistants: tuple[str, ...] = ("eagle3",)
     max_new_tokens: int = 128
     processor: str = "greedy"
