@@ -36,21 +36,20 @@ SIZES = HEADS | {
 NOTES = tl.constexpr(16)  # words of the barrier's counter before the notes
 
 
+plain_barrier = drafter_phases.grid_barrier
+
+
 @triton.jit
 def noting_barrier(p_count, goal):
-    """`drafter_phases.grid_barrier`, after which the first program notes the time behind the counter."""
-    tl.debug_barrier()
-    seen = tl.atomic_add(p_count, 1, sem="acq_rel") + 1
-    while seen < goal:
-        seen = tl.atomic_add(p_count, 0, sem="acquire")
-    tl.debug_barrier()
+    """The kernel's own barrier, after which the first program notes the time behind the counter."""
+    following = plain_barrier(p_count, goal)
     if tl.program_id(0) == 0:
         now = tl.inline_asm_elementwise(
             "{ .reg .u64 t; add.s64 t, $1, 0; mov.u64 t, %globaltimer; cvt.u32.u64 $0, t; }", "=r,l", [p_count.to(tl.int64)], tl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
         tl.store(p_count + NOTES + goal // tl.num_programs(0), now)
-    return goal + tl.num_programs(0)
+    return following
 
 
 def weights_of(head: Any) -> dict[str, int]:

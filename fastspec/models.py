@@ -15,6 +15,8 @@ SMOLLM2 = "smollm2-135m-instruct"
 """Name of the demo's model, and of the EAGLE-3 head that ships with fastspec for it."""
 SMOLLM2_HEADS = (("eagle3", SMOLLM2), ("eagle", f"{SMOLLM2}-eagle"), ("eagle2", f"{SMOLLM2}-eagle"))
 """The assistants that ship with a head for it."""
+SHIPPED = {SMOLLM2: SMOLLM2_HEADS}
+"""Model -> its assistants' heads in the package."""
 
 
 def smollm2_gguf() -> Path:

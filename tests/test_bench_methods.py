@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers_heads import EAGLE1, as_eagle, as_eagle3, write
 from helpers_models import tiny_head, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from test_bench import quick  # noqa: F401
 from test_text_draft import DRAFT, TARGET
 from typer.testing import CliRunner
 
@@ -22,7 +22,6 @@ from fastspec.bench.report import print_report
 from fastspec.cli import app
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
-from fastspec.patches import heads
 from fastspec.patches.assistants import NAMES
 from fastspec.patches.session import session_of
 
@@ -50,13 +49,6 @@ def saved(tmp_path_factory) -> Path:
     rows = [{"id": text, "category": text[0], "prompt": text} for text in ("abcdxyz12bca", "xyabcdQR")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch) -> None:
-    """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.bench.device.read_bandwidth", lambda device: 1e9)
 
 
 def bench(saved: Path, *arguments: str) -> Any:
@@ -154,18 +146,21 @@ def test_what_cannot_draft_is_refused_by_name(saved: Path, arguments: list[str],
     assert "Traceback" not in done.output
 
 
-@given(packaged=st.sets(st.sampled_from(["m", "m-eagle", "m-eagle3", "m-e", "m-eagle-eagle", "n-eagle"])), model=st.sampled_from("mno"))
-def test_a_model_brings_the_heads_that_lie_under_its_name(packaged: set[str], model: str) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(heads, "_packaged_heads", lambda: dict.fromkeys(packaged, Path()))
-        assert set(heads.shipped_heads(model)) == packaged & {model, f"{model}-eagle"}
+def test_the_heads_of_the_package_are_those_that_are_named() -> None:
+    """And each is read by the assistants that it is named for."""
+    from fastspec.models import SHIPPED
+    from fastspec.patches.heads import _packaged_heads
+
+    assert {source for named in SHIPPED.values() for _, source in named} == set(_packaged_heads())
+    for named in SHIPPED.values():
+        assert methods.read_heads(sorted({source for _, source in named})) == dict(named)
 
 
 @given(missing=st.sampled_from(["head", "head-eagle", None]))
 def test_heads_that_ship_are_the_default_and_given_ones_replace_them(saved: Path, missing: str | None) -> None:
     shipped = [str(saved / name) for name in ("head", "head-eagle") if name != missing]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(heads, "shipped_heads", lambda model: tuple(shipped))
+        patched.setitem(methods.SHIPPED, "m", tuple(("any", source) for source in shipped))
         found = methods.read_drafters(None, None, None, "m", None, None)
         readers = {"head": {"eagle3"}, "head-eagle": {"eagle", "eagle2"}}
         assert set(found.heads) == set().union(*(readers[Path(name).name] for name in shipped))

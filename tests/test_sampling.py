@@ -117,3 +117,12 @@ def test_the_test_finds_a_wrong_temperature(model):
     texts = sample(model, ids, options, TREE, 1)
     assert p_value(law(model, ids, options, 1), texts) > SIGNIFICANCE
     assert p_value(law(model, ids, {**options, "temperature": 1.2}, 1), texts) < SIGNIFICANCE
+
+
+def check_law(model: Any, options: dict[str, Any], assistant: Any) -> None:
+    """Short sampled texts of an assistant follow the exact law."""
+    ids, length = torch.tensor([[17, 44, 61, 9]]), 3 if "top_k" in options else 2
+    expected: dict[tuple[int, ...], float] = {}
+    for text, chance in law(model, ids, options, length).items():
+        expected[padded(text)] = expected.get(padded(text), 0.0) + chance
+    assert p_value(expected, sample(model, ids, options, assistant, length)) > SIGNIFICANCE

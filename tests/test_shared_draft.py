@@ -16,7 +16,7 @@ from helpers_generate import prompts, stats
 from helpers_models import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampling import CASES, SIGNIFICANCE, law, p_value, padded, sample
+from test_sampling import CASES, check_law
 from test_text_draft import DRAFT, TARGET, tokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -296,13 +296,9 @@ def paired(target: Any, draft: Any, draft_tokenizer: Any = DRAFT) -> Any:
 
 @pytest.mark.parametrize("case, config", [("all four", Speculative(gamma=2)), ("temperature", Speculative(most=3))], ids=str)
 def test_sampled_texts_follow_the_targets_law(case, config):
-    target, options = tiny_model(seed=1), CASES[case]
+    target = tiny_model(seed=1)
     model = paired(target, near(target))
-    ids, length = torch.tensor([[17, 44, 61, 9]]), 3 if "top_k" in options else 2
-    expected: dict[tuple[int, ...], float] = {}
-    for text, chance in law(model, ids, options, length).items():
-        expected[padded(text)] = expected.get(padded(text), 0.0) + chance
-    assert p_value(expected, sample(model, ids, options, config, length)) > SIGNIFICANCE
+    check_law(model, CASES[case], config)
     call = stats(model)
     assert 0.2 * call.drafted < call.accepted < call.drafted
 

@@ -13,7 +13,7 @@ from typing import Any
 from fastspec.bench.prompts import Row, Say
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
-from fastspec.models import load_draft
+from fastspec.models import SHIPPED, load_draft
 
 BASELINE = "transformers"
 LOOKUP, ASSISTED, COMPILED = "prompt-lookup", "assisted", "static-compile"
@@ -70,9 +70,8 @@ def read_drafters(
     """What drafts for a target named `model`; without `heads` those that ship for it. Raises Unsupported for two heads of one kind, both a
     draft model and an early exit, and one that the target has not."""
     from fastspec.patches.assistants import resolve
-    from fastspec.patches.heads import shipped_heads
 
-    found = read_heads(shipped_heads(model) if heads is None else heads)
+    found = read_heads(list(dict.fromkeys(source for _, source in SHIPPED.get(model, ()))) if heads is None else heads)
     resources: dict[str, Any] = dict(found)
     assisted: dict[str, Any] = {}
     if early_exit is not None:

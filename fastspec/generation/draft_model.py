@@ -41,22 +41,23 @@ class Length:
 
 
 class Trust:
-    """How far a draft model's confidence is taken at its word in one call: `share`, what was accepted over what it had promised, in tokens
-    a row and round, at most 1. It knows only of rounds that are over, so drafts stay functions of what came before them."""
+    """How far a draft model's confidence is taken at its word in one call: its share, what was accepted over what it had promised, in
+    tokens a row and round, at most 1. It knows only of rounds that are over, so drafts stay functions of what came before them."""
 
-    def __init__(self) -> None:
-        self.promised = self.delivered = PRIOR
+    def __init__(self, device: torch.device) -> None:
+        self.promised, self.delivered = PRIOR, torch.full((), PRIOR, device=device)
         self.hoped = 0.0
         """What this round's drafts promise."""
 
-    @property
-    def share(self) -> float:
-        return min(1.0, self.delivered / self.promised)
+    def weigh(self, hope: Tensor) -> tuple[float, float]:
+        """A confidence (a scalar) as it is, and times that share, in one read-back."""
+        plain, delivered = torch.stack((hope, self.delivered)).tolist()
+        return plain, plain * min(1.0, delivered / self.promised)
 
     def judge(self, accepted: Tensor, active: Tensor) -> None:
-        """Count a round: drafts accepted [B] in the rows that were active [B]."""
+        """Count a round: drafts accepted [B] in the rows that were active [B]. Nothing is waited for."""
         self.promised += self.hoped
-        self.delivered += float((accepted * active).sum() / active.sum().clamp(min=1))
+        self.delivered += (accepted * active).sum() / active.sum().clamp(min=1)
         self.hoped = 0.0
 
 
@@ -96,7 +97,7 @@ class ChainDrafter:
         """Stand behind a text that the draft model has read, but for its last token."""
         self.root = root
         self.alive = torch.ones_like(root, dtype=torch.bool)
-        self.trust = Trust()
+        self.trust = Trust(root.device)
         self.draft.rewind(counts - 1 if self.whole is None else self.whole.lengths)
         self.previous = ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
 
@@ -114,8 +115,7 @@ class ChainDrafter:
             mean = 1.0
             if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its law
                 survival = survival * law.amax(-1)
-                hope = float(survival.sum() / self.alive.sum().clamp(min=1))
-                mean = self.trust.share * hope
+                hope, mean = self.trust.weigh(survival.sum() / self.alive.sum().clamp(min=1))
                 if drafted and not self.length.goes_on(mean, expected, drafted):
                     break
                 self.trust.hoped += hope

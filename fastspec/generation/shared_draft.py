@@ -55,7 +55,7 @@ class SharedDrafter:
         self.read: list[list[int]] = [[] for _ in self.said]
         self.fed: list[list[int]] = [[] for _ in self.said]
         """What the draft's cache holds."""
-        self.trust = Trust()
+        self.trust = Trust(root.device)
         self.active = torch.ones_like(root, dtype=torch.bool)
         """Which rows go on: the rounds' own tensor after the first of them, which tells by the next one."""
 
@@ -75,8 +75,7 @@ class SharedDrafter:
             law = torch.softmax(scores, -1) * going[:, None]
             if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its law
                 survival = survival * law.amax(-1) * share
-                hope = float(survival.sum()) / alive
-                mean = self.trust.share * hope
+                hope, mean = self.trust.weigh(survival.sum() / alive)
             if not bool(going.any()) or (drafted and self.length.cost and not self.length.goes_on(mean, expected, drafted)):
                 break
             token = torch.where(going, self.ops.pick(scores, torch.rand(len(scores), device=self.device)), 0)

@@ -21,10 +21,8 @@ EMPTY = tl.constexpr(-(2**63))  # below every key
 MAX_COUNT = 16
 MAX_CHILDREN = 4096
 
-# node block -> (tile of the vocabulary, step over H, stages, warps); the weight's tile is the left operand, so few nodes waste nothing
-HALF = {16: (128, 64, 4, 4), 32: (128, 64, 4, 4)}
-HALF_SMALL = {16: (64, 64, 5, 4), 32: (64, 64, 5, 4)}
-FULL = {16: (64, 32, 3, 4), 32: (64, 32, 3, 4)}
+# tile of the vocabulary, step over H, stages, warps; the weight's tile is the left operand, so few nodes waste nothing
+HALF, HALF_SMALL, FULL = (128, 64, 4, 4), (64, 64, 5, 4), (64, 32, 3, 4)
 MANY_NODES = 64  # from here on blocks of 32 nodes: larger ones wait longer for their best than they save in reading, which the L2 does
 ENOUGH_TILES = 200  # below this, tiles of 128 leave multiprocessors idle where there is one block of nodes
 PREFETCH = 512  # bytes of each line of the first weight tile that are asked for while the kernel before still runs
@@ -204,10 +202,10 @@ def packed(x: Tensor) -> bool:
 def launch_of(rows: int, vocab: int, hidden: int, half: bool) -> tuple[int, int, int, int, int]:
     """(nodes, tile of the vocabulary, step over H, stages, warps) of the product."""
     block = 16 if rows <= MANY_NODES else 32
-    tile, step, _, _ = HALF[block]
+    tile, step, _, _ = HALF
     few = rows <= block and triton.cdiv(vocab, tile) < ENOUGH_TILES
     small = few or hidden % step != 0  # masked loads take more registers
-    return (block, *((HALF_SMALL if small else HALF) if half else FULL)[block])
+    return (block, *((HALF_SMALL if small else HALF) if half else FULL))
 
 
 def topk_expand(

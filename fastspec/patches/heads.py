@@ -125,12 +125,6 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
         raise CheckpointError(f"{source} is no directory, and the hub does not give it ({_first_line(error)}); {shipped}") from error
 
 
-def shipped_heads(model: str) -> tuple[str, ...]:
-    """Names of the heads that come with fastspec for a model of this name: its own for EAGLE-3, with "-eagle" for the EAGLE-1/2 format."""
-    packaged = _packaged_heads()
-    return tuple(name for name in (model, f"{model}-eagle") if name in packaged)
-
-
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
