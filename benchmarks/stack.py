@@ -1,8 +1,8 @@
 """What a kernel costs where kernels overlap: a stack of decoder layers with random weights, whole and with one kernel left out.
 
-One token a row goes through all layers and the head as one captured graph of the Triton kernels; a row of JSON for each way has the
-median time of a replay. Ways: "base" is everything, in "base no pdl" no kernel starts before the one in front of it has ended, "without
-X" leaves out all launches of a kernel (KERNELS has its X), "base again" tells the drift since "base".
+A token a row, or `--nodes` of them, goes through all layers and the head as one captured graph of the Triton kernels; a row of JSON for
+each way has the median time of a replay. Ways: "base" is everything, in "base no pdl" no kernel starts before the one in front of it has
+ended, "without X" leaves out all launches of a kernel (KERNELS has its X), "base again" tells the drift since "base".
 
     python benchmarks/stack.py --shapes qwen2-1.5b llama-8b --prefix 2048 --out rows.jsonl
     python benchmarks/stack.py --shapes smollm2-135m --prefix 256 --slots 1088 --without attention norms
@@ -36,6 +36,7 @@ from full_size import SHAPES as FULL_SIZE
 
 from fastspec.generation.protocols import Ops
 from fastspec.kernels import launch, linear
+from fastspec.kernels.reference import Parts
 from fastspec.patches.backends import TORCH, triton_ops
 
 SHAPES = {name: sizes | {"bias": kind == "qwen2"} for name, (kind, sizes) in FULL_SIZE.items() if kind in ("llama", "qwen2")}
@@ -57,18 +58,18 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Layers and a head, a token's hidden state x [B, 1, H], where it stands [B], and what stands in for a product left out."""
+    """Layers and a head, hidden states x [B, N, H] and their slots [B, N], and what stands in for a product left out."""
 
     layers: list[Layer]
     norm: Tensor
     head: Tensor
     x: Tensor
     tables: tuple[Tensor, Tensor]
-    prefix: Tensor
+    slots: Tensor
     spares: tuple[Tensor, Tensor]
 
 
-def make_stack(sizes: dict[str, Any], batch: int, prefix: int, slots: int, device: str, dtype: torch.dtype) -> Stack:
+def make_stack(sizes: dict[str, Any], batch: int, nodes: int, prefix: int, slots: int, device: str, dtype: torch.dtype) -> Stack:
     """Random weights of a shape, which keep a state's size, and a cache of so many slots, `prefix` of them seen."""
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     hidden, inner, heads, kv_heads = (sizes[name] for name in names)
@@ -86,17 +87,20 @@ def make_stack(sizes: dict[str, Any], batch: int, prefix: int, slots: int, devic
               weight(2 * inner, hidden), weight(hidden, inner), (cache(), cache()))
         for _ in range(sizes["num_hidden_layers"])
     ]  # fmt: skip
-    angles = 7 * torch.rand(prefix + 1, size // 2, device=device)
-    x, spares, place = normal(batch, 1, hidden), (normal(batch, 1, packed), normal(batch, 1, inner)), torch.full((batch,), prefix)
-    return Stack(layers, norm(), weight(sizes["vocab_size"], hidden), x, (angles.cos(), angles.sin()), place.to(device), spares)
+    angles = 7 * torch.rand(prefix + nodes, size // 2, device=device)
+    x, spares = normal(batch, nodes, hidden), (normal(batch, nodes, packed), normal(batch, nodes, inner))
+    slots = torch.full((batch, 1), prefix, device=device) + torch.arange(nodes, device=device)
+    return Stack(layers, norm(), weight(sizes["vocab_size"], hidden), x, (angles.cos(), angles.sin()), slots, spares)
 
 
 def step(ops: Ops, stack: Stack, without: str | None = None) -> Tensor:
-    """Logits [B, 1, V] of a token after the prefix; `without` names a kernel that is not launched, the head's then gives [B, 1, H]."""
+    """Logits [B, N, V] of N tokens, one after another, behind the prefix; `without` names a kernel that is not launched, without the head's
+    they are [B, N, H]."""
+    nodes = stack.x.shape[1]
     width, (kv_heads, capacity, size) = stack.layers[0].out.shape[1], stack.layers[0].cache[0].shape[1:]
-    layout = ops.attention_layout(stack.prefix, None, 1, 1, capacity, width // size // kv_heads)
-    norm = ops.rms_norm if without != "norms" else lambda x, weight, eps, residual: (x, residual)
-    x, residual, slots = stack.x, None, stack.prefix[:, None]
+    layout = ops.attention_layout(stack.slots[:, 0], None, nodes, nodes, capacity, width // size // kv_heads)
+    norm = ops.rms_norm if without != "norms" else lambda x, weight, eps, residual: (stack.x if isinstance(x, Parts) else x, residual)
+    x, residual, slots = stack.x, None, stack.slots
     for layer in stack.layers:
         x, residual = norm(x, layer.norms[0], 1e-5, residual)
         qkv = stack.spares[0] if without == "qkv" else ops.linear(x, layer.qkv, layer.bias)
@@ -104,10 +108,10 @@ def step(ops: Ops, stack: Stack, without: str | None = None) -> Tensor:
         if without != "rope":
             q = ops.rope_cache(qkv, *stack.tables, slots, *layer.cache, slots)
         seen = q if without == "attention" else ops.tree_attention(q, *layer.cache, layout, size**-0.5)
-        x = x if without == "out" else ops.linear(seen.flatten(2), layer.out, None)
+        x = x if without == "out" else ops.linear_parts(seen.flatten(2), layer.out, None)
         x, residual = norm(x, layer.norms[1], 1e-5, residual)
         wide = stack.spares[1] if without == "gate_up" else ops.gate_up(x, layer.gate_up, None)
-        x = x if without == "down" else ops.linear(wide, layer.down, None)
+        x = x if without == "down" else ops.linear_parts(wide, layer.down, None)
     x, _ = norm(x, stack.norm, 1e-5, residual)
     return x if without == "head" else ops.linear(x, stack.head, None)
 
@@ -173,19 +177,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen2-1.5b"])
     parser.add_argument("--without", nargs="*", choices=KERNELS, default=list(KERNELS), help="what to leave out, one by one")
     parser.add_argument("--prefix", type=int, default=2048)
-    parser.add_argument("--slots", type=int, help="of the cache, more than --prefix; default: 2 * prefix + 64")
+    parser.add_argument("--slots", type=int, help="of the cache, more than --prefix; default: 2 * prefix + 64 + nodes")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=1, help="tokens of a row in one pass, a chain")
     parser.add_argument("--times", type=int, default=50, help="replays of a graph")
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
     args = parser.parse_args(arguments)
-    slots = 2 * args.prefix + 64 if args.slots is None else args.slots
-    if not 0 <= args.prefix < slots or min(args.batch, args.times) < 1:
-        parser.error(f"prefix {args.prefix} must be below slots {slots}, and batch {args.batch} and times {args.times} at least 1")
+    slots = 2 * args.prefix + 64 + args.nodes if args.slots is None else args.slots
+    if args.prefix < 0 or args.prefix + args.nodes > slots or min(args.batch, args.nodes, args.times) < 1:
+        parser.error(f"prefix {args.prefix} and {args.nodes} nodes need as many slots ({slots}); batch, nodes and times are at least 1")
     cuda = torch.cuda.is_available()
     device, dtype, where = ("cuda", torch.bfloat16, torch.cuda.get_device_name()) if cuda else ("cpu", torch.float32, "cpu")
-    sizes = args.batch, args.prefix, slots, device, dtype
+    sizes = args.batch, args.nodes, args.prefix, slots, device, dtype
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    shared = {"device": where, "dtype": str(dtype)[6:], "batch": args.batch, "prefix": args.prefix, "torch": torch.__version__}
+    shared = {"device": where, "dtype": str(dtype)[6:], "batch": args.batch, "nodes": args.nodes, "prefix": args.prefix}
+    shared["torch"] = torch.__version__
     for name in args.shapes:
         torch.manual_seed(0)
         for row in rows_of(triton_ops(), make_stack(SHAPES[name], *sizes), args.without, args.times):

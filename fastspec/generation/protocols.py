@@ -31,6 +31,8 @@ class Ops:
     cache_write: Callable[..., None]
     kv_block_copy: Callable[..., None]
     linear: Callable[..., Tensor]
+    linear_parts: Callable[..., Any]
+    """`linear`, or the parts of its sum (`fastspec.kernels.reference.Parts`), which `rms_norm` takes as it is."""
     rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_cache: Callable[..., Tensor]
     gate_up: Callable[..., Tensor]

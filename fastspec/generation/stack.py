@@ -14,7 +14,8 @@ from fastspec.generation.cache import TreeCache
 from fastspec.generation.packing import joint
 from fastspec.generation.protocols import Ops
 
-Product = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor], Any]
+"""x [..., K] -> [..., M], or where a norm follows, its parts (`fastspec.kernels.reference.Parts`)."""
 Norm = Callable[..., tuple[Tensor, Tensor]]
 """(x, residual=None, out=None) -> (the norm of their sum, the sum), as `Ops.rms_norm`."""
 
@@ -63,19 +64,23 @@ def rms(ops: Ops, weight: Tensor, eps: float) -> Norm:
     return norm
 
 
-def product(ops: Ops, layers: Sequence[nn.Linear]) -> Product:
-    """Plain linear layers over one input, their outputs side by side; one product where their weights are packed."""
+def product(ops: Ops, layers: Sequence[nn.Linear], *, parts: bool = False) -> Product:
+    """Plain linear layers over one input, their outputs side by side; one product where their weights are packed.
+
+    With `parts` the result goes to a norm, which takes the parts of a product as well.
+    """
+    multiply = ops.linear_parts if parts else ops.linear
     weight = joint([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = joint(biases) if biases else None
     if weight is not None and (bias is not None) == bool(biases) and len(biases) in (0, len(layers)):
-        return lambda x: ops.linear(x, weight, bias)
+        return lambda x: multiply(x, weight, bias)
     return lambda x: torch.cat([ops.linear(x, layer.weight, layer.bias) for layer in layers], -1)
 
 
 def gated(ops: Ops, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Product:
-    """The SwiGLU feed-forward of plain linear layers."""
-    out, layers = product(ops, (down,)), (gate, up)
+    """The SwiGLU feed-forward of plain linear layers; its result may be in parts."""
+    out, layers = product(ops, (down,), parts=True), (gate, up)
     weight, biases = joint([layer.weight for layer in layers]), [layer.bias for layer in layers if layer.bias is not None]
     bias = joint(biases) if biases else None
     if weight is not None and len(biases) in (0, 2) and (bias is not None) == bool(biases):

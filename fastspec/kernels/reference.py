@@ -81,12 +81,41 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A product [..., M] as S sums, each over a part of its inner size: `values` [S, ..., M] fp32, contiguous.
+
+    Their sum, in their order and rounded to `dtype`, is the product.
+    """
+
+    values: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """The product's."""
+        return self.values.shape[1:]
+
+
+def joined(x: Tensor | Parts) -> Tensor:
+    """A product as a tensor: itself, or the sum of its parts."""
+    if isinstance(x, Tensor):
+        return x
+    total = x.values[0]
+    for part in x.values[1:]:
+        total = total + part
+    return total.to(x.dtype)
+
+
+def rms_norm(
+    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Root-mean-square norm of x [..., H], or of x + residual [..., H], by weight [H] -> the norm, and what was normed.
 
     The sum is rounded to x's dtype before it is normed; the norm is computed in fp32 and rounded before the weight is applied, as the
     Llama family does. `out` [..., H], whose last dimension is contiguous, receives the norm where it is given.
     """
+    x = joined(x)
     summed = x if residual is None else x + residual
     wide = summed.float()
     normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -5,19 +5,33 @@ x, residual, out [..., H] with rows a fixed distance apart, weight [H]; R rows i
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
+from fastspec.kernels.reference import Parts
 
 MAX_SIZE = 32768
 
 
 @triton.jit
+def summed(p_x, o_x, m_x, stride_part, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """x at o_x, or where PARTS > 0 the sum of that many parts, each stride_part behind the one before, in their order and rounded once."""
+    if PARTS > 0:
+        b_x = tl.load(p_x + o_x, mask=m_x, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            b_x += tl.load(p_x + part * stride_part + o_x, mask=m_x, other=0.0)
+        return b_x.to(dtype)
+    else:
+        return tl.load(p_x + o_x, mask=m_x, other=0.0)
+
+
+@triton.jit
 def _rms_norm(
-    p_x, p_residual, p_weight, p_out, p_sum, stride_x, stride_residual, stride_out, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    p_x, p_residual, p_weight, p_out, p_sum, stride_x, stride_part, stride_residual, stride_out, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
@@ -26,11 +40,12 @@ def _rms_norm(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
-    dtype = b_x.dtype
+    dtype: tl.constexpr = p_out.dtype.element_ty
+    b_x = summed(p_x, row * stride_x + o_h, m_h, stride_part, PARTS, dtype)
     if ADD:
         b_residual = tl.load(p_residual + row * stride_residual + o_h, mask=m_h, other=0.0)
         b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
+    if ADD or PARTS > 0:
         tl.store(p_sum + row * SIZE + o_h, b_x, mask=m_h)
     b_wide = b_x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(b_wide * b_wide, 0) / SIZE + eps)
@@ -51,37 +66,41 @@ def rows_of(x: Tensor, name: str) -> Tensor:
         ) from None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`reference.rms_norm`: the norm of x [..., H], or of x + residual, by weight [H] -> the norm and what was normed, both [..., H].
 
-    x, residual and out may be views whose last dimension is contiguous and whose rows lie a fixed distance apart; all have the same
-    dtype (fp32, fp16 or bf16), and H is at most 32768. Without a residual the second result is x itself. `out` must not overlap the inputs
-    in part; it may be x or the residual.
+    x may be the parts of a product, which are added up on the way. x, residual and out may be views whose last dimension is contiguous and
+    whose rows lie a fixed distance apart; all have the same dtype (fp32, fp16 or bf16), and H is at most 32768. Without a residual the
+    second result is x itself, or the sum of its parts. `out` must not overlap the inputs in part; it may be x or the residual.
     """
-    size = x.shape[-1]
+    size, split = x.shape[-1], isinstance(x, Parts)
+    values = x.values if isinstance(x, Parts) else x
     if not 0 < size <= MAX_SIZE:
         raise ValueError(f"x has rows of {size}; 1 to {MAX_SIZE} are accepted")
     if weight.shape != (size,) or not weight.is_contiguous():
         raise ValueError(f"weight is {list(weight.shape)} with strides {weight.stride()}; [{size}] contiguous is accepted")
-    normed = x.new_empty(x.shape) if out is None else out
+    made = torch.empty(x.shape, dtype=x.dtype, device=values.device) if split or residual is not None else None
+    normed = torch.empty(x.shape, dtype=x.dtype, device=values.device) if out is None else out
     for name, other in (("residual", residual), ("out", normed)):
         if other is not None and other.shape != x.shape:
             raise ValueError(f"{name} is {list(other.shape)}; it must have the shape of x, {list(x.shape)}")
     for name, other in (("weight", weight), ("residual", residual), ("out", normed)):
         if other is not None and other.dtype != x.dtype:
             raise ValueError(f"{name} is {other.dtype}; it must have the dtype of x, {x.dtype}")
-    x_rows, out_rows = rows_of(x, "x"), rows_of(normed, "out")
-    residual_rows = x_rows if residual is None else rows_of(residual, "residual")
-    summed = x if residual is None else x.new_empty(x.shape)
-    if x.numel() == 0:
-        return normed, summed
+    x_rows, out_rows = rows_of(values, "x"), rows_of(normed, "out")
+    residual_rows = out_rows if residual is None else rows_of(residual, "residual")
+    total = values if made is None else made
+    if normed.numel() == 0:
+        return normed, total
     block = max(16, triton.next_power_of_2(size))
-    _rms_norm[(len(x_rows),)](
-        x_rows, residual_rows, weight, out_rows, summed, x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), eps,
-        SIZE=size, BLOCK=block, ADD=residual is not None, num_warps=_warps(block, x.element_size()),
-        **dependent(x.device),
+    _rms_norm[(len(out_rows),)](
+        x_rows, residual_rows, weight, out_rows, total, x_rows.stride(0), normed.numel(), residual_rows.stride(0), out_rows.stride(0), eps,
+        SIZE=size, BLOCK=block, ADD=residual is not None, PARTS=len(values) if split else 0,
+        num_warps=_warps(block, normed.element_size()), **dependent(normed.device),
     )  # fmt: skip
-    return normed, summed
+    return normed, total
 
 
 def _warps(block: int, itemsize: int) -> int:

@@ -23,6 +23,7 @@ TORCH = Ops(
     cache_write=reference.cache_write,
     kv_block_copy=reference.kv_block_copy,
     linear=reference.linear,
+    linear_parts=reference.linear,
     rms_norm=reference.rms_norm,
     rope_cache=reference.rope_cache,
     gate_up=reference.gate_up,
@@ -35,7 +36,7 @@ TORCH = Ops(
 )
 
 TORCH_ONEDNN = replace(
-    TORCH, name="torch+onednn", linear=cpu.linear, gate_up=partial(reference.gate_up, product=cpu.linear),
+    TORCH, name="torch+onednn", linear=cpu.linear, linear_parts=cpu.linear, gate_up=partial(reference.gate_up, product=cpu.linear),
     topk_expand=partial(reference.topk_expand, product=cpu.linear),
 )  # fmt: skip
 """Plain torch, with the linear layers of the CPU through oneDNN."""
@@ -55,6 +56,7 @@ def triton_ops() -> Ops:
             experts,
             kv_block_copy,
             linear,
+            linear_parts,
             next_frontier,
             posterior_eval,
             rms_norm,
@@ -72,6 +74,7 @@ def triton_ops() -> Ops:
         tree_attention=attention.tree_attention,
         kv_block_copy=kv_block_copy.kv_block_copy,
         linear=linear.linear,
+        linear_parts=linear_parts.linear_parts,
         rms_norm=rms_norm.rms_norm,
         rope_cache=rope_cache.rope_cache,
         gate_up=linear.gate_up,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastspec.generation.packing import pack
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import LayerParts, Norm, Product, gated, is_plain, product, rms
+from fastspec.kernels.reference import joined
 from fastspec.patches.adapters import Adapter, adapter_for, is_foreign
 
 
@@ -20,7 +21,7 @@ def layer_parts(parts: Adapter, layer: Any, ops: Ops) -> LayerParts:
     return LayerParts(
         input_norm=norm_of(getattr(layer, parts.input_norm), ops),
         qkv=product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops),
-        out=product_of((attn.o_proj,), ops),
+        out=product_of((attn.o_proj,), ops, parts=True),
         mlp_norm=norm_of(getattr(layer, parts.mlp_norm), ops),
         mlp=mlp_of(parts, getattr(layer, parts.mlp), ops),
         scale=attn.scaling,
@@ -30,10 +31,10 @@ def layer_parts(parts: Adapter, layer: Any, ops: Ops) -> LayerParts:
     )
 
 
-def product_of(modules: Sequence[Any], ops: Ops) -> Product:
-    """Linear layers over one input, their outputs side by side."""
+def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Product:
+    """Linear layers over one input, their outputs side by side; `parts` as in `product`."""
     if all(map(is_plain, modules)):
-        return product(ops, modules)
+        return product(ops, modules, parts=parts)
     if len(modules) == 1:
         return modules[0]
     return lambda x: torch.cat([module(x) for module in modules], -1)
@@ -45,7 +46,7 @@ def norm_of(module: Any, ops: Ops) -> Norm:
         return rms(ops, module.weight, module.variance_epsilon)
 
     def norm(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        total = x if residual is None else x + residual
+        total = joined(x) if residual is None else joined(x) + residual
         return module(total), total
 
     return norm

@@ -12,6 +12,7 @@ from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.packing import joint, pack
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import LayerParts, Norm, Places, attend, gated, is_plain, product, rms
+from fastspec.kernels.reference import joined
 
 
 class HeadProgram:
@@ -43,7 +44,7 @@ class HeadProgram:
         return LayerParts(
             input_norm=None if layer.input_layernorm is None else self._norm(layer.input_layernorm),
             qkv=product(self.ops, (attn.q_proj, attn.k_proj, attn.v_proj)),
-            out=product(self.ops, (attn.o_proj,)),
+            out=product(self.ops, (attn.o_proj,), parts=True),
             mlp_norm=self._norm(layer.post_attention_layernorm),
             mlp=gated(self.ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj),
             scale=config.head_dim**-0.5,
@@ -102,7 +103,7 @@ class HeadProgram:
             change = part.mlp(x)
         assert change is not None
         if self.norm is None:
-            state = total + change
+            state = total + joined(change)
             return state, state
         normed, state = self.norm(change, total)
         return (normed if self.config.norm_output else state), normed

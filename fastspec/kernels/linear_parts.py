@@ -1,0 +1,98 @@
+"""Linear layers whose inner size is split between programs, and whose sums are left for the next kernel to add up, in Triton.
+
+R rows, K input channels, M output channels, S parts. A program takes BM output channels and one part of the depth: tiles wide enough that
+the rows are seldom read again, and one program for each multiprocessor. Nobody waits for the others: what waits for the sums is the next
+launch, which reads them where it would have read the product (`rms_norm`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.launch import dependent
+from fastspec.kernels.linear import linear, padded
+from fastspec.kernels.reference import Parts
+
+
+@triton.jit(do_not_specialize=["R"])
+def _parts_kernel(
+    p_x, p_w, p_bias, p_out, R, M, steps, stride_x, stride_w,
+    BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, S: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Out [S, R, M] fp32 of x [R, K] and w [M, K]: part s is over the s-th share of the steps of BK channels."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile, part = tl.program_id(0) // S, tl.program_id(0) % S
+    first, last = steps * part // S, steps * (part + 1) // S
+    o_m, o_r, o_k = tile * BM + tl.arange(0, BM), tl.arange(0, BR), tl.arange(0, BK)
+    m_m, m_r = o_m < M, o_r < R
+    p_lines = p_w + tl.minimum(o_m, M - 1).to(tl.int64) * stride_w + first * BK
+    p_rows = p_x + o_r.to(tl.int64) * stride_x + first * BK
+    b_sum = tl.zeros([BM, BR], tl.float32)
+    for step in tl.range(0, last - first, num_stages=STAGES):
+        b_x = tl.load(p_rows[:, None] + (step * BK + o_k)[None, :], mask=m_r[:, None], other=0.0)
+        b_w = tl.load(p_lines[:, None] + (step * BK + o_k)[None, :])
+        b_sum = tl.dot(b_w, tl.trans(b_x), b_sum, input_precision="ieee")
+    if BIAS:
+        b_bias = tl.load(p_bias + o_m, mask=m_m, other=0.0).to(tl.float32)
+        b_sum += tl.where(part == 0, b_bias, 0.0)[:, None]
+    o_out = (part * R + o_r)[None, :].to(tl.int64) * M + o_m[:, None]
+    tl.store(p_out + o_out, b_sum, mask=m_m[:, None] & m_r[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class PartsLaunch:
+    """Weight tiles of channels x depth, the parts of the inner size, warps and pipeline stages."""
+
+    channels: int
+    depth: int
+    parts: int
+    warps: int
+    stages: int
+
+
+MULTIPROCESSORS = 132
+"""Of the GPU that the launches were measured on; a program's stages take most of one's shared memory."""
+
+
+def parts_launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype) -> PartsLaunch | None:
+    """The launch of x [rows, depth] times `channels` output channels; None: `linear` is as good, or what it does is not known here."""
+    tiles = -(-channels // 64)
+    deep = depth >= 4096 or (rows > 16 and depth > 2 * channels)
+    if dtype == torch.float32 or not 1 < rows <= 64 or depth % 128 or not deep or 2 * tiles > MULTIPROCESSORS:
+        return None
+    return PartsLaunch(64, 128, min(depth // 128, MULTIPROCESSORS // tiles), 4, 6 if rows <= 16 else 4)
+
+
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: PartsLaunch | None = None) -> Tensor | Parts:
+    """`linear` of x [..., K] and weight [M, K], bias [M]: the product [..., M], or the parts that it is the sum of, a bias in the first.
+
+    Shapes, strides and dtypes as `linear` has them. `launch` overrides the table; its depth must divide K (ValueError otherwise). Without
+    a launch for the size, and where gradients are wanted, it is `linear`.
+    """
+    channels, depth = weight.shape
+    operands = [operand for operand in (x, weight, bias) if operand is not None]
+    rows = x.numel() // depth if depth else 0
+    if launch is None:
+        plain = len({operand.dtype for operand in operands}) == 1 and all(operand.stride(-1) == 1 for operand in operands)
+        graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+        launch = parts_launch_for(rows, channels, depth, x.dtype) if plain and not graded and x.shape[-1] == depth else None
+    if launch is None:
+        return linear(x, weight, bias)
+    if x.shape[-1] != depth or depth % launch.depth or not rows:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: {launch} wants [..., K], [M, K], K a multiple of its depth")
+    flat, steps = x.reshape(rows, depth), depth // launch.depth
+    parts = min(launch.parts, steps)
+    out = torch.empty((parts, rows, channels), dtype=torch.float32, device=x.device)
+    _parts_kernel[(triton.cdiv(channels, launch.channels) * parts,)](
+        flat, weight, bias, out, rows, channels, steps, flat.stride(0), weight.stride(0), BM=launch.channels, BK=launch.depth,
+        BR=padded(rows), S=parts, BIAS=bias is not None, STAGES=launch.stages, num_warps=launch.warps, num_stages=launch.stages,
+        **dependent(x.device),
+    )  # fmt: skip
+    return Parts(out.view(parts, *x.shape[:-1], channels), x.dtype)

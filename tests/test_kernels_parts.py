@@ -1,0 +1,136 @@
+"""Products in parts: each part held to float64, their sum to the product, and the norm that adds them up to the norm of their sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels_linear import CPU, CUDA, DTYPES, drawn, product
+from torch import nn
+
+from fastspec.generation.stack import gated
+from fastspec.kernels import linear_parts as kernel
+from fastspec.kernels import reference
+from fastspec.kernels.linear_parts import PartsLaunch, linear_parts, parts_launch_for
+from fastspec.kernels.reference import Parts, joined
+from fastspec.kernels.rms_norm import rms_norm
+from fastspec.patches.backends import TORCH, counted, triton_ops
+
+SMALL = [PartsLaunch(16, 16, 3, 4, 3), PartsLaunch(32, 32, 1, 4, 2), PartsLaunch(16, 32, 2, 4, 4), PartsLaunch(32, 16, 100, 4, 2)]
+SHAPES = [(4096, 4096), (4096, 14336), (1536, 8960), (576, 1536), (1000, 4096)]
+
+
+def check(x, weight, bias, launch) -> None:
+    """Every part within its bound, their sum within the product's, and the same bit for bit twice."""
+    got, again = (linear_parts(x, weight, bias, launch=launch) for _ in range(2))
+    assert isinstance(got, Parts) and torch.equal(got.values, again.values)
+    assert got.shape == (len(x), len(weight)) and got.dtype == x.dtype and got.values.dtype == torch.float32 and got.values.is_contiguous()
+    exact, bound = product(x, weight, bias)
+    assert bool(((joined(got).double() - exact).abs() <= bound).all())
+    steps, count = weight.shape[1] // launch.depth, len(got.values)
+    assert count == min(launch.parts, steps)
+    for index, part in enumerate(got.values):
+        share = slice(steps * index // count * launch.depth, steps * (index + 1) // count * launch.depth)
+        exact, bound = product(x[:, share].float(), weight[:, share].float(), None if index or bias is None else bias.float())
+        assert bool(((part.double() - exact).abs() <= bound).all()), f"part {index} of {launch}"
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@given(
+    rows=st.sampled_from([1, 2, 7, 16, 17, 33]), channels=st.sampled_from([1, 7, 31, 32, 65]), blocks=st.integers(1, 6),
+    dtype=st.sampled_from(DTYPES), biased=st.booleans(), sliced=st.booleans(), launch=st.sampled_from(SMALL), seed=st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_every_launch_gives_the_parts(device, rows, channels, blocks, dtype, biased, sliced, launch, seed):
+    torch.manual_seed(seed)
+    check(*drawn(rows, channels, blocks * launch.depth, dtype, device, biased, sliced), launch)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [2, 8, 16, 17, 61, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_tables_launches_give_the_parts(device, shape, rows, dtype):
+    torch.manual_seed(rows)
+    launch = parts_launch_for(rows, *shape, dtype)
+    assert (launch is None) == (rows <= 16 and shape[1] < 4096)
+    if launch is not None:
+        check(*drawn(rows, *shape, dtype, device, True), launch)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@given(
+    parts=st.integers(1, 5), rows=st.sampled_from([(1, 1), (2, 3), (1, 17)]), size=st.sampled_from([1, 7, 64, 65]),
+    dtype=st.sampled_from(DTYPES), with_residual=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_the_norm_of_parts_is_that_of_their_sum(device, parts, rows, size, dtype, with_residual, seed):
+    """Bit for bit: the parts are added in one order, and rounded where a product is."""
+    torch.manual_seed(seed)
+    x = Parts(torch.randn(parts, *rows, size, device=device), dtype)
+    weight = torch.randn(size, device=device).to(dtype)
+    residual = torch.randn(*rows, size, device=device).to(dtype) if with_residual else None
+    for got, want in zip(rms_norm(x, weight, 1e-5, residual), rms_norm(joined(x), weight, 1e-5, residual), strict=True):
+        assert got.shape == want.shape == (*rows, size) and got.dtype == dtype and torch.equal(got, want)
+    said, plain = reference.rms_norm(x, weight, 1e-5, residual), reference.rms_norm(joined(x), weight, 1e-5, residual)
+    assert all(map(torch.equal, said, plain))
+
+
+def test_parts_are_added_in_their_order():
+    """1 is lost beside 2**24 in fp32, unless the large ones have gone before."""
+    values = torch.tensor([2.0**24, 1.0, -(2.0**24)])[:, None]
+    assert joined(Parts(values, torch.float32)).item() == 0.0 and joined(Parts(values[[0, 2, 1]], torch.float32)).item() == 1.0
+    x = torch.ones(2)
+    assert joined(x) is x
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("rows", [2, 17])
+def test_the_feed_forward_hands_its_parts_to_the_norm(device, rows, monkeypatch):
+    """What a layer runs: the down-projection in parts where the table has a launch for it, a tensor elsewhere; the same result."""
+    torch.manual_seed(0)
+    gate, up, down = (nn.Linear(*size, bias=False, device=device, dtype=torch.float16) for size in ((64, 256), (64, 256), (256, 64)))
+    x, weight = torch.randn(1, rows, 64, device=device).half(), torch.ones(64, device=device).half()
+    outs = []
+    with torch.no_grad():
+        for ops in (triton_ops(), TORCH):
+            change = gated(ops, gate, up, down)(x)
+            assert isinstance(change, Parts) == (ops.name == "triton" and rows > 16)
+            outs.append(ops.rms_norm(change, weight, 1e-5, x))
+    for got, want in zip(*outs, strict=True):
+        torch.testing.assert_close(got, want, atol=4 * torch.finfo(torch.float16).eps, rtol=4 * torch.finfo(torch.float16).eps)
+
+
+def test_what_has_no_launch_goes_to_linear(monkeypatch):
+    monkeypatch.setattr(kernel, "_parts_kernel", None)
+    x, weight = torch.randn(17, 256), torch.randn(64, 256)
+    half = x.half(), weight.half()
+    assert parts_launch_for(17, *half[1].shape, torch.float16) == PartsLaunch(64, 128, 2, 4, 4)
+    seen = []
+    monkeypatch.setattr(kernel, "linear", lambda *operands: seen.append(operands) or operands[0])
+    graded = half[1].clone().requires_grad_()
+    calls = [(x, weight, None), (half[0][:1], half[1], None), (half[0], graded, None), (half[0], weight, None)]
+    calls.append((half[0], half[1][:, ::2], None))
+    for operands in calls:
+        linear_parts(*operands)
+    assert [len(operands) for operands in seen] == [3] * len(calls)
+    assert counted(TORCH, {}).linear_parts is not TORCH.linear_parts and TORCH.linear_parts is TORCH.linear
+
+
+@pytest.mark.parametrize("rows", range(1, 66))
+def test_the_parts_of_a_table_fill_the_device_once(rows):
+    for channels in (64, 576, 1536, 4096, 8192, 14336):
+        for depth in (128, 576, 1536, 4096, 8960, 14336):
+            launch = parts_launch_for(rows, channels, depth, torch.bfloat16)
+            if launch is not None:
+                assert 1 <= launch.parts * -(-channels // launch.channels) <= kernel.MULTIPROCESSORS and depth % launch.depth == 0
+                stages = launch.stages * launch.depth * (launch.channels + max(16, 1 << (rows - 1).bit_length())) * 2
+                assert stages <= 227 * 1024 and launch.parts <= depth // launch.depth
+
+
+def test_a_launch_that_does_not_fit_is_said():
+    for rows, depth, width in ((2, 40, 40), (2, 32, 64), (0, 32, 32)):
+        x, weight = torch.ones(rows, depth), torch.ones(3, width)
+        with pytest.raises(ValueError, match="multiple of its depth"):
+            linear_parts(x, weight, None, launch=PartsLaunch(16, 32, 2, 4, 2))
