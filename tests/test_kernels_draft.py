@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels import topk_expand as kernel
 from fastspec.kernels.topk_expand import topk_expand
 from fastspec.kernels.tree_build import tree_build
 
@@ -156,6 +157,19 @@ def test_topk_expand_of_more_rows_than_a_block(device):
     got = expand(x, weight, scores, 4, ids_by_target(130, generator), device)
     logits = x.double() @ weight.double().t()
     check_expansion(logits, scores, got, 4, rounding(logits, scores, additions_of(16, x.dtype)))
+
+
+@pytest.mark.parametrize("hidden", [64, 128, 192])
+@EVERYWHERE
+def test_topk_expand_where_tiles_are_wide(device, hidden, monkeypatch):
+    """The launches of large vocabularies, whose weights come through a tensor descriptor, past the last id too."""
+    monkeypatch.setattr(kernel, "ENOUGH_TILES", 0)
+    assert kernel.launch_of(6, 300, hidden, True)[1:] == (kernel.HALF_DEEP if hidden == 128 else kernel.HALF)
+    generator = torch.Generator().manual_seed(hidden)
+    x, weight, scores = frontier(2, 3, hidden, 300, torch.float16, generator)
+    got = expand(x, weight, scores, 5, ids_by_target(300, generator), device)
+    logits = x.double() @ weight.double().t()
+    check_expansion(logits, scores, got, 5, rounding(logits, scores, additions_of(hidden, x.dtype)))
 
 
 @ON_CUDA

@@ -197,10 +197,8 @@ def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu:
             launch = Launch(16, 128, 0, 4, 4)
         elif channels >= 65536 and depth > 1024:
             launch = Launch(64, 128, 0, 4, 4)
-        elif 1024 < depth < channels < 65536:
+        elif depth > 1024:
             launch = Launch(64, 128, 0, 4, 6)
-        elif depth >= 4096:
-            launch = Launch(64, 128, 264, 4, 4)
     elif swiglu:
         wide = Launch(64, 64, 0, 4, 4) if depth < 4096 else Launch(128, 64, 0, 4, 4, tma=True)
         launch = wide if depth > 1024 else Launch(32, 64, 0, 4, 4)

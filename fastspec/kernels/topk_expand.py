@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastspec.kernels.launch import dependent, prefetch, prefetched
 
@@ -22,7 +23,7 @@ MAX_COUNT = 16
 MAX_CHILDREN = 4096
 
 # tile of the vocabulary, step over H, stages, warps; the weight's tile is the left operand, so few nodes waste nothing
-HALF, HALF_SMALL, FULL = (128, 64, 4, 4), (64, 64, 5, 4), (64, 32, 3, 4)
+HALF, HALF_DEEP, HALF_SMALL, FULL = (128, 64, 4, 4), (128, 128, 3, 4), (64, 64, 5, 4), (64, 32, 3, 4)
 MANY_NODES = 64  # from here on blocks of 32 nodes: larger ones wait longer for their best than they save in reading, which the L2 does
 ENOUGH_TILES = 200  # below this, tiles of 128 leave multiprocessors idle where there is one block of nodes
 PREFETCH = 512  # bytes of each line of the first weight tile that are asked for while the kernel before still runs
@@ -96,9 +97,9 @@ def _leave_best(
 
 @triton.jit
 def _product_kernel(
-    p_x, p_w, p_keys, p_peak, p_mass, p_arrived, rows, nodes, vocab, hidden, tiles, s_xb, s_xm, s_w,
-    count: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    p_x, p_w, d_w, p_keys, p_peak, p_mass, p_arrived, rows, nodes, vocab, hidden, tiles, s_xb, s_xm, s_w,
+    count: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits of one tile for a block of nodes, transposed [BV, BR], then what is left of them."""
     tile = tl.program_id(1)
@@ -115,7 +116,10 @@ def _product_kernel(
     o_k = tl.arange(0, BK)
     b_acc = tl.zeros([BV, BR], dtype=tl.float32)
     for start in range(0, hidden, BK):
-        if EVEN:
+        if TMA:
+            b_w = d_w.load([tile * BV, start])
+            b_x = tl.load(p_rows[:, None] + (start + o_k)[None, :])
+        elif EVEN:
             b_w = tl.load(p_ids[:, None] + (start + o_k)[None, :])
             b_x = tl.load(p_rows[:, None] + (start + o_k)[None, :])
         else:
@@ -205,7 +209,8 @@ def launch_of(rows: int, vocab: int, hidden: int, half: bool) -> tuple[int, int,
     tile, step, _, _ = HALF
     few = rows <= block and triton.cdiv(vocab, tile) < ENOUGH_TILES
     small = few or hidden % step != 0  # masked loads take more registers
-    return (block, *((HALF_SMALL if small else HALF) if half else FULL))
+    wide = HALF_DEEP if block == 16 and hidden % HALF_DEEP[1] == 0 else HALF
+    return (block, *((HALF_SMALL if small else wide) if half else FULL))
 
 
 def topk_expand(
@@ -234,9 +239,12 @@ def topk_expand(
     if weight is None:
         _logits_kernel[grid](hidden, keys, peak, mass, arrived, rows, nodes, vocab, tiles, *strides, count, tile, num_warps=warps, **pdl)
     else:
+        lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size()) % 16 == 0  # what a tensor descriptor asks for
+        tma = half and size % step == 0 and lined_up
         _product_kernel[grid](
-            hidden, weight, keys, peak, mass, arrived, rows, nodes, vocab, size, tiles, *strides, weight.stride(0),
-            count, block, tile, step, size % step == 0, prefetched(weight, PREFETCH), num_warps=warps, num_stages=stages, **pdl,
+            hidden, weight, TensorDescriptor.from_tensor(weight, [tile, step]) if tma else None, keys, peak, mass, arrived, rows, nodes,
+            vocab, size, tiles, *strides, weight.stride(0), count, block, tile, step, size % step == 0, tma,
+            prefetched(weight, PREFETCH), num_warps=warps, num_stages=stages, **pdl,
         )  # fmt: skip
     _merge_kernel[(rows,)](
         keys, peak, mass, arrived, scores, d2t, children, tokens, best, index, nodes, tiles, scores.stride(0), scores.stride(1),
