@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import time
@@ -44,6 +45,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                        "num_key_value_heads": 2, "vocab_size": 512}),
 }  # fmt: skip
 """name -> (model_type, sizes of its published configuration)."""
+FUSED = {"fused": math.inf, "kernels": 0.0}
+"""--drafter -> the largest head that is drafted with in one launch."""
 
 
 def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
@@ -132,6 +135,7 @@ def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int) -> dict[str
     row = {
         "round_ms": round(statistics.median(walls), 4), "parts_ms": parts, "prefill_ms": round(1e3 * last.phases["prefill"], 2),
         "acceptance_length": round(last.acceptance_length, 3), "rounds": last.rounds, "kernels": fastspec.report(model).backend,
+        "drafter": None if assistant == "autoregressive" else "fused" if last.fused else "kernels",
     }  # fmt: skip
     model.generate(ids, max_new_tokens=8, **options)
     session = session_of(model)
@@ -158,11 +162,11 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="sdpa", help="of sdpa, static-compile, none")
     parser.add_argument("--methods", default="autoregressive,eagle3")
-    parser.add_argument("--drafter", default="fused", choices=("fused", "kernels"), help="one launch for the draft phase, or one per step")
+    parser.add_argument("--drafter", default="auto", choices=("auto", *FUSED), help="one launch for the draft phase, or one per step")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assistants.FUSED = args.drafter == "fused"
+    assistants.FUSED_BYTES = FUSED.get(args.drafter, assistants.FUSED_BYTES)
     bandwidth = read_bandwidth(device)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     shared = {
@@ -195,7 +199,7 @@ def main() -> None:
             for method in args.methods.split(","):
                 assistant = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60) if method == "eagle3" and device == "cuda" else method
                 drafts = 0 if method == "autoregressive" else head_bytes
-                write(base | {"method": method, "head_bytes": drafts, "drafter": args.drafter} | ours(model, ids, assistant, args.tokens))
+                write(base | {"method": method, "head_bytes": drafts} | ours(model, ids, assistant, args.tokens))
         if "static-compile" in args.peers:  # last: it leaves a compiled forward behind
             ms = peer(model, ids, args.tokens, cache_implementation="static")
             write(base | {"method": "static-compile", "round_ms": round(ms, 4)})

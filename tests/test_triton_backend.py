@@ -6,6 +6,7 @@ On the CPU the kernels run in Triton's interpreter, uncaptured; on CUDA rounds a
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from helpers_models import tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec
+from fastspec.config import TreeShape
 from fastspec.errors import Unsupported
+from fastspec.patches import assistants
 from fastspec.patches.adapters import ADAPTERS
+from fastspec.patches.backends import triton_ops
 from fastspec.patches.session import session_of
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -60,6 +64,19 @@ def test_the_kernels_were_really_called(device):
     assert all(report.kernels[name] > 0 for name in (*wanted, "next_frontier", "tree_build", "pick", "posterior_walk"))
     assert not report.last.fused and "one launch" not in str(report)
     assert report.last.replays == (report.last.rounds - 1 if device == "cuda" else 0)
+
+
+def test_a_small_head_is_drafted_with_in_one_launch_at_batch_1(monkeypatch):
+    model = tiny_model()
+    head = tiny_head(model)
+    head.bind(model.get_input_embeddings(), model.get_output_embeddings())
+    size = sum(weight.nbytes for weight in head.parameters())
+    ops = replace(triton_ops(), captures=True)
+    for rows, most, fused in ((1, size, True), (1, size - 1, False), (2, size, False)):
+        monkeypatch.setattr(assistants, "FUSED_BYTES", most)
+        decoding = assistants.EagleDecoding("eagle3", head, TreeShape(4, 1, 2))
+        drafter = decoding.drafter(rows=rows, capacity=16, device=model.device, ops=ops, process=None)
+        assert (drafter.fused is not None) == fused
 
 
 @ON_CUDA

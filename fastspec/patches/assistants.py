@@ -19,9 +19,10 @@ from fastspec.patches.heads import moved
 from fastspec.patches.refusals import refuse_heads
 from fastspec.patches.speculative import resolve_speculative
 
-FUSED = True
-"""Whether a head that the fused drafter can run is drafted with in one launch at batch 1. That was the faster way on an H200 there, and the
-slower one at batch 8 (docs/performance.md)."""
+FUSED_BYTES = 400e6
+"""The largest head, in bytes of its own weights, that is drafted with in one launch at batch 1, where the fused drafter can run it. On an
+H200 one launch was faster for heads of SmolLM2's and the 1B shape (24 and 300 MB), a captured graph of separate kernels for one of the 8B
+shape (850 MB) and at batch 8 (docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class EagleDecoding:
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         """The drafter of one call."""
-        return EagleDrafter(self.head, self.shape, rows=rows, capacity=capacity, ops=ops, fused=FUSED and ops.captures and rows == 1)
+        small = sum(weight.nbytes for weight in self.head.parameters()) <= FUSED_BYTES
+        return EagleDrafter(self.head, self.shape, rows=rows, capacity=capacity, ops=ops, fused=small and ops.captures and rows == 1)
 
 
 @dataclass(frozen=True, slots=True)
