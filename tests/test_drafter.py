@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+import copy
+from collections import Counter
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -10,14 +12,14 @@ import torch
 from helpers_models import tiny_head, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation.eagle import drafter as drafter_module
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.patches.backends import TORCH
+from fastspec.patches.backends import TORCH, counted
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -197,6 +199,46 @@ def test_observing_is_like_beginning_with_the_longer_text(variant, shape, accept
             tree = drafter.propose(max(map(len, texts)))
             for row in range(2):
                 assert row_of(tree, row) == published(head, texts[row], truths[row], shape)
+
+
+class Scaled(nn.Embedding):
+    """An embedding with a forward of its own."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 1.5 * super().forward(ids)
+
+
+def hooked(rows: int, width: int) -> nn.Embedding:
+    embedding = nn.Embedding(rows, width)
+    embedding.register_forward_hook(lambda module, args, out: 1.5 * out)
+    return embedding
+
+
+EMBEDDINGS = {
+    "plain": nn.Embedding,
+    "scaled": Scaled,
+    "hooked": hooked,
+    "of another dtype": partial(nn.Embedding, dtype=torch.float64),
+    "renormed": partial(nn.Embedding, max_norm=3.0),
+}
+
+
+@pytest.mark.parametrize("variant", ["plain", "norm_output", "eagle"])
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+@torch.no_grad()
+def test_an_embedding_that_is_more_than_a_table_keeps_its_forward(kind, variant):
+    torch.manual_seed(3)
+    head, counts, shape = copy.deepcopy(head_of(variant)), Counter[str](), fastspec.TreeShape(total_tokens=12, depth=3, top_k=3)
+    head.bind(EMBEDDINGS[kind](97, 64), head.__dict__["_target_lm_head"])
+    ids, features = drawn(head, 2, 9, 5)
+    lengths = torch.tensor([8, 3])
+    drafter = EagleDrafter(head, shape, rows=2, capacity=64, ops=counted(TORCH, counts))
+    drafter.begin(ids[:, :8], lengths, features[:, :8], ids.gather(1, lengths[:, None])[:, 0])
+    tree = drafter.propose(8)
+    for row, count in enumerate(lengths.tolist()):
+        assert row_of(tree, row) == published(head, ids[row, : count + 1].tolist(), features[row, :count], shape)
+    looked_up = kind == "plain" and variant != "eagle"
+    assert (counts["head_input"], counts["frontier_input"], counts["next_frontier"]) == ((1, 3, 0) if looked_up else (0, 0, 3))
 
 
 @pytest.mark.parametrize(

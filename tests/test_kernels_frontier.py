@@ -1,16 +1,19 @@
-"""`next_frontier` and `gate_up` against their references; gathers are exact, a product is as its own test says."""
+"""`next_frontier`, the first layer's input of a head, and `gate_up` against their references; gathers are exact, a norm and a product
+are as their own tests say."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.head_input import frontier_input, head_input
 from fastspec.kernels.linear import gate_up
 from fastspec.kernels.next_frontier import next_frontier
+from fastspec.kernels.rms_norm import rms_norm
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
@@ -47,6 +50,97 @@ def test_strided_inputs_are_refused(device):
     index, words = torch.zeros(2, 2, dtype=torch.long, device=device), torch.zeros(2, 2, 1, dtype=torch.long, device=device)
     with pytest.raises(ValueError, match="hidden has strides"):
         next_frontier(tokens, index, hidden.transpose(0, 1), words, 0)
+
+
+EPS = 1e-5
+SIZES = {"cpu": [1, 7, 63, 64, 65], "cuda": [1, 65, 576, 4096, 8192]}
+DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
+
+
+@pytest.fixture
+def poisoned():
+    """What the kernels' hosts allocate starts as NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def with_rows_apart(x: Tensor, pad: int) -> Tensor:
+    """The same values as a slice of wider rows."""
+    return torch.cat((x, x.new_full((x.shape[0], pad), 2**40)), 1)[:, : x.shape[1]]
+
+
+class Drawn:
+    """A target's table, the weights of two norms, and the nodes that a level is chosen from."""
+
+    def __init__(self, device: str, size: int, dtype: torch.dtype, rows: int, nodes: int, children: int, slot: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.chosen = int(torch.randint(1, nodes * children + 1, (), generator=generator))
+        words = -(-(slot + self.chosen) // 64)
+        self.tokens = torch.randint(0, 19, (rows, nodes * children), generator=generator).to(device)
+        index = torch.stack([torch.randperm(nodes * children, generator=generator)[: self.chosen] for _ in range(rows)])
+        self.index = with_rows_apart(index, seed % 3).to(device)
+        self.hidden = torch.randn(rows, nodes, size, generator=generator).to(dtype).to(device)
+        self.words = torch.randint(-(2**62), 2**62, (rows, nodes, words), generator=generator).to(device)
+        self.table = torch.randn(19, size, generator=generator).to(dtype).to(device)
+        self.norms = [torch.randn(size, generator=generator).to(dtype).to(device) for _ in range(2)]
+
+
+def check_input(x: Tensor, tokens: Tensor, hidden: Tensor, drawn: Drawn) -> None:
+    """Both halves as close to the reference as a norm is, whose sums are in another order, and to the bit what the kernel of a norm makes
+    of the looked-up embeddings and the states; rows at odd addresses, which compiled kernels may share out otherwise, apart."""
+    size = hidden.shape[-1]
+    embedded = torch.nn.functional.embedding(tokens, drawn.table)
+    for half, values, weight in ((x[..., :size], embedded, drawn.norms[0]), (x[..., size:], hidden.contiguous(), drawn.norms[1])):
+        assert (x.is_cuda and size % 16) or torch.equal(half, rms_norm(values, weight, EPS)[0])
+    wanted = reference.head_input(tokens, hidden, drawn.table, *drawn.norms, EPS)
+    # in half precision a unit where a rounding before the weight falls otherwise, and one after it; in fp32 a few of the scale's
+    limits = torch.finfo(x.dtype)
+    torch.testing.assert_close(x, wanted, rtol=(8 if x.dtype == torch.float32 else 2.01) * limits.eps, atol=limits.tiny)
+
+
+@EVERYWHERE
+@given(
+    data=st.data(), rows=st.integers(1, 3), nodes=st.integers(1, 10), children=st.integers(1, 10),
+    slot=st.sampled_from([0, 1, 53, 62, 63, 64, 65, 127, 128]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_frontier_input(device, poisoned, data, rows, nodes, children, slot, seed):
+    size, dtype = data.draw(st.sampled_from(SIZES[device])), data.draw(st.sampled_from(DTYPES[device]))
+    drawn = Drawn(device, size, dtype, rows, nodes, children, slot, seed)
+    before = drawn.tokens, drawn.index, drawn.hidden, drawn.words, slot
+    x, hidden, words = frontier_input(*before, drawn.table, *drawn.norms, EPS)
+    tokens, *wanted = reference.next_frontier(*before)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip((hidden, words), wanted, strict=True))
+    check_input(x, tokens, hidden, drawn)
+    assert torch.equal(reference.frontier_input(*before, drawn.table, *drawn.norms, EPS)[2], words)
+
+
+@EVERYWHERE
+@given(data=st.data(), rows=st.integers(1, 3), nodes=st.integers(1, 66), pad=st.integers(0, 2), seed=st.integers(0, 2**31))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_head_input(device, poisoned, data, rows, nodes, pad, seed):
+    size, dtype = data.draw(st.sampled_from(SIZES[device])), data.draw(st.sampled_from(DTYPES[device]))
+    drawn = Drawn(device, size, dtype, rows, nodes, 1, 0, seed)
+    x = head_input(with_rows_apart(drawn.tokens, pad), drawn.hidden, drawn.table, *drawn.norms, EPS)
+    check_input(x, drawn.tokens, drawn.hidden, drawn)
+
+
+@EVERYWHERE
+def test_inputs_that_do_not_fit_are_refused(device):
+    drawn = Drawn(device, 8, torch.float32, 2, 3, 1, 0, 0)
+    weights = (drawn.table, *drawn.norms, EPS)
+    with pytest.raises(ValueError, match="hidden has strides"):
+        head_input(drawn.tokens[:, :2], drawn.hidden.transpose(0, 1)[:2], *weights)
+    with pytest.raises(ValueError, match="tokens are"):
+        head_input(drawn.tokens[:, :2], drawn.hidden, *weights)
+    with pytest.raises(ValueError, match=r"table is .*float16.*\[V, 8\] torch.float32 is accepted"):
+        head_input(drawn.tokens, drawn.hidden, drawn.table.half(), *drawn.norms, EPS)
+    with pytest.raises(ValueError, match="hidden_norm is"):
+        head_input(drawn.tokens, drawn.hidden, drawn.table, drawn.norms[0], drawn.norms[1][:7], EPS)
+    with pytest.raises(ValueError, match="words has strides"):
+        words = torch.zeros(2, 2, 3, dtype=torch.long, device=device).transpose(1, 2)
+        frontier_input(drawn.tokens, drawn.index, drawn.hidden, words, 0, *weights)
 
 
 @EVERYWHERE

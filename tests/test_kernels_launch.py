@@ -74,7 +74,7 @@ def test_every_kernel_waits_before_it_touches_memory(path):
 def test_the_rule_is_looked_for_in_all_files():
     found = {path.stem for path in FILES}
     assert {"rms_norm", "swiglu", "rope_cache", "kv_block_copy", "experts", "topk_expand", "tree_build"} < found
-    assert {"tree_attention", "few_attention", "attention_parts"} < found
+    assert {"tree_attention", "few_attention", "attention_parts", "next_frontier", "head_input"} < found
 
 
 @pytest.mark.parametrize(("shape", "begin", "bytes_"), [((4, 64), 0, 128), ((4, 512), 0, 512), ((4, 60), 0, 0), ((4, 64), 1, 0)])

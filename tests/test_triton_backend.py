@@ -61,7 +61,7 @@ def test_the_kernels_were_really_called(device):
     report = fastspec.report(model)
     assert report.backend == "triton" and report.last.acceptance_length > 1.5
     wanted = ("attention_layout", "tree_attention", "kv_block_copy", "linear", "rms_norm", "rope_cache", "gate_up", "topk_expand")
-    assert all(report.kernels[name] > 0 for name in (*wanted, "next_frontier", "tree_build", "pick", "posterior_walk"))
+    assert all(report.kernels[name] > 0 for name in (*wanted, "head_input", "frontier_input", "tree_build", "pick", "posterior_walk"))
     assert not report.last.fused and "one launch" not in str(report)
     assert report.last.replays == (report.last.rounds - 1 if device == "cuda" else 0)
 

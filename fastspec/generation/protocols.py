@@ -39,6 +39,8 @@ class Ops:
     topk_logprobs: Callable[..., tuple[Tensor, Tensor]]
     topk_expand: Callable[..., tuple[Tensor, ...]]
     next_frontier: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    head_input: Callable[..., Tensor]
+    frontier_input: Callable[..., tuple[Tensor, Tensor, Tensor]]
     tree_build: Callable[..., tuple[Tensor, ...]]
     pick: Callable[..., Tensor]
     posterior_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]

@@ -88,7 +88,7 @@ def gated(ops: Ops, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Product:
     return lambda x: out(F.silu(ops.linear(x, gate.weight, gate.bias)) * ops.linear(x, up.weight, up.bias))
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether a module is torch's own linear layer, with nobody else having a say in its forward."""
+def is_plain(module: Any, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Whether a module is torch's own linear layer, or another of its own kinds, with nobody else having a say in its forward."""
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooks and "forward" not in module.__dict__
+    return type(module) is kind and type(module.weight) is nn.Parameter and not hooks and "forward" not in module.__dict__

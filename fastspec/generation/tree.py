@@ -74,6 +74,5 @@ class Verdict:
 
     def tokens(self, tree: TokenTree) -> Tensor:
         """The tokens this round emits, [B, P]: accepted draft tokens, then the bonus token; the rest is filler."""
-        drafted = tree.tokens.gather(1, self.path)
-        shifted = torch.cat((drafted[:, 1:], drafted[:, -1:]), 1)
-        return shifted.scatter(1, self.accepted[:, None], self.bonus[:, None])
+        following = torch.cat((self.path[:, 1:], self.path[:, -1:]), 1)
+        return tree.tokens.gather(1, following).scatter_(1, self.accepted[:, None], self.bonus[:, None])

@@ -216,6 +216,25 @@ def next_frontier(tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, 
     return tokens.gather(1, index), hidden[row, above], words[row, above] | own
 
 
+def head_input(tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float) -> Tensor:
+    """What the first layer of an EAGLE-3 head reads of tokens [B, K] and their states hidden [B, K, H] -> [B, K, 2 * H].
+
+    The first half is `rms_norm` by token_norm [H] of the tokens' rows of the embedding's table [V, H], the second that of the states by
+    hidden_norm [H].
+    """
+    return torch.cat((rms_norm(F.embedding(tokens, table), token_norm, eps)[0], rms_norm(hidden, hidden_norm, eps)[0]), -1)
+
+
+def frontier_input(
+    tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int,
+    table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`head_input` of the nodes that `next_frontier` makes of the first five -> [B, K, 2 * H], and the nodes' states [B, K, H] and
+    ancestors [B, K, W]."""
+    fed, states, ancestors = next_frontier(tokens, index, hidden, words, slot)
+    return head_input(fed, states, table, token_norm, hidden_norm, eps), states, ancestors
+
+
 def tree_build(scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, ...]:
     """Re-rank grown candidates and lay the kept ones out breadth first.
 

@@ -46,6 +46,9 @@ class HeadState:
         self.tables = self.program.tables(self.cache.slots)
         self.last, self.readout = (torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self.root = torch.zeros(rows, dtype=torch.long, device=weight.device)
+        # made once: what a round makes anew costs it a launch
+        self.row, self.no_pair = torch.arange(rows, device=weight.device), torch.full((1,), -1, device=weight.device)
+        self.place = torch.arange(max(padded_width(PREFILL_CHUNK), max_path), device=weight.device)
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.chunks = Program(self._extend) if ops.captures else None
         self.mark: Callable[[str], None] = lambda name: None
@@ -71,7 +74,7 @@ class HeadState:
             part = slice(start, start + PREFILL_CHUNK)
             width = following[:, part].shape[1]
             self.reserve(start + width)
-            inputs = following[:, part], features[:, part], (counts - start).clamp(0, width)
+            inputs = following[:, part], features[:, part], (counts - start).clamp(0, width) - 1
             if self.chunks is None:
                 self._extend(*inputs, start + width)
             else:
@@ -79,24 +82,26 @@ class HeadState:
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
-        row = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
-        self.root.copy_(torch.where(active, verdict.bonus, self.root))
-        counts = (verdict.accepted + 1) * active
-        self._extend(verdict.tokens(tree), features[row, verdict.path], counts, self.reserve(extent) + self.max_path)
+        torch.where(active, verdict.bonus, self.root, out=self.root)
+        ends = torch.where(active, verdict.accepted, self.no_pair)
+        self._extend(verdict.tokens(tree), features[self.row[:, None], verdict.path], ends, self.reserve(extent) + self.max_path)
 
-    def _extend(self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None) -> None:
+    def _extend(self, tokens: Tensor, features: Tensor, ends: Tensor, extent: int | None = None) -> None:
+        """Feed pairs up to the place ends [B] of the last one, -1 in a row without any."""
         width, slots = tokens.shape[1], self.cache.slots
-        steps = self.cache.lengths[:, None] + torch.arange(width, device=tokens.device)
-        steps = steps.clamp(max=slots - 1)  # a padded chunk may reach behind the buffers: the last slot is never committed
+        steps = self.cache.lengths[:, None] + self.place[:width]
+        if width > self.cache.tail:
+            steps = steps.clamp(max=slots - 1)  # a padded chunk may reach behind the buffers: the last slot is never committed
         layout = self.ops.attention_layout(self.cache.lengths, None, width, width, slots if extent is None else extent, self.group)
-        found = self._step(tokens, self.program.fuse(features.to(self.last.dtype)), steps, steps, layout)
-        row = torch.arange(tokens.shape[0], device=tokens.device)
+        x, residual = self.program.feed(tokens, self.program.fuse(features.to(self.last.dtype)))
+        found = self._step(x, residual, steps, steps, layout)
+        fed = (ends >= 0)[:, None]
         for kept, states in zip((self.last, self.readout), found, strict=True):
-            kept.copy_(torch.where((counts > 0)[:, None], states[row, (counts - 1).clamp(min=0)], kept))
-        self.cache.grow(counts)
+            torch.where(fed, states.detach()[self.row, ends], kept, out=kept)
+        self.cache.grow(ends + 1)
 
-    def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, layout: object) -> tuple[Tensor, Tensor]:
-        return self.program.step(tokens, hidden, self.cache, Places(*self.tables, positions, slots, layout))
+    def _step(self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object) -> tuple[Tensor, Tensor]:
+        return self.program.step(x, residual, self.cache, Places(*self.tables, positions, slots, layout))
 
 
 class EagleDrafter(HeadState):
@@ -110,9 +115,13 @@ class EagleDrafter(HeadState):
         self.shape, device = shape, self.last.device
         k, index = shape.top_k, torch.arange(shape.candidates, device=device)
         self.flat_depths = torch.where(index < k, 1, 2 + (index - k).clamp(min=0) // k**2)
-        self.places = torch.arange(k, device=device).expand(rows, -1)
-        self.levels = torch.arange(shape.depth, device=device)[:, None, None]
-        self.firsts = (k + (self.levels[:, 0] - 1) * k * k).clamp(min=0)  # [depth, 1]: the first candidate that a level's frontier is from
+        level = torch.arange(shape.depth, device=device)[:, None, None]
+        slot = level * k + torch.arange(k, device=device)
+        self.steps = torch.stack((level.expand_as(slot), slot))  # [2, depth, 1, k]: positions and slots behind the committed pairs
+        firsts = (k + (level - 1) * k * k).clamp(min=0)
+        self.firsts = firsts.expand(-1, k, k)  # [depth, k, k]: the first candidate that a level's frontier is from
+        self.parents = torch.full((rows, shape.candidates), -1, device=device)
+        """The candidate above each of the last tree's candidates [B, M], -1 for the root."""
         self.start = torch.zeros(rows, 1, dtype=torch.float32, device=device)
         self.no_words = torch.zeros(rows, 1, (max(1, grown) + 63) // 64, dtype=torch.long, device=device)
         self.scores: Tensor
@@ -130,7 +139,7 @@ class EagleDrafter(HeadState):
         if self.fused is None:
             super().observe(tree, verdict, logits, features, active, extent)
         else:
-            self.root.copy_(torch.where(active, verdict.bonus, self.root))
+            torch.where(active, verdict.bonus, self.root, out=self.root)
             self.fused.keep(verdict.tokens(tree), features, verdict, active)
 
     def propose(self, extent: int) -> TokenTree:
@@ -144,32 +153,30 @@ class EagleDrafter(HeadState):
         """Candidates in order of growth, pass by pass: scores [B, M] fp32, tokens [B, M], parents [B, M] (candidates; the root: -1)."""
         shape, ops, k = self.shape, self.ops, self.shape.top_k
         lengths = self.cache.lengths
-        positions = (lengths[:, None] + self.levels).expand(-1, -1, k).contiguous()  # [depth, B, k]
-        slots = lengths[:, None] + (self.levels * k + self.places)
+        positions, slots = (lengths[:, None] + self.steps).unbind()  # [depth, B, k]
         children, tokens, scores, index = self.program.expand(self.readout[:, None], self.start, k)
         all_scores, all_tokens, chosen = [children], [tokens], [index]
         hidden, words = self.last[:, None], self.no_words
         self.mark("draft 0")
         for level in range(shape.depth):
-            tokens, hidden, words = ops.next_frontier(tokens, index, hidden, words, level * k)
+            x, residual, words = self.program.feed_frontier(tokens, index, hidden, words, level * k)
             layout = ops.attention_layout(lengths, words, k, (level + 1) * k, extent, self.group)
-            hidden, readout = self._step(tokens, hidden, positions[level], slots[level], layout)
+            hidden, readout = self._step(x, residual, positions[level], slots[level], layout)
             children, tokens, scores, index = self.program.expand(readout, scores, k)
             all_scores.append(children)
             all_tokens.append(tokens)
             chosen.append(index)
             self.mark(f"draft {level + 1}")
-        return torch.cat(all_scores, 1), torch.cat(all_tokens, 1), self._parents(chosen)
+        tokens, above = torch.cat((*all_tokens, *chosen[:-1]), 1).tensor_split((shape.candidates,), 1)  # one launch for both
+        return torch.cat(all_scores, 1), tokens, self._parents(above)
 
-    def _parents(self, chosen: list[Tensor]) -> Tensor:
-        """The candidate above each candidate [B, M], -1 for the root, from the children chosen at each level: indices [B, k] into a
-        level's own candidates, k of them at the first level and k * k at the others."""
+    def _parents(self, above: Tensor) -> Tensor:
+        """The candidate above each candidate [B, M], -1 for the root, from the children chosen at each level but the last: indices
+        [B, depth * k] into a level's own candidates, k of them at the first level and k * k at the others."""
         k, depth = self.shape.top_k, self.shape.depth
-        root = torch.full_like(chosen[0], -1)
-        if depth == 0:
-            return root
-        above = torch.stack(chosen[:-1], 1)  # [B, depth, k]
-        return torch.cat((root, (above + self.firsts).flatten(1).repeat_interleave(k, dim=1)), 1)
+        below = self.parents[:, k:].unflatten(1, (depth, k, k))
+        torch.add(above.unflatten(1, (depth, k))[..., None], self.firsts, out=below)
+        return self.parents
 
 
 class FusedPhase:
@@ -183,7 +190,7 @@ class FusedPhase:
         assert packed is not None
         self.weights = kernel.draft_weights(program.head, *packed)
         self.space = kernel.draft_space(self.weights, rows=rows, pairs=shape.max_path, top_k=shape.top_k, depth=shape.depth)
-        device = drafter.root.device
+        self.row, device = drafter.row[:, None], drafter.root.device
         self.tokens = torch.zeros(rows, shape.max_path, dtype=torch.long, device=device)
         self.features = torch.zeros(rows, shape.max_path, width, dtype=drafter.last.dtype, device=device)
         self.counts = torch.zeros(rows, dtype=torch.long, device=device)
@@ -197,9 +204,8 @@ class FusedPhase:
 
     def keep(self, tokens: Tensor, features: Tensor, verdict: Verdict, active: Tensor) -> None:
         """Keep the accepted path's pairs: tokens [B, P] and the target's features of all nodes [B, N, F]."""
-        row = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         self.tokens.copy_(tokens)
-        self.features.copy_(features[row, verdict.path])
+        self.features.copy_(features[self.row, verdict.path])
         torch.mul(verdict.accepted + 1, active, out=self.counts)
 
     def run(self, drafter: EagleDrafter) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastspec.generation.cache import TreeCache
 from fastspec.generation.eagle.head import EagleHead
@@ -82,22 +82,61 @@ class HeadProgram:
             features = normed
         return self.fc(features)
 
-    def step(self, tokens: Tensor, hidden: Tensor, cache: TreeCache, places: Places) -> tuple[Tensor, Tensor]:
-        """One pass, as `EagleHead.step`: tokens [B, T], hidden [B, T, H] -> the states fed back, and what the LM head reads, [B, T, H]."""
+    def feed(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer reads of tokens [B, T] and hidden [B, T, H], normed, and its residual [B, T, H]."""
+        table = self._table(hidden)
+        if table is not None:
+            return self._first(self.ops.head_input(tokens, hidden, table, *self._norms()), hidden)
+        embedded = self._embedding()(tokens).to(hidden.dtype)
+        if self.config.kind == "eagle":
+            hidden = self.fc(torch.cat((embedded, hidden), -1))
+            return hidden, hidden
+        layer: Any = self.head.layers[0]
+        width = hidden.shape[-1]
+        x = hidden.new_empty(*hidden.shape[:-1], 2 * width)
+        self._norm(layer.input_layernorm)(embedded, out=x[..., :width])
+        self._norm(layer.hidden_norm)(hidden, out=x[..., width:])
+        return self._first(x, hidden)
+
+    def feed_frontier(self, tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`feed` of the nodes of `Ops.next_frontier`, and their ancestors."""
+        table = self._table(hidden)
+        if table is None:
+            tokens, hidden, words = self.ops.next_frontier(tokens, index.contiguous(), hidden, words, slot)
+            return *self.feed(tokens, hidden), words
+        x, hidden, words = self.ops.frontier_input(tokens, index, hidden, words, slot, table, *self._norms())
+        return *self._first(x, hidden), words
+
+    def _embedding(self) -> Any:
         embed = self.head.__dict__["_embed_tokens"]
         if embed is None:
             raise RuntimeError("the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first")
-        embedded = embed(tokens).to(hidden.dtype)
-        if self.config.kind == "eagle":
-            hidden = self.fc(torch.cat((embedded, hidden), -1))
+        return embed
+
+    def _table(self, hidden: Tensor) -> Tensor | None:
+        """The embedding's table [V, H] where the ops may look tokens up themselves and norm them; heads of kind "eagle" have no norms."""
+        embed = self._embedding()
+        if self.config.kind == "eagle" or not is_plain(embed, nn.Embedding) or embed.max_norm is not None:
+            return None
+        table: Tensor = embed.weight.detach()
+        return table if table.dtype == hidden.dtype and table.is_contiguous() else None
+
+    def _norms(self) -> tuple[Tensor, Tensor, float]:
+        """The weights of the first layer's norms of embeddings and states, and their epsilon."""
+        layer: Any = self.head.layers[0]
+        return layer.input_layernorm.weight, layer.hidden_norm.weight, self.config.rms_norm_eps
+
+    def _first(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """A joined input x [B, T, 2 * H], whose second half are the normed states, and the residual."""
+        layer: Any = self.head.layers[0]
+        return x, x[..., hidden.shape[-1] :] if layer.norm_before_residual else hidden
+
+    def step(self, x: Tensor, total: Tensor, cache: TreeCache, places: Places) -> tuple[Tensor, Tensor]:
+        """One pass over what `feed` gave, as `EagleHead.step` -> the states fed back, and what the LM head reads, [B, T, H]."""
         change: Tensor | None = None  # what the last layer's feed-forward adds, not yet added
         for index, part in enumerate(self.layers):
-            if self.config.kind == "eagle3" and index == 0:
-                x, total = self._joined(embedded, hidden)
-            elif part.input_norm is None:
-                x, total = hidden, hidden
-            else:
-                x, total = part.input_norm(hidden if change is None else change, None if change is None else total)
+            if change is not None and part.input_norm is not None:
+                x, total = part.input_norm(change, total)
             mixed = attend(self.ops, part, cache, index, x, places)
             x, total = part.mlp_norm(mixed, total)
             change = part.mlp(x)
@@ -107,15 +146,6 @@ class HeadProgram:
             return state, state
         normed, state = self.norm(change, total)
         return (normed if self.config.norm_output else state), normed
-
-    def _joined(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The first layer's input [B, T, 2 * H] of an EAGLE-3 head, and its residual [B, T, H]."""
-        layer: Any = self.head.layers[0]
-        width = hidden.shape[-1]
-        x = hidden.new_empty(*hidden.shape[:-1], 2 * width)
-        self._norm(layer.input_layernorm)(embedded, out=x[..., :width])
-        normed, _ = self._norm(layer.hidden_norm)(hidden, out=x[..., width:])
-        return x, normed if layer.norm_before_residual else hidden
 
     def logits(self, readout: Tensor) -> Tensor:
         """What `step` returned second -> logits over the draft vocabulary [..., V_d]."""

@@ -128,7 +128,8 @@ class StaticDrafter(HeadState):
             layout = self.ops.attention_layout(self.cache.lengths, words, width, level.start + width, extent, self.group)
             positions = (self.cache.lengths + depth)[:, None].expand(-1, width)
             slots = self.cache.lengths[:, None] + steps
-            hidden, readout = self._step(below[:, level.fed], hidden[:, level.above], positions, slots, layout)
+            x, residual = self.program.feed(below[:, level.fed], hidden[:, level.above])
+            hidden, readout = self._step(x, residual, positions, slots, layout)
         drawn = torch.cat((torch.zeros_like(q[0][:, :1]), *q), 1) if q else None
         tree = self.tree
         return TokenTree(torch.cat(tokens, 1), tree.parents, tree.depths, tree.ancestors, self.max_path, drawn)

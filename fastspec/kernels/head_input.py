@@ -1,0 +1,112 @@
+"""What the first layer of an EAGLE-3 head reads, in one launch: the norms of the tokens' embeddings and of the states, side by side.
+
+B rows, K nodes to feed, M nodes that were expanded before them, C children of each, H width, V tokens, W words of 64 bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.launch import dependent
+from fastspec.kernels.rms_norm import MAX_SIZE, _warps
+
+
+@triton.jit(do_not_specialize=["fed", "nodes", "children", "words", "slot", "stride_tokens", "stride_index"])
+def _head_input_kernel(
+    p_tokens, p_index, p_hidden, p_words, p_table, p_weight_token, p_weight_hidden, p_out, p_out_hidden, p_out_words,
+    fed, nodes, children, words, slot, stride_tokens, stride_index, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, BW: tl.constexpr, CHOOSE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One half of a node's input: from its token, or from its state. With CHOOSE the nodes are children that p_index names."""
+    place, row, half = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    o_h = tl.arange(0, BLOCK)
+    m_h = o_h < SIZE
+    p_weight = p_weight_token if half == 0 else p_weight_hidden
+    b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)  # no kernel writes it
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    node = row * fed + place
+    index, above = place, node
+    if CHOOSE:
+        index = tl.load(p_index + row * stride_index + place).to(tl.int32)  # a division in 64 bits is a long one
+        above = row * nodes + index // children
+    if half == 0:
+        token = tl.load(p_tokens + row * stride_tokens + index)
+        b_x = tl.load(p_table + token * SIZE + o_h, mask=m_h, other=0.0)
+    else:
+        b_x = tl.load(p_hidden + above * SIZE + o_h, mask=m_h, other=0.0)
+        if CHOOSE:
+            tl.store(p_out_hidden + node * SIZE + o_h, b_x, mask=m_h)
+            o_w = tl.arange(0, BW)
+            m_w = o_w < words
+            own = slot + place
+            b_bit = tl.where(o_w == own // 64, tl.full([BW], 1, tl.int64) << (own % 64).to(tl.int64), 0)
+            tl.store(p_out_words + node * words + o_w, tl.load(p_words + above * words + o_w, mask=m_w, other=0) | b_bit, mask=m_w)
+    dtype: tl.constexpr = p_out.dtype.element_ty
+    b_wide = b_x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(b_wide * b_wide, 0) / SIZE + eps)
+    b_normed = (b_wide * scale).to(dtype).to(tl.float32)
+    tl.store(p_out + (2 * node + half) * SIZE + o_h, (b_normed * b_weight).to(dtype), mask=m_h)
+
+
+def head_input(tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float) -> Tensor:
+    """`reference.head_input`: tokens [B, K] int64, their states hidden [B, K, H] -> [B, K, 2 * H].
+
+    table [V, H], token_norm and hidden_norm [H] have hidden's dtype (fp32, fp16 or bf16), and H is at most 32768. All are contiguous, but
+    the rows of tokens may lie any distance apart.
+    """
+    _check(tokens, hidden, table, token_norm, hidden_norm)
+    if tokens.shape != hidden.shape[:2]:
+        raise ValueError(f"tokens are {list(tokens.shape)}; [B, K] is accepted for hidden {list(hidden.shape)}")
+    return _launch(tokens, None, hidden, None, 0, table, token_norm, hidden_norm, eps)[0]
+
+
+def frontier_input(
+    tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int,
+    table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`reference.frontier_input`: `next_frontier` of tokens [B, M * C], index [B, K], hidden [B, M, H] and words [B, M, W], and
+    `head_input` of what it gives -> x [B, K, 2 * H], and the nodes' states [B, K, H] and ancestors [B, K, W].
+
+    As in `head_input`; words are contiguous too, and the rows of index may lie any distance apart.
+    """
+    _check(tokens, hidden, table, token_norm, hidden_norm, index=index[:1], words=words)
+    return _launch(tokens, index, hidden, words, slot, table, token_norm, hidden_norm, eps)
+
+
+def _check(tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, **more: Tensor) -> None:
+    size = hidden.shape[-1]
+    if not 0 < size <= MAX_SIZE:
+        raise ValueError(f"hidden has rows of {size}; 1 to {MAX_SIZE} are accepted")
+    weights = {"table": table, "token_norm": token_norm, "hidden_norm": hidden_norm}
+    for name, weight in weights.items():
+        before = ["V"] if name == "table" else []
+        if weight.dim() != len(before) + 1 or weight.shape[-1] != size or weight.dtype != hidden.dtype:
+            shape = ", ".join((*before, str(size)))
+            raise ValueError(f"{name} is {list(weight.shape)} {weight.dtype}; [{shape}] {hidden.dtype} is accepted")
+    for name, tensor in {"tokens": tokens[:1], "hidden": hidden, **weights, **more}.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
+
+
+def _launch(
+    tokens: Tensor, index: Tensor | None, hidden: Tensor, words: Tensor | None, slot: int,
+    table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (rows, nodes, size), choose = hidden.shape, index is not None
+    index, words = tokens if index is None else index, tokens[:, :, None] if words is None else words  # not read where None
+    fed, width, block = index.shape[1], words.shape[2], max(16, triton.next_power_of_2(size))
+    x = hidden.new_empty(rows, fed, 2 * size)
+    out_hidden, out_words = (hidden.new_empty(rows, fed, size), words.new_empty(rows, fed, width)) if choose else (hidden, words)
+    if x.numel() > 0:
+        _head_input_kernel[(fed, rows, 2)](
+            tokens, index, hidden, words, table, token_norm, hidden_norm, x, out_hidden, out_words,
+            fed, nodes, tokens.shape[1] // nodes, width, slot, tokens.stride(0), index.stride(0), eps,
+            SIZE=size, BLOCK=block, BW=triton.next_power_of_2(width), CHOOSE=choose,
+            num_warps=_warps(block, x.element_size()),  # as in rms_norm: the sums are added in the same order
+            **dependent(x.device),
+        )  # fmt: skip
+    return x, out_hidden, out_words
