@@ -3,8 +3,9 @@
     python benchmarks/drafter.py --out rows.jsonl
 
 Ways: the fused launch (the candidates alone, without the re-ranking), and `EagleDrafter` on the ops of a backend (with it), each as calls
-from Python and as the replay of a CUDA graph. Shapes are those of heads for Llama-3.2-1B, 3.1-8B and 3.1-70B; weights are random. The
-fused launch is checked against the head's own forward first. The floor is the time of reading every weight once a pass at --bandwidth.
+from Python and, where rounds of the backend are captured, as the replay of a CUDA graph. Shapes are those of heads for Llama-3.2-1B, 3.1-8B
+and 3.1-70B; weights are random. The fused launch is checked against the head's own forward first. The floor is the time of reading every
+weight once a pass at --bandwidth.
 """
 
 from __future__ import annotations
@@ -133,12 +134,14 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def both_ways(name: str, call: Callable[[], Any], held: int) -> dict[str, tuple[Callable[[], Any], float]]:
-    """A way as calls and as a graph, each with the MiB allocated beside the weights (the cache, buffers, and what a call or graph needs)
-    since `held` bytes were."""
+def ways_of(name: str, call: Callable[[], Any], held: int, captures: bool = True) -> dict[str, tuple[Callable[[], Any], float]]:
+    """A way as calls and, where it is captured, as a graph, each with the MiB allocated beside the weights (the cache, buffers, and what a
+    call or graph needs) since `held` bytes were."""
     torch.cuda.reset_peak_memory_stats()
     call()
     called = (torch.cuda.max_memory_allocated() - held) / 2**20
+    if not captures:
+        return {f"{name}, calls": (call, called)}
     kept = torch.cuda.memory_allocated()
     graph = captured(call)
     return {f"{name}, calls": (call, called), f"{name}, graph": (graph, called + (torch.cuda.memory_allocated() - kept) / 2**20)}
@@ -188,10 +191,11 @@ def main() -> None:
                 fused = Fused(head, shape, rows, options.prefix, launch, options.programs)
                 check(head, fused, shape)
                 way = f"fused {entries}".strip()
-                ways |= both_ways(way, fused, held)
+                ways |= ways_of(way, fused, held)
             for backend in options.backends:
                 held = torch.cuda.memory_allocated()
-                ways |= both_ways(backend, separate(backend, head, shape, rows, options.prefix), held)
+                captures = choose_backend(backend, "cuda").captures
+                ways |= ways_of(backend, separate(backend, head, shape, rows, options.prefix), held, captures)
             for way, (call, mib) in ways.items():
                 row = {"head": name, "rows": rows, "way": way, "ms": milliseconds(call, options.times), "mib": round(mib, 1)}
                 row["weights_mib"] = round(sum(sizes.values()) / 2**20, 1)

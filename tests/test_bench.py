@@ -13,6 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fastspec.bench import measure, run, run_bench
+from fastspec.bench.methods import Method
+from fastspec.bench.prompts import Prompt
 from fastspec.bench.report import print_differences, print_texts, quantiles, summarise
 from fastspec.cli import app
 from fastspec.errors import Unsupported
@@ -205,6 +207,21 @@ def test_batches_hold_one_category_and_are_compared_row_by_row(saved: Path) -> N
     rows = run_bench(prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), batch=3, max_new_tokens=9, methods=["autoregressive"])
     assert [row["ids"] for row in rows] == [["p0", "p1"]] * 2 + [["p2", "p3"]] * 2
     assert all(row["identical"] and row["batch"] == 2 and row["acceptance_length"] == 1.0 for row in rows)
+
+
+def test_methods_that_compile_answer_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are of the last call; transformers' own methods, of which all but one compile nothing, are asked once."""
+    asked: list[str] = []
+    made = [Method(name, None, {}, {}) for name in ("transformers", "prompt-lookup", "assisted", "static-compile", "eagle3", "nasd")]
+
+    def ask(method: Method, part: list[Prompt], tokens: int) -> measure.Answer:
+        asked.append(method.name)
+        return measure.Answer([[1]], float(len(asked)), Stats(), None)
+
+    monkeypatch.setattr(measure, "ask", ask)
+    rows = list(measure.on_part([Prompt("a", "b", [1])], made, small_tokenizer(), 4, 0.0, untimed=2))
+    assert asked == ["transformers", "prompt-lookup", "assisted"] + 3 * ["static-compile"] + 3 * ["eagle3"] + 3 * ["nasd"]
+    assert [row["seconds"] for row in rows] == [1, 2, 3, 6, 9, 12]
 
 
 def test_quantiles() -> None:

@@ -24,10 +24,17 @@ class Answer:
     peak_mib: float | None
 
 
-def on_part(part: list[Prompt], methods: list[Method], tokenizer: Any, max_new_tokens: int, floor_ms: float) -> Iterator[Row]:
-    """The rows of one batch of prompts; the first method is the baseline that the others are compared with."""
+def on_part(
+    part: list[Prompt], methods: list[Method], tokenizer: Any, max_new_tokens: int, floor_ms: float, untimed: int = 0
+) -> Iterator[Row]:
+    """The rows of one batch of prompts; the first method is the baseline that the others are compared with.
+
+    Methods that compile or capture answer `untimed` times before the call that is measured.
+    """
     base: Answer | None = None
     for method in methods:
+        for _ in range(untimed if method.compiles else 0):
+            ask(method, part, max_new_tokens)
         answer = ask(method, part, max_new_tokens)
         base = base or answer
         yield {

@@ -40,6 +40,11 @@ class Method:
     def peer(self) -> bool:
         return self.name in PEERS
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the first calls with prompts of a size compile kernels or capture graphs on CUDA."""
+        return not self.peer or self.name == "static-compile"
+
 
 @dataclass(frozen=True, slots=True)
 class Drafters:

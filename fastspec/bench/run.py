@@ -20,6 +20,9 @@ from fastspec.models import SMOLLM2, load_model
 if TYPE_CHECKING:
     from fastspec.generation.clock import Profile
 
+UNTIMED = 2
+"""Calls on every prompt before the timed one, on CUDA, of methods that compile or capture: a size is compiled in the first and captured in
+the second."""
 WARM_UP_TOKENS = 8
 """Of a warm-up on the CPU; on CUDA it is as long as a timed call, for the sizes that are compiled and captured."""
 
@@ -51,8 +54,9 @@ def run_bench(
     methods and the times of its rounds, from one more call on the first batch of prompts after all else is measured.
 
     A row's `floor_share` is the time of reading the weights once, at the bandwidth measured here, over the time of a round. Loading and
-    one warm-up call per method, on the longest prompts, are not timed. Raises Unsupported for bad arguments, an unknown method and one
-    that was named and lacks its resource, two heads of one kind, and whatever loading and patching raise.
+    one warm-up call per method, on the longest prompts, are not timed; nor, on CUDA, are `UNTIMED` calls on every prompt of the methods
+    that compile or capture. Raises Unsupported for bad arguments, an unknown method and one that was named and lacks its resource, two
+    heads of one kind, and whatever loading and patching raise.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("batch", batch), ("each", 1 if each is None else each)):
         if value < 1:
@@ -79,7 +83,7 @@ def run_bench(
         rows = []
         for number, part in enumerate(parts, 1):
             say(f"{number}/{len(parts)}: {part[0].category}")
-            for row in on_part(part, chosen, tokenizer, max_new_tokens, floor.milliseconds):
+            for row in on_part(part, chosen, tokenizer, max_new_tokens, floor.milliseconds, UNTIMED if device == "cuda" else 0):
                 rows.append(row | where)
                 if on_row is not None:
                     on_row(rows[-1])
