@@ -50,6 +50,9 @@ class TreeShape:
 
 # (device type) -> tree used when the caller names none; chosen by measurement, see docs/performance.md.
 DEFAULT_TREES = {"cpu": TreeShape(total_tokens=16, depth=3, top_k=4), "cuda": TreeShape(total_tokens=60, depth=7, top_k=10)}
+# (device type) -> the same in batches of MANY_ROWS rows and more, where a pass is bound by arithmetic.
+BATCH_TREES = {"cuda": TreeShape(total_tokens=32, depth=6, top_k=8)}
+MANY_ROWS = 8
 # (device type) -> numbers of nodes that total_tokens="auto" chooses from.
 AUTO_SIZES = {"cpu": (2, 4, 6, 8, 12, 16, 24, 32), "cuda": (8, 16, 24, 32, 48, 60, 64, 96, 128)}
 
@@ -140,11 +143,11 @@ class _DynamicTree:
             )
         self.shape("cuda")
 
-    def shape(self, device_type: str) -> TreeShape:
-        """The tree to grow on a device of this type ("cpu", "cuda"); with "auto" the largest of `sizes`."""
+    def shape(self, device_type: str, rows: int = 1) -> TreeShape:
+        """The tree to grow for each of so many rows on a device of this type ("cpu", "cuda"); with "auto" the largest of `sizes`."""
         default = DEFAULT_TREES.get(device_type, DEFAULT_TREES["cuda"])
         if self.depth is None and self.top_k is None and self.total_tokens is None:
-            return default
+            return BATCH_TREES.get(device_type, default) if rows >= MANY_ROWS else default
         rest = default if self.total_tokens == "auto" else TreeShape()
         depth = rest.depth if self.depth is None else self.depth
         top_k = rest.top_k if self.top_k is None else self.top_k

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import fastspec
 from fastspec import Eagle2, Eagle3
-from fastspec.config import AUTO_SIZES, DEFAULT_TREES
+from fastspec.config import AUTO_SIZES, BATCH_TREES, DEFAULT_TREES, MANY_ROWS
 from fastspec.errors import Unsupported
-from fastspec.patches import generate, tree_size
+from fastspec.patches import assistants, generate, tree_size
+from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
 from fastspec.patches.tree_size import TreeChoice, choose_size, expected_tokens, monotone
 
@@ -85,6 +86,23 @@ def test_sizes_stay_within_what_a_tree_can_hold():
         assert Eagle3().sizes(device) == (default.total_tokens,) and Eagle3().shape(device) == default
     assert Eagle3(depth=0, top_k=1, total_tokens="auto").sizes("cuda") == (2,)
     assert len({AUTO, Eagle3(depth=2, top_k=3, total_tokens="auto"), Eagle3(depth=2, top_k=3, total_tokens=22)}) == 2
+
+
+def test_a_large_batch_grows_smaller_trees_where_none_was_named(monkeypatch):
+    small, large = fastspec.TreeShape(4, 1, 2), fastspec.TreeShape(6, 2, 2)
+    monkeypatch.setitem(DEFAULT_TREES, "cpu", large)
+    monkeypatch.setitem(BATCH_TREES, "cpu", small)
+    assert [Eagle3().shape("cuda", rows) for rows in (1, MANY_ROWS - 1, MANY_ROWS)] == [DEFAULT_TREES["cuda"]] * 2 + [BATCH_TREES["cuda"]]
+    named = Eagle3(total_tokens=5, depth=2, top_k=2)
+    assert named.shape("cpu", MANY_ROWS) == named.shape("cpu") and AUTO.shape("cpu", MANY_ROWS) == AUTO.shape("cpu")
+    target, head = MAKERS["bigram"]
+    model = target()
+    plain, patched = target(), fastspec.patch(model, eagle3=head(model))
+    for config, rows, nodes in ((Eagle3(), MANY_ROWS - 1, 6), (Eagle3(), MANY_ROWS, 4), (named, MANY_ROWS, 5)):
+        decoding = assistants.resolve(config, session_of(patched).resources, patched)
+        drafter = decoding.drafter(rows=rows, capacity=16, device=model.device, ops=TORCH, process=None)
+        assert drafter.nodes == nodes
+    same((plain, patched), Eagle3(), prompts(*range(3, 3 + MANY_ROWS)))
 
 
 @pytest.mark.parametrize("kind", [Eagle2, Eagle3])

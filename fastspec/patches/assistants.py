@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import Autoregressive, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
+from fastspec.config import MANY_ROWS, Autoregressive, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.head import EagleHead
@@ -46,6 +46,8 @@ class EagleDecoding:
     shape: TreeShape
     auto: Eagle2 | Eagle3 | None = None
     """The config that leaves the number of nodes to a measurement; `shape` then has the most that it chooses from."""
+    batched: TreeShape | None = None
+    """The tree in batches of MANY_ROWS rows and more; None: `shape` there too."""
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -54,12 +56,13 @@ class EagleDecoding:
 
     def sized(self, nodes: int) -> EagleDecoding:
         """The same with trees of this many nodes."""
-        return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None)
+        return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None, batched=None)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         """The drafter of one call."""
         small = sum(weight.nbytes for weight in self.head.parameters()) <= FUSED_BYTES
-        return EagleDrafter(self.head, self.shape, rows=rows, capacity=capacity, ops=ops, fused=small and ops.captures and rows == 1)
+        shape = self.shape if self.batched is None or rows < MANY_ROWS else self.batched
+        return EagleDrafter(self.head, shape, rows=rows, capacity=capacity, ops=ops, fused=small and ops.captures and rows == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +129,9 @@ def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecod
 
 
 def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
-    shape = config.shape(model.device.type)
+    shape, batched = (config.shape(model.device.type, rows) for rows in (1, MANY_ROWS))
     auto = config if config.total_tokens == "auto" else None
-    return EagleDecoding(config.name, _head(config.name, resources, model, shape.top_k), shape, auto)
+    return EagleDecoding(config.name, _head(config.name, resources, model, max(shape.top_k, batched.top_k)), shape, auto, batched)
 
 
 def _cascade(resources: dict[str, Any]) -> Any:
