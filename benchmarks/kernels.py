@@ -24,7 +24,20 @@ from torch.nn import functional as F
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from fastspec.generation.tree import TokenTree
-from fastspec.kernels import kv_block_copy, posterior_eval, reference, rms_norm, rope_cache, swiglu, topk_expand, tree_attention, tree_build
+from fastspec.kernels import (
+    experts,
+    head_input,
+    kv_block_copy,
+    linear_parts,
+    posterior_eval,
+    reference,
+    rms_norm,
+    rope_cache,
+    swiglu,
+    topk_expand,
+    tree_attention,
+    tree_build,
+)
 from fastspec.kernels.reference import SamplingLaw
 
 DTYPE = torch.bfloat16
@@ -219,6 +232,42 @@ def small_cases() -> Iterator[Case]:
             )  # fmt: skip
 
 
+def layer_cases() -> Iterator[Case]:
+    """What a layer's product leaves to the norm behind it, what a head's first layer reads, and a mixture of experts."""
+    for rows, depth, width in ((61, 14336, 4096), (61, 4096, 4096), (16, 14336, 4096), (61, 8960, 1536), (61, 1536, 576)):
+        norm = random(width)
+
+        def normed(product: Callable[..., Any], op: Callable[..., Any], norm: Tensor = norm) -> Callable[..., Any]:
+            return lambda x, w, y: op(product(x, w, None), norm, 1e-5, y)
+
+        yield Case(
+            "linear_parts, then rms_norm", f"{rows} x {depth} to {width}",
+            lambda r=rows, k=depth, m=width: (random(r, k), random(m, k, scale=k**-0.5), random(r, m)),
+            {"reference": normed(reference.linear, reference.rms_norm),
+             "cuBLAS, then fastspec": normed(reference.linear, rms_norm.rms_norm),
+             "fastspec": normed(linear_parts.linear_parts, rms_norm.rms_norm)},
+            2 * depth * width,
+        )  # fmt: skip
+    for hidden in (576, 4096):
+        table, weights = random(32000, hidden), (random(hidden), random(hidden))
+        index, words = torch.randint(0, 100, (1, 10), device="cuda"), torch.zeros(1, 10, 2, dtype=torch.long, device="cuda")
+        ids = torch.randint(0, 32000, (1, 100), device="cuda")
+        yield Case(
+            "frontier_input", f"10 nodes x {hidden}", lambda h=hidden: (random(1, 10, h),),
+            {way: lambda x, op=op, t=table, w=weights, i=index, s=words, n=ids: op(n, i, x, s, 10, t, *w, 1e-5)
+             for way, op in both(reference.frontier_input, head_input.frontier_input)},
+            2 * 10 * hidden * 5,
+        )  # fmt: skip
+    gate_up, down = random(8, 2 * 14336, 4096, scale=1 / 64), random(8, 4096, 14336, scale=1 / 128)
+    for rows in (1, 60):
+        chosen = torch.rand(rows, 8, device="cuda").topk(2).indices
+        yield Case(
+            "experts", f"{rows} x 4096, 2 of 8 experts of 14336", lambda r=rows: (random(r, 4096), torch.rand(r, 2, device="cuda")),
+            {way: lambda x, s, op=op, c=chosen: op(x, gate_up, down, c, s) for way, op in both(reference.experts, experts.experts)},
+            2 * 3 * 4096 * 14336 * int(chosen.unique().numel()),
+        )  # fmt: skip
+
+
 def law_cases(nodes: int, vocab: int, uniform: Tensor) -> Iterator[Case]:
     """Draws under a law, beside transformers' warpers and a plain draw from what they leave."""
     for law in (SamplingLaw(0.8, 50, 0.95), SamplingLaw(top_p=0.95)):
@@ -256,7 +305,8 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     shared = {"device": torch.cuda.get_device_name(), "read_gb_per_s": round(bandwidth / 1e9), "torch": torch.__version__, "commit": commit}
     print(f"{shared['device']}: {bandwidth / 1e12:.2f} TB/s read")
-    cases = [*attention_cases([int(p) for p in args.prefixes.split(",")], args.models.split(","), args.flex), *small_cases()]
+    prefixes = [int(prefix) for prefix in args.prefixes.split(",")]
+    cases = [*attention_cases(prefixes, args.models.split(","), args.flex), *small_cases(), *layer_cases()]
     for case in (c for c in cases if not args.only or c.name.split(",")[0] in args.only.split(",")):
         first = case.make()
         size = sum(x.numel() * x.element_size() for x in tensors(first))
