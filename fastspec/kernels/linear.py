@@ -197,7 +197,7 @@ def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu:
             launch = Launch(16, 128, 0, 4, 4)
         elif channels >= 65536 and depth > 1024:
             launch = Launch(64, 128, 0, 4, 4)
-        elif depth > 1024:
+        elif depth >= 4096 or 1024 < depth < channels:
             launch = Launch(64, 128, 0, 4, 6)
     elif swiglu:
         wide = Launch(64, 64, 0, 4, 4) if depth < 4096 else Launch(128, 64, 0, 4, 4, tma=True)
