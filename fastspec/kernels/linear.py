@@ -169,7 +169,8 @@ PDL = True
 """Whether launches that `launch_for` chooses start before the kernel in front of them has finished."""
 
 _SMALL = 3 * 2**19
-"""A number of weights that parts the launches below, which were measured on an H200 (benchmarks/results/linear_h200.jsonl)."""
+"""A number of weights that parts the launches below, which were measured on an H200 (linear_h200.jsonl and stack_steps_h200.jsonl in
+benchmarks/results)."""
 _TILES = 16384  # that can be split: more than any vocabulary's output channels make
 _SERVED = ({torch.bfloat16}, {torch.float16}, {torch.float32})
 
