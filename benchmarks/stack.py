@@ -100,6 +100,7 @@ def step(ops: Ops, stack: Stack, without: str | None = None) -> Tensor:
     width, (kv_heads, capacity, size) = stack.layers[0].out.shape[1], stack.layers[0].cache[0].shape[1:]
     layout = ops.attention_layout(stack.slots[:, 0], None, nodes, nodes, capacity, width // size // kv_heads)
     norm = ops.rms_norm if without != "norms" else lambda x, weight, eps, residual: (stack.x if isinstance(x, Parts) else x, residual)
+    split = ops.linear_parts or ops.linear
     x, residual, slots = stack.x, None, stack.slots
     for layer in stack.layers:
         x, residual = norm(x, layer.norms[0], 1e-5, residual)
@@ -108,10 +109,10 @@ def step(ops: Ops, stack: Stack, without: str | None = None) -> Tensor:
         if without != "rope":
             q = ops.rope_cache(qkv, *stack.tables, slots, *layer.cache, slots)
         seen = q if without == "attention" else ops.tree_attention(q, *layer.cache, layout, size**-0.5)
-        x = x if without == "out" else ops.linear_parts(seen.flatten(2), layer.out, None)
+        x = x if without == "out" else split(seen.flatten(2), layer.out, None)
         x, residual = norm(x, layer.norms[1], 1e-5, residual)
         wide = stack.spares[1] if without == "gate_up" else ops.gate_up(x, layer.gate_up, None)
-        x = x if without == "down" else ops.linear_parts(wide, layer.down, None)
+        x = x if without == "down" else split(wide, layer.down, None)
     x, _ = norm(x, stack.norm, 1e-5, residual)
     return x if without == "head" else ops.linear(x, stack.head, None)
 

@@ -23,7 +23,7 @@ TINY = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": LAYERS,
         "vocab_size": 31, "bias": True}  # fmt: skip
 OPS = {  # what is left out -> calls of a whole stack that are missing
     "attention": {"tree_attention": LAYERS}, "norms": {"rms_norm": 2 * LAYERS + 1}, "rope": {"rope_cache": LAYERS},
-    "qkv": {"linear": LAYERS}, "out": {"linear_parts": LAYERS}, "down": {"linear_parts": LAYERS}, "head": {"linear": 1},
+    "qkv": {"linear": LAYERS}, "out": {"linear": LAYERS}, "down": {"linear": LAYERS}, "head": {"linear": 1},
     "gate_up": {"gate_up": LAYERS},
 }  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_a_wrong_output_stops_it(stack) -> None:
         return TORCH.linear(x, weight, bias) * (1 + (len(calls) > 3 * (3 * LAYERS + 1)) * 1e-3)  # a pass to compare, two of "base"
 
     with pytest.raises(ArithmeticError, match='"base no pdl" beside "base"'):
-        list(stack.rows_of(replace(TORCH, linear=drifting, linear_parts=drifting), made, [], 1))
+        list(stack.rows_of(replace(TORCH, linear=drifting), made, [], 1))
     assert stack.launch.PDL and stack.linear.PDL
 
 

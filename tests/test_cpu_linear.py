@@ -74,4 +74,4 @@ def _counting(calls: list):
         calls.append(x.shape)
         return cpu.linear(x, weight, bias)
 
-    return replace(TORCH_ONEDNN, linear=linear, linear_parts=linear)
+    return replace(TORCH_ONEDNN, linear=linear)

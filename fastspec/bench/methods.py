@@ -43,7 +43,7 @@ class Method:
     @property
     def compiles(self) -> bool:
         """Whether the first calls with prompts of a size compile kernels or capture graphs on CUDA."""
-        return not self.peer or self.name == "static-compile"
+        return not self.peer or self.name == COMPILED
 
 
 @dataclass(frozen=True, slots=True)

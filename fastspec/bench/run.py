@@ -24,7 +24,6 @@ UNTIMED = 2
 """Calls on every prompt before the timed one, on CUDA, of methods that compile or capture: a size is compiled in the first and captured in
 the second."""
 WARM_UP_TOKENS = 8
-"""Of a warm-up on the CPU; on CUDA it is as long as a timed call, for the sizes that are compiled and captured."""
 
 
 def run_bench(
@@ -79,7 +78,7 @@ def run_bench(
         floor = Floor.of(target)
         where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | floor.row
         say(f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}: {len(parts)} x {batch} prompts, greedy")
-        warm_up(chosen, parts, max_new_tokens if device == "cuda" else min(max_new_tokens, WARM_UP_TOKENS), say)
+        warm_up(chosen, parts, min(max_new_tokens, WARM_UP_TOKENS), say)
         rows = []
         for number, part in enumerate(parts, 1):
             say(f"{number}/{len(parts)}: {part[0].category}")
@@ -100,7 +99,7 @@ def run_bench(
 
 
 def warm_up(methods: list[Method], parts: list[list[Prompt]], tokens: int, say: Say) -> None:
-    """One call of every method on the longest prompts, so that buffers have their size and what is compiled is compiled."""
+    """One call of every method on the longest prompts, so that libraries and buffers are there."""
     longest = max(parts, key=lambda part: max(len(prompt.ids) for prompt in part))
     for method in methods:
         say(f"warm-up: {method.name}")

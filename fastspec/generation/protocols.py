@@ -31,8 +31,6 @@ class Ops:
     cache_write: Callable[..., None]
     kv_block_copy: Callable[..., None]
     linear: Callable[..., Tensor]
-    linear_parts: Callable[..., Any]
-    """`linear`, or the parts of its sum (`fastspec.kernels.reference.Parts`), which `rms_norm` takes as it is."""
     rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_cache: Callable[..., Tensor]
     gate_up: Callable[..., Tensor]
@@ -44,6 +42,8 @@ class Ops:
     tree_build: Callable[..., tuple[Tensor, ...]]
     pick: Callable[..., Tensor]
     posterior_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    linear_parts: Callable[..., Any] | None = None
+    """`linear` where a norm follows: it may give the parts of its sum (`fastspec.kernels.reference.Parts`). None: `linear` itself."""
     experts: Callable[..., Tensor] | None = None
     """A mixture of experts; None leaves it to the model's own module."""
     fused: Any = None

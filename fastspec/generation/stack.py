@@ -69,7 +69,7 @@ def product(ops: Ops, layers: Sequence[nn.Linear], *, parts: bool = False) -> Pr
 
     With `parts` the result goes to a norm, which takes the parts of a product as well.
     """
-    multiply = ops.linear_parts if parts else ops.linear
+    multiply = ops.linear_parts if parts and ops.linear_parts is not None else ops.linear
     weight = joint([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = joint(biases) if biases else None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastspec.kernels import drafter_attention as mixing
 from fastspec.kernels import drafter_phases as phases
+from fastspec.kernels.rms_norm import summed
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -65,7 +66,7 @@ def draft_kernel(
             token, hidden = tl.cast(0, tl.int64), tl.zeros((BH,), dtype)
             if turn == 0:
                 token = tl.load(p_pair_tokens + row)
-                hidden = phases.summed(p_parts, row, rows, o_h, m_h, H, S_FC).to(dtype)
+                hidden = summed(p_parts, row, rows, o_h, m_h, H, S_FC).to(dtype)
             else:
                 token, above = phases.choose_node(
                     p_scores, p_tokens, p_words, p_score, p_front, row, level, B, TOP, M, W, BCH, BW

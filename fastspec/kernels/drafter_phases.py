@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fastspec.kernels.rms_norm import summed
 from fastspec.kernels.topk_expand import key_index, key_value, log_total, sort_key
 
 LEAST = tl.constexpr(-(2**63))
@@ -44,15 +45,6 @@ def normed(x, p_weight, o_h, m_h, H: tl.constexpr, EPS: tl.constexpr):
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / H + EPS)
     weight = tl.load(p_weight + o_h, mask=m_h, other=0.0)
     return ((wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
-def summed(p_parts, row, rows, o_n, m_n, N: tl.constexpr, S: tl.constexpr):
-    """One row of a product from its parts [S, R, N] fp32, always in the same order."""
-    total = tl.zeros(o_n.shape, tl.float32)
-    for part in tl.static_range(S):
-        total += tl.load(p_parts + tl.cast(part * rows + row, tl.int64) * N + o_n, mask=m_n, other=0.0, cache_modifier=".cg")
-    return total
 
 
 @triton.jit

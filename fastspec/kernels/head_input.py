@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.rms_norm import MAX_SIZE, _warps
+from fastspec.kernels.rms_norm import MAX_SIZE, norm_row, row_warps
 
 
 @triton.jit(do_not_specialize=["fed", "nodes", "children", "words", "slot", "stride_tokens", "stride_index"])
@@ -45,11 +45,7 @@ def _head_input_kernel(
             own = slot + place
             b_bit = tl.where(o_w == own // 64, tl.full([BW], 1, tl.int64) << (own % 64).to(tl.int64), 0)
             tl.store(p_out_words + node * words + o_w, tl.load(p_words + above * words + o_w, mask=m_w, other=0) | b_bit, mask=m_w)
-    dtype: tl.constexpr = p_out.dtype.element_ty
-    b_wide = b_x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(b_wide * b_wide, 0) / SIZE + eps)
-    b_normed = (b_wide * scale).to(dtype).to(tl.float32)
-    tl.store(p_out + (2 * node + half) * SIZE + o_h, (b_normed * b_weight).to(dtype), mask=m_h)
+    tl.store(p_out + (2 * node + half) * SIZE + o_h, norm_row(b_x, b_weight, eps, SIZE), mask=m_h)
 
 
 def head_input(tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float) -> Tensor:
@@ -106,7 +102,7 @@ def _launch(
             tokens, index, hidden, words, table, token_norm, hidden_norm, x, out_hidden, out_words,
             fed, nodes, tokens.shape[1] // nodes, width, slot, tokens.stride(0), index.stride(0), eps,
             SIZE=size, BLOCK=block, BW=triton.next_power_of_2(width), CHOOSE=choose,
-            num_warps=_warps(block, x.element_size()),  # as in rms_norm: the sums are added in the same order
+            num_warps=row_warps(block, x.element_size()),  # as in rms_norm: the sums are added in the same order
             **dependent(x.device),
         )  # fmt: skip
     return x, out_hidden, out_words

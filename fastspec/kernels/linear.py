@@ -201,8 +201,10 @@ def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu:
         elif depth >= 4096 or 1024 < depth < channels:
             launch = Launch(64, 128, 0, 4, 6)
     elif swiglu:
-        wide = Launch(64, 64, 0, 4, 4) if depth < 4096 else Launch(128, 64, 0, 4, 4, tma=True)
-        launch = wide if depth > 1024 else Launch(32, 64, 0, 4, 4)
+        if depth >= 4096:
+            launch = Launch(128, 64, 0, 4, 4, tma=True)
+        else:
+            launch = Launch(64, 64, 0, 4, 4) if depth > 1024 else Launch(32, 64, 0, 4, 4)
     elif channels >= 65536 and depth >= 4096:
         launch = Launch(128, 64, 0, 4, 4)
     return replace(launch, pdl=True) if launch is not None and PDL else launch

@@ -5,7 +5,6 @@ x, residual, out [..., H] with rows a fixed distance apart, weight [H]; R rows i
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,20 +16,26 @@ MAX_SIZE = 32768
 
 
 @triton.jit
-def summed(p_x, o_x, m_x, stride_part, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """x at o_x, or where PARTS > 0 the sum of that many parts, each stride_part behind the one before, in their order and rounded once."""
-    if PARTS > 0:
-        b_x = tl.load(p_x + o_x, mask=m_x, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            b_x += tl.load(p_x + part * stride_part + o_x, mask=m_x, other=0.0)
-        return b_x.to(dtype)
-    else:
-        return tl.load(p_x + o_x, mask=m_x, other=0.0)
+def summed(p_parts, row, rows, o_n, m_n, N: tl.constexpr, S: tl.constexpr):
+    """One row of a product from its parts [S, R, N] fp32, always in the same order."""
+    total = tl.zeros(o_n.shape, tl.float32)
+    for part in tl.static_range(S):
+        total += tl.load(p_parts + tl.cast(part * rows + row, tl.int64) * N + o_n, mask=m_n, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def norm_row(b_x, b_weight, eps, SIZE: tl.constexpr):
+    """The norm of a row, in its dtype: computed in fp32, rounded before the weight (fp32) is applied and after."""
+    b_wide = b_x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(b_wide * b_wide, 0) / SIZE + eps)
+    b_normed = (b_wide * scale).to(b_x.dtype).to(tl.float32)
+    return (b_normed * b_weight).to(b_x.dtype)
 
 
 @triton.jit
 def _rms_norm(
-    p_x, p_residual, p_weight, p_out, p_sum, stride_x, stride_part, stride_residual, stride_out, eps,
+    p_x, p_residual, p_weight, p_out, p_sum, stride_x, stride_residual, stride_out, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -41,16 +46,16 @@ def _rms_norm(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     dtype: tl.constexpr = p_out.dtype.element_ty
-    b_x = summed(p_x, row * stride_x + o_h, m_h, stride_part, PARTS, dtype)
+    if PARTS > 0:
+        b_x = summed(p_x, row, tl.num_programs(0), o_h, m_h, SIZE, PARTS).to(dtype)
+    else:
+        b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
     if ADD:
         b_residual = tl.load(p_residual + row * stride_residual + o_h, mask=m_h, other=0.0)
         b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
     if ADD or PARTS > 0:
         tl.store(p_sum + row * SIZE + o_h, b_x, mask=m_h)
-    b_wide = b_x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(b_wide * b_wide, 0) / SIZE + eps)
-    b_normed = (b_wide * scale).to(dtype).to(tl.float32)
-    tl.store(p_out + row * stride_out + o_h, (b_normed * b_weight).to(dtype), mask=m_h)
+    tl.store(p_out + row * stride_out + o_h, norm_row(b_x, b_weight, eps, SIZE), mask=m_h)
 
 
 def rows_of(x: Tensor, name: str) -> Tensor:
@@ -75,14 +80,13 @@ def rms_norm(
     whose rows lie a fixed distance apart; all have the same dtype (fp32, fp16 or bf16), and H is at most 32768. Without a residual the
     second result is x itself, or the sum of its parts. `out` must not overlap the inputs in part; it may be x or the residual.
     """
-    size, split = x.shape[-1], isinstance(x, Parts)
-    values = x.values if isinstance(x, Parts) else x
+    size = x.shape[-1]
+    values, parts = (x.values, len(x.values)) if isinstance(x, Parts) else (x, 0)
     if not 0 < size <= MAX_SIZE:
         raise ValueError(f"x has rows of {size}; 1 to {MAX_SIZE} are accepted")
     if weight.shape != (size,) or not weight.is_contiguous():
         raise ValueError(f"weight is {list(weight.shape)} with strides {weight.stride()}; [{size}] contiguous is accepted")
-    made = torch.empty(x.shape, dtype=x.dtype, device=values.device) if split or residual is not None else None
-    normed = torch.empty(x.shape, dtype=x.dtype, device=values.device) if out is None else out
+    normed = values.new_empty(x.shape, dtype=x.dtype) if out is None else out
     for name, other in (("residual", residual), ("out", normed)):
         if other is not None and other.shape != x.shape:
             raise ValueError(f"{name} is {list(other.shape)}; it must have the shape of x, {list(x.shape)}")
@@ -91,18 +95,18 @@ def rms_norm(
             raise ValueError(f"{name} is {other.dtype}; it must have the dtype of x, {x.dtype}")
     x_rows, out_rows = rows_of(values, "x"), rows_of(normed, "out")
     residual_rows = out_rows if residual is None else rows_of(residual, "residual")
-    total = values if made is None else made
+    total = values.new_empty(x.shape, dtype=x.dtype) if parts or residual is not None else values
     if normed.numel() == 0:
         return normed, total
     block = max(16, triton.next_power_of_2(size))
     _rms_norm[(len(out_rows),)](
-        x_rows, residual_rows, weight, out_rows, total, x_rows.stride(0), normed.numel(), residual_rows.stride(0), out_rows.stride(0), eps,
-        SIZE=size, BLOCK=block, ADD=residual is not None, PARTS=len(values) if split else 0,
-        num_warps=_warps(block, normed.element_size()), **dependent(normed.device),
+        x_rows, residual_rows, weight, out_rows, total, x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), eps,
+        SIZE=size, BLOCK=block, ADD=residual is not None, PARTS=parts, num_warps=row_warps(block, normed.element_size()),
+        **dependent(normed.device),
     )  # fmt: skip
     return normed, total
 
 
-def _warps(block: int, itemsize: int) -> int:
+def row_warps(block: int, itemsize: int) -> int:
     """Two loads of 16 bytes per thread where the row is long enough: few enough warps for a quick reduction."""
     return min(16, max(1, block * itemsize // (32 * 16 * 2)))

@@ -23,7 +23,6 @@ TORCH = Ops(
     cache_write=reference.cache_write,
     kv_block_copy=reference.kv_block_copy,
     linear=reference.linear,
-    linear_parts=reference.linear,
     rms_norm=reference.rms_norm,
     rope_cache=reference.rope_cache,
     gate_up=reference.gate_up,
@@ -38,7 +37,7 @@ TORCH = Ops(
 )
 
 TORCH_ONEDNN = replace(
-    TORCH, name="torch+onednn", linear=cpu.linear, linear_parts=cpu.linear, gate_up=partial(reference.gate_up, product=cpu.linear),
+    TORCH, name="torch+onednn", linear=cpu.linear, gate_up=partial(reference.gate_up, product=cpu.linear),
     topk_expand=partial(reference.topk_expand, product=cpu.linear),
 )  # fmt: skip
 """Plain torch, with the linear layers of the CPU through oneDNN."""
