@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fastspec.kernels import few_attention, reference
+from fastspec.kernels import few_attention, hopper_attention, reference
 from fastspec.kernels import tree_attention as kernels
 
 HAS_CUDA = torch.cuda.is_available()
@@ -270,3 +270,61 @@ def test_a_captured_launch_follows_the_lengths(device, nodes):
             first = out.clone() if first is None else first
             assert torch.equal(out, first)
         assert excess(out, expected) < 1
+
+
+def hopper_from(slots: int):
+    """The kernel for long prefixes on Hopper, for buffers of so many slots and more."""
+    return patch.object(hopper_attention, "LONG", slots)
+
+
+HOPPER = pytest.mark.skipif(not HAS_CUDA or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for compute capability 9.0")
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+
+
+@HOPPER
+@ON_CUDA
+@HALVES
+@pytest.mark.parametrize("heads", [(8, 4), (2, 6), (1, 1)], ids=str)
+@pytest.mark.parametrize("nodes", [17, 60, 65, 256])
+@pytest.mark.parametrize("prefixes", [[2048, 1, 777], [0], [127], [128], [129, 5000]], ids=str)
+def test_hopper_trees(device, dtype, heads, nodes, prefixes):
+    """Prefixes around a block, one program and many, rows of which most programs have no share."""
+    with hopper_from(0):
+        case = Case(prefixes, nodes, heads, 128, dtype, device, tail=nodes + 30, capacity=6000, seed=nodes)
+        rows = nodes * heads[1]
+        assert hopper_attention.fits(case.q, case.k, case.v, rows, 6000) == (rows > hopper_attention.BLOCK_M)
+        case.check()
+
+
+@HOPPER
+@ON_CUDA
+@HALVES
+@pytest.mark.parametrize(("nodes", "prefixes"), [(512, [0]), (511, [1000, 5]), (100, [9000]), (512, [9000, 8000, 300, 0])], ids=str)
+def test_hopper_chains(device, dtype, nodes, prefixes):
+    with hopper_from(0):
+        Case(prefixes, nodes, (8, 4), 128, dtype, device, chain=True).check()
+
+
+@HOPPER
+@ON_CUDA
+@pytest.mark.parametrize("splits", [1, 2, 7, 64])
+def test_hopper_with_any_number_of_splits(device, splits):
+    case = Case([3000, 130, 0], 60, (2, 4), 128, torch.bfloat16, device, capacity=9000)
+    with patch.object(kernels, "_splits", lambda *_: splits):
+        first = case.check()
+        assert all(torch.equal(first, case.check()) for _ in range(20))
+
+
+@HOPPER
+@ON_CUDA
+def test_hopper_takes_slices_of_a_cache_and_leaves_others(device):
+    """A cache of several layers, of which fewer slots are used; one whose slots are not the lines of a descriptor goes elsewhere."""
+    case = Case([8500], 60, (2, 4), 128, torch.bfloat16, device, capacity=9000)
+    wide = torch.full((2, 1, 2, 12000, 128), torch.nan, dtype=torch.bfloat16, device=device)
+    wide[:, :, :, : case.k.shape[2]] = torch.stack((case.k, case.v))
+    case.k, case.v = wide[:, :, :, :9100]
+    assert hopper_attention.fits(case.q, case.k, case.v, 240, 9000)
+    case.check()
+    case.k = case.k.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not hopper_attention.fits(case.q, case.k, case.v, 240, 9000)
+    case.check()

@@ -5,7 +5,8 @@ words. A pair is one key head of one row; its N * G queries are the rows of a ma
 slots are cut into blocks of BLOCK_N that are aligned to the end of the prefix, so that a tail block starts at a bit that is a multiple
 of 32: first the full blocks of the prefix (no mask), then the rest at its start and the tail (masked). Up to S programs share the blocks
 of one tile and leave parts for attention_parts.py to merge. All lengths are read on the device: the shares follow them.
-Few queries, plain decoding above all, have a kernel of their own: few_attention.py.
+Few queries, plain decoding above all, have a kernel of their own, few_attention.py, and so have trees behind a long prefix on Hopper,
+hopper_attention.py.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels import hopper_attention as hopper
 from fastspec.kernels.attention_parts import LOG2E, MAX_SPLITS, merge, update
 from fastspec.kernels.few_attention import MAX_ROWS, few_attention, processors
 from fastspec.kernels.launch import dependent
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MIN_BLOCKS = 3  # a share of fewer blocks costs more in merging than it saves
 MERGE_COST = 4  # what a merge takes, in the time of a block
 PARTIAL_COST = 2  # what it takes to leave a part, likewise
 MAX_SHARE = 16384  # slots: rows of a batch differ in length, and the longest should not finish alone
@@ -154,13 +155,14 @@ class TreeLayout:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Rows and slots of a tile, warps, pipeline stages, and how many programs a processor holds at once."""
+    """Rows and slots of a tile, warps, pipeline stages, how many programs a processor holds at once, and the fewest blocks of a share."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     resident: int
+    least: int = 3  # a share of fewer costs more in merging than it saves
 
 
 # By bytes of an element and head size, rounded up to a power of two: for at most so many matrix rows; the last takes the rest.
@@ -172,6 +174,7 @@ _LAUNCHES: dict[tuple[int, int], tuple[tuple[int, Launch], ...]] = {
     (4, 128): ((16, Launch(16, 32, 8, 2, 1)), (0, Launch(32, 32, 8, 2, 1))),
     (4, 256): ((0, Launch(16, 32, 8, 2, 1)),),
 }
+_HOPPER = Launch(hopper.TILE, hopper.BLOCK_N, warps=9, stages=hopper.STAGES, resident=1, least=hopper.MIN_BLOCKS)
 
 
 def attention_layout(prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1) -> TreeLayout:
@@ -213,23 +216,28 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: f
     if rows <= MAX_ROWS and (chain or layout.tail <= 64):
         few_attention(q, k, v, out, layout.prefix, None if chain else layout.words, layout.tail, extent, scale)
         return out
-    launch = _launch(q.element_size(), block_d, rows)
+    on_hopper = hopper.fits(q, k, v, rows, extent)
+    launch = _HOPPER if on_hopper else _launch(q.element_size(), block_d, rows)
     tiles = triton.cdiv(rows, launch.block_m)
     blocks = triton.cdiv(extent, launch.block_n) + 1  # the prefix and the tail begin a block each
     least = triton.cdiv(extent, MAX_SHARE) if batch > 1 else 1
-    splits = _splits(pairs * tiles, blocks, processors(q.device) * launch.resident, least, MIN_BLOCKS)
+    splits = _splits(pairs * tiles, blocks, processors(q.device) * launch.resident, least, launch.least)
     part, lse = out, out
     if splits > 1:
         part = q.new_empty((pairs, rows, splits, size), dtype=torch.float32)
         lse = q.new_empty((pairs, rows, splits), dtype=torch.float32)
-    words, (s_wb, s_wn) = (layout.prefix, (0, 0)) if layout.words is None else (layout.words, layout.words.stride()[:2])
-    _attention_kernel[(tiles, splits, pairs)](
-        q, k, v, out, part, lse, layout.prefix, words, scale * LOG2E, nodes, layout.tail, extent, splits, kv_heads,
-        *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), layout.prefix.stride(0), s_wb, s_wn,
-        S_K=k.stride(2), S_V=v.stride(2), GROUP=group, D=size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=block_d,
-        MIN_BLOCKS=MIN_BLOCKS, CHAIN=chain, SPLIT=splits > 1, TAIL_STAGES=max(2, launch.stages - 1),
-        num_warps=launch.warps, num_stages=launch.stages, **dependent(q.device),
-    )  # fmt: skip
+    if on_hopper:
+        tree = None if chain else layout.words
+        hopper.launch(q, k, v, out, part, lse, layout.prefix, tree, layout.tail, extent, splits, scale * LOG2E)
+    else:
+        words, (s_wb, s_wn) = (layout.prefix, (0, 0)) if layout.words is None else (layout.words, layout.words.stride()[:2])
+        _attention_kernel[(tiles, splits, pairs)](
+            q, k, v, out, part, lse, layout.prefix, words, scale * LOG2E, nodes, layout.tail, extent, splits, kv_heads,
+            *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), layout.prefix.stride(0), s_wb, s_wn,
+            S_K=k.stride(2), S_V=v.stride(2), GROUP=group, D=size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=block_d,
+            MIN_BLOCKS=launch.least, CHAIN=chain, SPLIT=splits > 1, TAIL_STAGES=max(2, launch.stages - 1),
+            num_warps=launch.warps, num_stages=launch.stages, **dependent(q.device),
+        )  # fmt: skip
     if splits > 1:
         merge(part, lse, out, kv_heads)
     return out
