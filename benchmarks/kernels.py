@@ -319,8 +319,9 @@ def main() -> None:
             except Exception as error:  # one that cannot run is named, and the rest goes on
                 row |= {"error": f"{type(error).__name__}: {error}"[:200]}
             else:
-                row |= {"us": round(1e3 * spent, 2), "gb_per_s": round(case.moved / spent / 1e6, 1),
-                        "share": round(case.moved / spent / 1e6 / (bandwidth / 1e9), 3), "difference": off}  # fmt: skip
+                speed = case.moved / spent / 1e6
+                row |= {"us": round(1e3 * spent, 2), "gb_per_s": float(f"{speed:.4g}"), "share": float(f"{speed * 1e9 / bandwidth:.3g}"),
+                        "difference": off}  # fmt: skip
                 row |= {} if off <= case.tolerance else {"wrong": True}
             shown = ("kernel", "size", "way", "us", "gb_per_s", "share", "difference", "wrong", "error")
             print(*(row.get(name, "") for name in shown), flush=True)
