@@ -1,7 +1,7 @@
 """Products of few rows on a CUDA device: cuBLAS against `fastspec.kernels.linear`, by shape, rows and launch.
 
-    python benchmarks/linear_gpu.py --out rows.jsonl            the launches that the tables choose, under a minute
-    python benchmarks/linear_gpu.py --sweep --out rows.jsonl    many launches; ends with the best as rows of the kernel's TABLE
+    python benchmarks/linear_gpu.py --out rows.jsonl            the launches that `launch_for` chooses, under a minute
+    python benchmarks/linear_gpu.py --sweep --out rows.jsonl    many launches; ends with the best of each product
 
 Each time is one replay of a CUDA graph of as many products as make 1 GB of different weights, so that none is found in L2. Every launch
 of ours is checked on whole numbers, whose product is exact, before it is timed; one that fails is named and left out.
