@@ -1,11 +1,20 @@
-"""Acceptance length of a head and equality with plain `generate`, over prompt files, one row of JSON per file and assistant.
+"""Acceptance length and speed of assistants, and equality with plain `generate`, over prompt files, one row of JSON per file and assistant.
 
     python benchmarks/acceptance.py --prompts mt_bench.jsonl gsm8k.jsonl --batch 40 --tokens 256 --dtype float32 --out rows.jsonl
+    python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 8 --no-plain --no-end --dtype bfloat16 --out rows.jsonl
 
 A prompt file has `prompt` or `turns` (the first is asked) in each row. Every batch is answered greedily by transformers' own generate and
-by the assistants, and compared token by token; before that the assistants answer every batch twice with a few tokens, untimed. Where an
-answer differs, the row says how close the two tokens were at the first difference: the gap of their logits in one forward pass over the
-common text, in the model's dtype.
+by the assistants, and compared token by token; before that the assistants answer every batch twice with a few tokens, untimed, and
+transformers the first batch. With --no-end no token ends an answer: all are as long as --tokens, and a batch of any size has as much to do
+a row as any other. A row holds
+
+- `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls, a call being one batch;
+- `rounds`, summed over the calls, and `rows_running`: the share of rows that had not ended in a round, which go on with the batch;
+- `backend`, the kernels that ran, and `head`, the head that drafted;
+- `differences`: every answer that is not transformers', by prompt (its place among those taken from the file), position of the first new
+  token that differs, the two tokens (transformers' first), and the gap of their logits in one forward pass over the common text, in the
+  model's dtype. `near_ties` counts those whose gap is within rounding (`bound`, see `rounding_bound`), `other` all else: larger gaps, and
+  answers of which one ends where the other goes on (token null, no gap), which rounding does not explain.
 """
 
 from __future__ import annotations
@@ -13,14 +22,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from lossless import untrained_head  # the script beside this one
+from torch import Tensor
 
 import fastspec
+from fastspec.bench.device import environment
+from fastspec.bench.measure import first_difference
+from fastspec.bench.report import quantiles
+from fastspec.generation.stats import Stats
 from fastspec.models import SMOLLM2, load_model
 from fastspec.training.data import encode_prompts, read_prompts
 
@@ -34,8 +48,30 @@ ASSISTANTS = {
     "speculative, early exit": fastspec.Speculative(early_exit=24),
     "speculative, early exit, branches": fastspec.Speculative(early_exit=24, gamma=3, branches=3),
 }
+PLAIN = "transformers"
 
-def main() -> None:
+
+@dataclass(slots=True)
+class Tally:
+    """What the calls of one way gave, one after another: seconds, new tokens, and of an assistant what it counted."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    stats: list[Stats] = field(default_factory=list)
+    differences: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all calls."""
+        return round(sum(self.tokens) / sum(self.seconds), 1)
+
+    @property
+    def speeds(self) -> list[float]:
+        """20, 50 and 80 % quantiles of the calls' tokens per second."""
+        return [round(value, 1) for value in quantiles([new / spent for new, spent in zip(self.tokens, self.seconds, strict=True)])]
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
@@ -49,28 +85,32 @@ def main() -> None:
     parser.add_argument("--tree", default="60,7,10", help="total_tokens,depth,top_k")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-plain", action="store_true", help="leave out transformers' generate and the comparison")
+    parser.add_argument("--no-end", action="store_true", help="no token ends an answer: all have --tokens tokens")
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device, getattr(torch, options.dtype))
+    if options.no_end:
+        model.generation_config.eos_token_id = None
     nodes, depth, top_k = map(int, options.tree.split(","))
     chosen = {name: ASSISTANTS[name] for name in options.assistants}
+    heads = {"eagle3": options.head} | dict.fromkeys(("eagle", "eagle2"), options.eagle_head or "random weights")
+    heads = {name: source for name, source in heads.items() if name in chosen}
     if "eagle3" in chosen:
         chosen["eagle3"] = fastspec.Eagle3(total_tokens=nodes, depth=depth, top_k=top_k)
-    eagle = options.eagle_head or untrained_head(model)
-    fastspec.patch(model, eagle3=options.head, eagle=eagle, eagle2=eagle)
+    untrained = None if options.eagle_head else untrained_head(model)
+    fastspec.patch(model, **{name: source if name == "eagle3" else options.eagle_head or untrained for name, source in heads.items()})
+    where = environment(model) | {"backend": fastspec.report(model).backend}
     for path in options.prompts:
         prompts = encode_prompts(tokenizer, read_prompts(path))
         prompts = [prompt for prompt in prompts if len(prompt) <= options.longest][: options.each]
         shared = {
-            "prompts": path.stem, "count": len(prompts), "batch": options.batch, "max_new_tokens": options.tokens, "dtype": options.dtype,
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "prompts": path.stem, "count": len(prompts), "batch": options.batch, "max_new_tokens": options.tokens, "no_end": options.no_end,
         }  # fmt: skip
         for row in on_file(model, prompts, chosen, options):
-            row = shared | row | ({"tree": [nodes, depth, top_k]} if row["assistant"] == "eagle3" else {})
-            row |= {"eagle_head": options.eagle_head} if row["assistant"] in ("eagle", "eagle2") else {}
+            row = shared | row | {"head": heads.get(row["assistant"])} | where
+            row |= {"tree": [nodes, depth, top_k]} if row["assistant"] == "eagle3" else {}
             print(json.dumps(row), flush=True)
             if options.out:
                 with options.out.open("a", encoding="utf-8") as file:
@@ -80,44 +120,53 @@ def main() -> None:
 def on_file(model: Any, prompts: list[list[int]], chosen: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Acceptance, speed and equality of every assistant over one file."""
     pad = model.generation_config.pad_token_id or 0
-    ways = ({} if options.no_plain else {"transformers": None}) | chosen
-    seconds, tokens = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
-    emitted, passes = dict.fromkeys(chosen, 0), dict.fromkeys(chosen, 0)
-    gaps: dict[str, list[float]] = {name: [] for name in chosen}
+    ways = ({} if options.no_plain else {PLAIN: None}) | chosen
+    tallies = {name: Tally() for name in ways}
     parts = [prompts[start : start + options.batch] for start in range(0, len(prompts), options.batch)]
-    for assistant in chosen.values():
-        for part in (*parts, *parts):  # untimed: the first run of a length compiles, the second captures
-            generate(model, part, assistant, min(16, options.tokens), pad)
-    for part in parts:
+    few = min(16, options.tokens)
+    for name, assistant in ways.items():  # untimed: the first run of a length compiles, the second captures
+        for part in parts[:1] if name == PLAIN else (*parts, *parts):
+            generate(model, part, assistant, few, pad)
+    for number, part in enumerate(parts):
         answers: dict[str, list[list[int]]] = {}
         for name, assistant in ways.items():
-            began = time.perf_counter()
+            tally, began = tallies[name], time.perf_counter()
             answers[name] = generate(model, part, assistant, options.tokens, pad)
-            seconds[name] += time.perf_counter() - began
-            tokens[name] += sum(map(len, answers[name]))
+            tally.seconds.append(time.perf_counter() - began)
+            tally.tokens.append(sum(map(len, answers[name])))
             if name in chosen:
-                last = fastspec.report(model).last
-                emitted[name], passes[name] = emitted[name] + last.round_tokens, passes[name] + last.row_rounds
+                tally.stats.append(fastspec.report(model).last)
         for name in () if options.no_plain else chosen:
-            both = zip(part, answers["transformers"], answers[name], strict=True)
-            gaps[name] += [gap(model, prompt, plain, ours) for prompt, plain, ours in both if plain != ours]
-    rows = []
-    for name in chosen:
-        row: dict[str, Any] = {
-            "assistant": name, "acceptance_length": round(emitted[name] / passes[name], 3),
-            "tokens_per_second": round(tokens[name] / seconds[name], 1),
+            both = zip(part, answers[PLAIN], answers[name], strict=True)
+            tallies[name].differences += [
+                {"prompt": number * options.batch + place} | difference(model, prompt, plain, ours)
+                for place, (prompt, plain, ours) in enumerate(both) if plain != ours
+            ]  # fmt: skip
+    return [row_of(name, tallies[name], tallies.get(PLAIN), len(prompts)) for name in chosen]
+
+
+def row_of(name: str, mine: Tally, plain: Tally | None, count: int) -> dict[str, Any]:
+    """The figures of an assistant, beside transformers' where that was asked."""
+    running, room = sum(each.row_rounds for each in mine.stats), sum(each.rows * each.rounds for each in mine.stats)
+    row: dict[str, Any] = {
+        "assistant": name, "acceptance_length": round(sum(each.round_tokens for each in mine.stats) / running, 3) if running else None,
+        "tokens_per_second": mine.speed, "tokens_per_second_quantiles": mine.speeds,
+        "rounds": sum(each.rounds for each in mine.stats), "rows_running": round(running / room, 3) if room else None,
+    }  # fmt: skip
+    if plain is not None:
+        gaps = sorted(each["gap"] for each in mine.differences if each["gap"] is not None)
+        near = sum(each["gap"] is not None and each["gap"] <= each["bound"] for each in mine.differences)
+        row |= {
+            "transformers_tokens_per_second": plain.speed, "transformers_tokens_per_second_quantiles": plain.speeds,
+            "identical": count - len(mine.differences), "near_ties": near, "other": len(mine.differences) - near,
+            "logit_gap_where_different": {"median": gaps[len(gaps) // 2], "max": gaps[-1]} if gaps else None,
+            "differences": mine.differences,
         }  # fmt: skip
-        if not options.no_plain:
-            apart = sorted(gaps[name])
-            row["transformers_tokens_per_second"] = round(tokens["transformers"] / seconds["transformers"], 1)
-            row["identical"] = len(prompts) - len(apart)
-            row["logit_gap_where_different"] = {"median": round(apart[len(apart) // 2], 6), "max": round(apart[-1], 6)} if apart else None
-        rows.append(row)
-    return rows
+    return row
 
 
 def generate(model: Any, prompts: list[list[int]], assistant: Any, tokens: int, pad: int) -> list[list[int]]:
-    """Greedy answers to prompts as one left-padded batch, each cut behind its end token."""
+    """Greedy answers to prompts as one left-padded batch, each cut behind its end token, where the model has one."""
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
@@ -133,11 +182,40 @@ def generate(model: Any, prompts: list[list[int]], assistant: Any, tokens: int, 
 
 
 @torch.no_grad()
-def gap(model: Any, prompt: list[int], plain: list[int], ours: list[int]) -> float:
-    """How far apart the logits of the two tokens are where two answers first differ."""
-    at = next(i for i, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b)
-    logits = model(torch.tensor([prompt + plain[:at]], device=model.device)).logits[0, -1].float()
-    return abs(float(logits[plain[at]] - logits[ours[at]]))
+def difference(model: Any, prompt: list[int], plain: list[int], ours: list[int]) -> dict[str, Any]:
+    """Where two answers first differ: the position, the tokens there (None behind an answer's end), the gap of their logits in one pass
+    over the common text, and how large rounding can make that gap; both None where there are no two tokens."""
+    at = first_difference(ours, plain)
+    if at is None:
+        raise ValueError("the answers are equal: there is no difference to describe")
+    pair = [answer[at] if at < len(answer) else None for answer in (plain, ours)]
+    found = {"position": at, "tokens": pair, "gap": None, "bound": None}
+    if None in pair:
+        return found
+    text = torch.tensor([prompt + plain[:at]], device=model.device)
+    logits = model(text).logits[0, -1].float()
+    gap = abs(float(logits[pair[0]] - logits[pair[1]]))
+    return found | {"gap": round(gap, 7), "bound": round(rounding_bound(model, logits, pair, text.shape[1]), 7)}
+
+
+def rounding_bound(model: Any, logits: Tensor, pair: list[int], length: int) -> float:
+    """How far apart a pass may put two logits that another pass puts in the other order, by the model's dtype alone: logits [V], fp32.
+
+    Between two such passes the difference of the two logits changes by at least the gap of either. What changes it is random and has two
+    sources; the bound is three standard deviations of both, so one near-tie in 370 lies beyond it:
+
+    - A logit of magnitude m is rounded to the dtype, to within half a step; a step is at most m * eps (bf16: 8 bits, eps = 2^-7, so the
+      error is at most m * 2^-8). A uniform error in half a step has variance step^2 / 12, and there are two logits in each of two passes.
+    - A layer rounds 12 results to the dtype on the way (counted in stack.py's `tolerance`), its fp32 sums once a term, and passes that sum
+      in another order differ in each. A step is between eps / 2 and eps of a value, 0.72 eps on average, and two rounded values differ by
+      sqrt(1 / 6) of it: 0.3 eps. Layers neither grow nor shrink a difference much, so n independent ones are 0.3 eps sqrt(n) of the hidden
+      state, in any direction: a logit moves by that share of the logits' spread over the vocabulary.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    terms = sum(weight.shape[-1] for weight in model.parameters() if weight.dim() > 1) + 2 * layers * length
+    share = 0.3 * (torch.finfo(model.dtype).eps * (12 * layers + 1) ** 0.5 + torch.finfo(torch.float32).eps * terms**0.5)
+    step = torch.finfo(model.dtype).eps * float(logits[pair].abs().max())
+    return 3 * (4 * step**2 / 12 + 2 * (share * float(logits.std())) ** 2) ** 0.5
 
 
 if __name__ == "__main__":

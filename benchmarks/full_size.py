@@ -1,7 +1,9 @@
 """Time per round on models of full size with random weights, beside transformers' own decoding in the same run.
 
 The time of a pass does not depend on the values of the weights; what a model says does, so no tokens per second are measured here: they
-are the acceptance length that a head reaches on real text, over the time of a round.
+are the acceptance length that a head reaches on real text, over the time of a round. `round_ms` is the median over CALLS calls, each of
+which gives the mean of its rounds, and `round_ms_quantiles` their 20, 50 and 80 % quantiles. The floor is the time of reading the weights
+that a round must read (`read_bytes`, a drafter's own not counted) at the measured bandwidth.
 
     python benchmarks/full_size.py --shapes llama-8b --prefix 2048 --out rows.jsonl
 """
@@ -12,17 +14,17 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fastspec
+from fastspec.bench.device import versions
+from fastspec.bench.report import quantiles
 from fastspec.generation.eagle.head import EagleHead, HeadConfig
 from fastspec.patches import assistants
 from fastspec.patches.session import session_of
@@ -47,6 +49,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 """name -> (model_type, sizes of its published configuration)."""
 FUSED = {"fused": math.inf, "kernels": 0.0}
 """--drafter -> the largest head that is drafted with in one launch."""
+CALLS = 5
 
 
 def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
@@ -109,22 +112,51 @@ def timed(run: Any) -> float:
     return time.perf_counter() - start
 
 
-def peer(model: Any, ids: torch.Tensor, tokens: int, **options: Any) -> float:
-    """Milliseconds a token of transformers' generate, the prefill taken off by a call of one token; the median of three."""
+def peer(model: Any, ids: torch.Tensor, tokens: int, **options: Any) -> dict[str, Any]:
+    """Milliseconds a token of transformers' generate, the prefill taken off by calls of one token."""
     options = {"do_sample": False, "attention_mask": torch.ones_like(ids), **options}
     model.generate(ids, max_new_tokens=tokens, **options)
-    whole = statistics.median(timed(lambda: model.generate(ids, max_new_tokens=tokens, **options)) for _ in range(3))
-    first = statistics.median(timed(lambda: model.generate(ids, max_new_tokens=1, **options)) for _ in range(3))
-    return 1e3 * (whole - first) / (tokens - 1)
+    wholes = [timed(lambda: model.generate(ids, max_new_tokens=tokens, **options)) for _ in range(CALLS)]
+    first = statistics.median(timed(lambda: model.generate(ids, max_new_tokens=1, **options)) for _ in range(CALLS))
+    return {**round_times([1e3 * (whole - first) / (tokens - 1) for whole in wholes]), "nodes": 1}
+
+
+def round_times(found: list[float]) -> dict[str, Any]:
+    """The columns of a round's milliseconds, from those of each call."""
+    return {"round_ms": round(statistics.median(found), 4), "round_ms_quantiles": quantiles(found)}
+
+
+def read_bytes(model: Any, tokens: int) -> int:
+    """Bytes of weights that a pass over so many tokens must read: each once, and of a mixture of experts those that the tokens can touch.
+    One token touches `num_experts_per_tok`, and every further one may touch as many others: a tree of many nodes all there are."""
+    whole = {id(weight) for weight in read_parameters(model)}
+    total = 0
+    for name, weight in model.named_parameters():
+        if id(weight) in whole:
+            experts = weight.shape[0] if ".experts." in name and weight.dim() == 3 else 1
+            touched = 1 if experts == 1 else min(experts, tokens * model.config.num_experts_per_tok)
+            total += weight.nbytes // experts * touched
+    return total
+
+
+def capture_cost(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, float]:
+    """Host seconds of the first runs and the captures of a short call that finds nothing captured; its kernels are compiled the first time
+    and on disk or in memory from then on."""
+    session = session_of(model)
+    assert session is not None
+    session.engines.clear()
+    model.generate(ids, max_new_tokens=24, **options)  # three rounds at the least
+    last = fastspec.report(model).last
+    return {"first_runs": round(last.first_run_seconds, 3), "captures": round(last.capture_seconds, 3)}
 
 
 def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int) -> dict[str, Any]:
     """A round of an assistant: wall clock over a call, the median part by part, and the replay of its graph alone."""
     options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "assistant": assistant}
-    model.generate(ids, max_new_tokens=4, **options)
+    made = [capture_cost(model, ids, options) for _ in range(2)]
     model.generate(ids, max_new_tokens=tokens, **options)
     walls = []
-    for _ in range(3):
+    for _ in range(CALLS):
         model.generate(ids, max_new_tokens=tokens, **options)
         last = fastspec.report(model).last
         walls.append(1e3 * (last.seconds - last.phases["prefill"]) / last.rounds)
@@ -133,8 +165,10 @@ def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int) -> dict[str
     del profile.rounds[:2]  # compiled and captured
     parts = {name: [round(value, 4) for value in profile.quantiles(name)] for name in profile.parts}
     row = {
-        "round_ms": round(statistics.median(walls), 4), "parts_ms": parts, "prefill_ms": round(1e3 * last.phases["prefill"], 2),
+        **round_times(walls), "nodes": 1 + last.drafted // last.row_rounds, "parts_ms": parts,
+        "prefill_ms": round(1e3 * last.phases["prefill"], 2),
         "acceptance_length": round(last.acceptance_length, 3), "rounds": last.rounds, "kernels": fastspec.report(model).backend,
+        "first_call_s": made[0], "capture_s": made[1],
         "drafter": None if assistant == "autoregressive" else "fused" if last.fused else "kernels",
     }  # fmt: skip
     model.generate(ids, max_new_tokens=8, **options)
@@ -151,7 +185,7 @@ def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int) -> dict[str
     return row
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
     parser.add_argument("--prefix", type=int, default=2048)
@@ -164,21 +198,19 @@ def main() -> None:
     parser.add_argument("--methods", default="autoregressive,eagle3")
     parser.add_argument("--drafter", default="auto", choices=("auto", *FUSED), help="one launch for the draft phase, or one per step")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assistants.FUSED_BYTES = FUSED.get(args.drafter, assistants.FUSED_BYTES)
     bandwidth = read_bandwidth(device)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     shared = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "dtype": args.dtype, "batch": args.batch,
-        "prefix": args.prefix, "read_gb_per_s": round(bandwidth / 1e9, 1), "torch": torch.__version__,
-        "transformers": transformers.__version__, "fastspec": fastspec.__version__, "commit": commit,
+        "prefix": args.prefix, "read_gb_per_s": round(bandwidth / 1e9, 1), **versions(),
     }  # fmt: skip
 
-    def write(row: dict[str, Any]) -> None:
-        row = shared | row
+    def write(model: Any, row: dict[str, Any]) -> None:
+        row = shared | row | {"read_bytes": read_bytes(model, args.batch * row["nodes"])}
         if bandwidth:
-            row["floor_ms"] = round(1e3 * row["weight_bytes"] / bandwidth, 4)
+            row["floor_ms"] = round(1e3 * row["read_bytes"] / bandwidth, 4)
             row["floor_share"] = round(row["floor_ms"] / row["round_ms"], 3)
         shown = {name: row.get(name) for name in ("round_ms", "replay_ms", "floor_ms", "parts_ms")}
         print(row["shape"], row["method"], json.dumps(shown), flush=True)
@@ -192,17 +224,16 @@ def main() -> None:
         ids = torch.randint(10, model.config.vocab_size, (args.batch, args.prefix), device=device)
         base = {"shape": name, "weight_bytes": sum(p.numel() * p.element_size() for p in read_parameters(model))}
         if "sdpa" in args.peers:
-            write(base | {"method": "transformers", "round_ms": round(peer(model, ids, min(args.tokens, 24)), 4)})
+            write(model, base | {"method": "transformers"} | peer(model, ids, min(args.tokens, 24)))
         head = make_head(model, args.draft_vocab)
         head_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
         with fastspec.patched(model, eagle3=head, backend=args.backend):
             for method in args.methods.split(","):
                 assistant = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60) if method == "eagle3" and device == "cuda" else method
                 drafts = 0 if method == "autoregressive" else head_bytes
-                write(base | {"method": method, "head_bytes": drafts} | ours(model, ids, assistant, args.tokens))
+                write(model, base | {"method": method, "head_bytes": drafts} | ours(model, ids, assistant, args.tokens))
         if "static-compile" in args.peers:  # last: it leaves a compiled forward behind
-            ms = peer(model, ids, args.tokens, cache_implementation="static")
-            write(base | {"method": "static-compile", "round_ms": round(ms, 4)})
+            write(model, base | {"method": "static-compile"} | peer(model, ids, args.tokens, cache_implementation="static"))
         del model, head
         if device == "cuda":
             torch.cuda.empty_cache()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from fastspec.bench.device import versions
 from fastspec.generation.tree import TokenTree
 from fastspec.kernels import (
     experts,
@@ -302,8 +302,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     bandwidth = read_bandwidth()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    shared = {"device": torch.cuda.get_device_name(), "read_gb_per_s": round(bandwidth / 1e9), "torch": torch.__version__, "commit": commit}
+    shared = {"device": torch.cuda.get_device_name(), "dtype": str(DTYPE)[6:], "read_gb_per_s": round(bandwidth / 1e9), **versions()}
     print(f"{shared['device']}: {bandwidth / 1e12:.2f} TB/s read")
     prefixes = [int(prefix) for prefix in args.prefixes.split(",")]
     cases = [*attention_cases(prefixes, args.models.split(","), args.flex), *small_cases(), *layer_cases()]
@@ -320,8 +319,9 @@ def main() -> None:
             except Exception as error:  # one that cannot run is named, and the rest goes on
                 row |= {"error": f"{type(error).__name__}: {error}"[:200]}
             else:
-                row |= {"us": round(1e3 * spent, 2), "gb_per_s": round(case.moved / spent / 1e6, 1),
-                        "share": round(case.moved / spent / 1e6 / (bandwidth / 1e9), 3), "difference": off}  # fmt: skip
+                speed = case.moved / spent / 1e6
+                row |= {"us": round(1e3 * spent, 2), "gb_per_s": float(f"{speed:.4g}"), "share": float(f"{speed * 1e9 / bandwidth:.3g}"),
+                        "difference": off}  # fmt: skip
                 row |= {} if off <= case.tolerance else {"wrong": True}
             shown = ("kernel", "size", "way", "us", "gb_per_s", "share", "difference", "wrong", "error")
             print(*(row.get(name, "") for name in shown), flush=True)

@@ -1,7 +1,7 @@
 """Products of few rows on a CUDA device: cuBLAS against `fastspec.kernels.linear`, by shape, rows and launch.
 
-    python benchmarks/linear_gpu.py --out rows.jsonl            the launches that the tables choose, under a minute
-    python benchmarks/linear_gpu.py --sweep --out rows.jsonl    many launches; ends with the best as rows of the kernel's TABLE
+    python benchmarks/linear_gpu.py --out rows.jsonl            the launches that `launch_for` chooses, under a minute
+    python benchmarks/linear_gpu.py --sweep --out rows.jsonl    many launches; ends with the best of each product
 
 Each time is one replay of a CUDA graph of as many products as make 1 GB of different weights, so that none is found in L2. Every launch
 of ours is checked on whole numbers, whose product is exact, before it is timed; one that fails is named and left out.
@@ -20,10 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastspec.bench.device import versions
 from fastspec.kernels import linear as kernel
 from fastspec.kernels import reference
 from fastspec.kernels.linear import Launch, RowLaunch, launch_for, linear
@@ -133,7 +133,7 @@ def main() -> None:
     pool = torch.empty(540_000_000, dtype=DTYPE, device="cuda").normal_()
     numbers = pool.view(torch.float32)
     read = pool.nbytes / quantiles([lambda: numbers.sum()] * 4, options.times, stream)[1] / 1e3
-    where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "read_gb_s": round(read)}
+    where = {"device": torch.cuda.get_device_name(), "dtype": str(DTYPE)[6:], "read_gb_s": round(read), **versions()}
     print(f"{where}, {time.perf_counter() - start:.0f} s", flush=True)
     rows: list[dict[str, object]] = []
     tried: list[AnyLaunch] = []

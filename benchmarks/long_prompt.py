@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +57,13 @@ def main(arguments: list[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = make_model(args.shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     shared = {"shape": args.shape, "weights_mib": round(sum(p.nbytes for p in model.parameters()) / 2**20), **environment(model)}
 
     def write(row: dict[str, Any]) -> None:
         print(json.dumps(row), flush=True)
         if args.out:
             with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(shared | row | {"commit": commit}) + "\n")
+                file.write(json.dumps(shared | row) + "\n")
 
     prompts = sorted(args.prompts)
     asked = [prompt for prompt in prompts if prompt <= args.peer_most]

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
 import fastspec
+from fastspec.bench.device import environment
 from fastspec.demo import encode
 from fastspec.generation.eagle.head import EagleHead, HeadConfig
 from fastspec.models import SMOLLM2, load_model
@@ -198,8 +198,7 @@ def main() -> None:
             "significance": SIGNIFICANCE, **({"eagle_head": options.eagle_head} if name.startswith("eagle") and name != "eagle3" else {}),
             **judge(model, inputs["input_ids"], texts, laws), "drafts_accepted": sum(c.accepted for c in mine),
             "rounds": sum(c.row_rounds for c in mine), "seconds": round(time.perf_counter() - began, 1),
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            **environment(model), "backend": fastspec.report(model).backend,
         }  # fmt: skip
         failed |= any(position["p"] < SIGNIFICANCE for position in row["positions"])
         print(json.dumps(row), flush=True)

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 
 from full_size import SHAPES as FULL_SIZE
 
+from fastspec.bench.device import versions
 from fastspec.generation.protocols import Ops
 from fastspec.kernels import launch, linear
 from fastspec.kernels.reference import Parts
@@ -190,16 +190,14 @@ def main(arguments: list[str] | None = None) -> None:
     cuda = torch.cuda.is_available()
     device, dtype, where = ("cuda", torch.bfloat16, torch.cuda.get_device_name()) if cuda else ("cpu", torch.float32, "cpu")
     sizes = args.batch, args.nodes, args.prefix, slots, device, dtype
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    shared = {"device": where, "dtype": str(dtype)[6:], "batch": args.batch, "nodes": args.nodes, "prefix": args.prefix}
-    shared["torch"] = torch.__version__
+    shared = {"device": where, "dtype": str(dtype)[6:], "batch": args.batch, "nodes": args.nodes, "prefix": args.prefix, **versions()}
     for name in args.shapes:
         torch.manual_seed(0)
         for row in rows_of(triton_ops(), make_stack(SHAPES[name], *sizes), args.without, args.times):
             print(f"{row['replay_ms']:9.4f} ms  {name} {row['way']}", flush=True)
             if args.out:
                 with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(shared | {"shape": name} | row | {"commit": commit}) + "\n")
+                    file.write(json.dumps(shared | {"shape": name} | row) + "\n")
 
 
 if __name__ == "__main__":

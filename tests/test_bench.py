@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from helpers_training import small_target, small_tokenizer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fastspec.bench import measure, run, run_bench
+import fastspec
+from fastspec.bench import device, measure, run, run_bench
 from fastspec.bench.methods import Method
 from fastspec.bench.prompts import Prompt
 from fastspec.bench.report import print_differences, print_texts, quantiles, summarise
@@ -22,7 +24,8 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.session import session_of
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
-ENVIRONMENT = {"device", "dtype", "threads", "load", "torch", "transformers", "fastspec", "commit", "date", "weight_bytes", "read_gb_per_s"}
+VERSIONS = {"torch", "triton", "transformers", "fastspec", "commit"}
+ENVIRONMENT = {"device", "dtype", "threads", "load", "date", "weight_bytes", "read_gb_per_s", *VERSIONS}
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +225,13 @@ def test_methods_that_compile_answer_before_they_are_timed(monkeypatch: pytest.M
     rows = list(measure.on_part([Prompt("a", "b", [1])], made, small_tokenizer(), 4, 0.0, untimed=2))
     assert asked == ["transformers", "prompt-lookup", "assisted"] + 3 * ["static-compile"] + 3 * ["eagle3"] + 3 * ["nasd"]
     assert [row["seconds"] for row in rows] == [1, 2, 3, 6, 9, 12]
+
+
+def test_versions_are_those_that_are_installed_and_a_missing_one_is_none(monkeypatch) -> None:
+    found = device.versions()
+    assert set(found) == VERSIONS and found["torch"] == torch.__version__ and found["fastspec"] == fastspec.__version__
+    monkeypatch.setitem(sys.modules, "triton", None)  # what Python takes for a module that is not there
+    assert device.versions() == found | {"triton": None}
 
 
 def test_quantiles() -> None:

@@ -1,8 +1,9 @@
-"""The picture of a bench's rows: every method and category is drawn, whatever their number."""
+"""The pictures of rows: every method and category of a bench, and every kernel, is drawn, whatever their number."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,23 @@ from hypothesis import strategies as st
 from fastspec.bench.methods import PEERS
 
 pytest.importorskip("matplotlib")
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 METHODS = (*PEERS, "autoregressive", "speculative", "nasd", "eagle", "eagle2", "eagle3", "someones-own")
 WHERE = {"model": "m", "device": "cpu", "dtype": "float32", "threads": 2, "batch": 1, "max_new_tokens": 9}
 
 
-@pytest.fixture(scope="module")
-def plot() -> Any:
-    spec = importlib.util.spec_from_file_location("plot", Path(__file__).parent.parent / "benchmarks" / "plot.py")
+def load(name: str) -> Any:
+    """A script of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def plot() -> Any:
+    return load("plot")
 
 
 def row(method: str, category: str, speed: float) -> dict[str, Any]:
@@ -54,3 +61,25 @@ def test_every_method_has_a_bar_in_every_category(plot, tmp_path_factory, method
     colours = {bars.get_label(): bars.patches[0].get_facecolor() for bars in lines[0].containers if hasattr(bars, "patches")}
     assert len(set(colours.values())) == len(methods)
     plot.plt.close(seen[0])
+
+
+def test_every_kernel_has_a_point_for_each_way(tmp_path, monkeypatch) -> None:
+    """Of the committed rows, of one that was measured again, and of one below the left edge; a way that could not run has none."""
+    plot_gpu, seen = load("plot_gpu"), []
+    rows = plot_gpu.read(BENCHMARKS / "results" / "kernels_h200.jsonl")
+    new = {"kernel": "new", "size": "7", "way": "fastspec", "us": 2.0, "gb_per_s": 44.0, "read_gb_per_s": 4400}
+    rows += [new | {"gb_per_s": 440.0}, new, new | {"way": "reference", "gb_per_s": 0.0}, new | {"way": "flex attention", "us": None}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(plot_gpu.plt, "close", seen.append)
+    plot_gpu.kernels(path)
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    *_, axes = seen[0].axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    drawn = {
+        (labels[round(at)], points.get_label()): share for points in axes.collections for share, at in points.get_offsets().tolist()
+    }  # fmt: skip
+    wanted = {(f"{row['kernel']}: {row['size']}", row["way"]): row["gb_per_s"] / row["read_gb_per_s"] for row in rows if row.get("us")}
+    assert drawn == pytest.approx({pair: max(plot_gpu.LEAST, share) for pair, share in wanted.items()})
+    assert drawn["new: 7", "fastspec"] == pytest.approx(0.01) and set(labels) == {label for label, _ in wanted}
+    plot_gpu.plt.close(seen[0])

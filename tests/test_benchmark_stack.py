@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastspec.bench.device import versions
 from fastspec.patches.backends import TORCH, counted, triton_ops
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +100,7 @@ def test_the_rows(stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert ways[:2] == ["base", "base no pdl"] and ways[-1] == "base again"
     assert switches == [((way != "base no pdl"),) * 2 for way in ways] and stack.launch.PDL and stack.linear.PDL
     for row in rows:
-        assert set(row) == set(committed[0]) - {"code"} | {"commit", "nodes"}
+        assert set(row) == set(committed[0]) - {"code"} | {"nodes", *versions()}
         assert row["difference"] == (None if row["way"].startswith("without") else 0.0)
         assert math.isfinite(row["replay_ms"]) and row["replay_ms"] > 0
         assert (row["shape"], row["batch"], row["nodes"], row["prefix"], row["dtype"]) == ("tiny", 1, 2, 7, str(DTYPE)[6:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import os
 import statistics
 import subprocess
@@ -60,19 +60,33 @@ def read_bandwidth(device: Any, mib: int = 512, times: int = 7) -> float:
     return data.numel() * 4 * (2 if cuda else 1) / statistics.median(spent[1:])
 
 
+def versions() -> Row:
+    """The software that every row names: torch, triton (None where it is not installed), transformers, fastspec, and the commit of this
+    tree, with "-dirty" behind it where files were changed (None outside of a repository)."""
+    found = {name: _version(name) for name in ("torch", "triton", "transformers")}
+    root = Path(fastspec.__file__).parent.parent
+    commit = None
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    return found | {"fastspec": fastspec.__version__, "commit": commit}
+
+
+def _version(name: str) -> str | None:
+    """A module's own word: a nightly triton is installed under another name."""
+    try:
+        return str(importlib.import_module(name).__version__)
+    except ModuleNotFoundError:
+        return None
+
+
 def environment(model: Any) -> Row:
     """Where and when: what every row carries beside its figures."""
     import torch
 
-    root = Path(fastspec.__file__).parent.parent
-    found = None
-    if (root / ".git").exists():
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
-        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
     return {
         "device": device_name(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "dtype": str(model.dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "transformers": importlib.metadata.version("transformers"), "fastspec": fastspec.__version__, "commit": found,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **versions(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip

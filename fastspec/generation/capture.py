@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +14,23 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
+
+
+class Spent(threading.local):
+    """Host seconds that this thread has spent on first runs, which compile what is not compiled yet, and on captures."""
+
+    first_runs = 0.0
+    captures = 0.0
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        """Add the block's seconds."""
+        start = time.perf_counter()
+        yield
+        setattr(self, name, getattr(self, name) + time.perf_counter() - start)
+
+
+SPENT = Spent()
 
 
 class Captured(Generic[Result]):
@@ -32,9 +52,11 @@ class Captured(Generic[Result]):
         """Run the program once."""
         if key != self.key:
             self.key, self.graph, self.result = key, None, None
-            return self.program()
+            with SPENT.on("first_runs"):
+                return self.program()
         if self.graph is None:
-            self._capture()
+            with SPENT.on("captures"):
+                self._capture()
         assert self.graph is not None
         self.graph.replay()
         self.replays += 1

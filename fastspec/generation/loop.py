@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
+from fastspec.generation.capture import SPENT
 from fastspec.generation.handover import Read
 from fastspec.generation.protocols import Drafter
 from fastspec.generation.rounds import Rounds, timed
@@ -143,7 +144,7 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
     """Run a call to its end; without a drafter every round is one token."""
     target, drafter = rounds.target, rounds.drafter
     stats = Stats(assistant=name, rows=request.prompts.shape[0])
-    began = time.perf_counter()
+    began, first_runs, captures = time.perf_counter(), SPENT.first_runs, SPENT.captures
     run = _Run(request, stats)
     with timed(stats, "prefill"):
         logits, features = target.prefill(request.prompts, request.counts)
@@ -171,6 +172,7 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
     rounds.settle()
     run.finish()
     stats.seconds = time.perf_counter() - began
+    stats.first_run_seconds, stats.capture_seconds = SPENT.first_runs - first_runs, SPENT.captures - captures
     return run.out
 
 

@@ -27,6 +27,10 @@ class Stats:
     """Whether a head's draft phases were one launch each, rather than one kernel after another."""
     replays: int = 0
     """Replays of captured graphs: one a round where rounds are captured whole."""
+    first_run_seconds: float = 0.0
+    """Host seconds of first runs of what is captured, compiling included where kernels were not compiled yet; 0 where nothing is."""
+    capture_seconds: float = 0.0
+    """Seconds of captures. Both are 0 in a call that finds its graphs, and are within `seconds` in one that does not."""
     explanations: tuple[Any, ...] = ()
     """What a cascade did with each row: `fastspec.cascade.explain.Explanation`."""
     seconds: float = 0.0

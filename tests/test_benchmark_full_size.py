@@ -1,0 +1,63 @@
+"""benchmarks/full_size.py: its rows on tiny shapes, and the bytes that a round must read."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_models import tiny_model
+
+from fastspec.patches.speculative import read_parameters
+
+MIXTURE = ("mixtral", {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+                       "num_key_value_heads": 2, "vocab_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2,
+                       "sliding_window": None})  # fmt: skip
+EXPERTS = 6 * 8 * 3 * 64 * 96 * 4  # layers, experts, gate, up and down, fp32
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    """The benchmark as a module, whose folder is on the path only while it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        return importlib.import_module("full_size")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch) -> None:
+    """Runs on the CPU, wherever the tests run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_rows_of_a_mixture_count_the_experts_that_a_round_can_touch(script, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(script.SHAPES, "mixture", MIXTURE)
+    monkeypatch.setattr(script, "read_bandwidth", lambda device: 1e9)
+    out = tmp_path / "rows.jsonl"
+    script.main(["--shapes", "mixture", "--prefix", "9", "--tokens", "30", "--dtype", "float32", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [row["method"] for row in rows] == ["transformers", "autoregressive", "eagle3"]
+    for row in rows:
+        touched = 2 if row["nodes"] == 1 else 8
+        assert row["read_bytes"] == row["weight_bytes"] - EXPERTS // 8 * (8 - touched)
+        assert row["floor_ms"] == round(row["read_bytes"] / 1e6, 4) and row["floor_share"] == round(row["floor_ms"] / row["round_ms"], 3)
+        low, middle, high = row["round_ms_quantiles"]
+        assert 0 < low <= middle <= high and row["round_ms"] == middle
+        assert set(row) >= {"torch", "triton", "transformers", "fastspec", "commit", "device", "dtype"}
+    assert [row["nodes"] for row in rows] == [1, 1, 16]
+    nothing = {"first_runs": 0.0, "captures": 0.0}  # the CPU captures nothing
+    assert all(row["capture_s"] == row["first_call_s"] == nothing for row in rows[1:])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 60])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_bytes_of_experts_by_hand(script, family: str, tokens: int) -> None:
+    """Four experts of which two answer a token; an embedding that is not the LM head is not read."""
+    model = tiny_model(family)
+    whole = sum(weight.nbytes for weight in read_parameters(model))
+    experts = sum(weight.nbytes for name, weight in model.named_parameters() if "experts" in name)
+    assert (experts > 0) == (family != "llama")
+    assert script.read_bytes(model, tokens) == whole - (experts // 2 if tokens == 1 else 0)

@@ -1,0 +1,97 @@
+"""What first runs and captures take is told by a call's statistics, and is small."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_generate import MAKERS, TREE, prompts
+from helpers_models import tiny_model
+
+import fastspec
+from fastspec.generation import capture
+from fastspec.patches.backends import TORCH
+from fastspec.patches.session import session_of
+
+NAP = 0.02
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+
+
+class Graph:
+    """A graph of which only the capture and the replay behind it happen, which is what ran while it was captured."""
+
+    def replay(self) -> None:
+        pass
+
+
+@contextmanager
+def slow(graph: Graph) -> Iterator[None]:
+    """A capture that takes NAP longer."""
+    time.sleep(NAP)
+    yield
+
+
+def test_a_call_says_what_its_captures_took(monkeypatch) -> None:
+    """Three new tokens: the prompt's pass and the first round are first runs, the second round is captured."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", slow)
+    ops = replace(TORCH, name="stand-in", captures=True)
+    monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)
+    model, inputs = tiny_model(), prompts(9)
+    options = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": None}
+    expected = model.generate(**inputs, **options)
+    fastspec.patch(model)
+    assert model.generate(**inputs, **options, assistant="autoregressive").tolist() == expected.tolist()
+    last = fastspec.report(model).last
+    assert last.rounds == 2 and last.replays == 1
+    assert NAP <= last.capture_seconds < last.seconds  # one capture, and the time of what ran meanwhile
+    assert 0 < last.first_run_seconds < last.seconds - last.capture_seconds
+    assert f"captures {last.capture_seconds:.2f} s" in str(fastspec.report(model))
+
+
+def test_a_call_that_captures_nothing_says_so() -> None:
+    model = tiny_model()
+    fastspec.patch(model)
+    model.generate(**prompts(9), do_sample=False, max_new_tokens=4, assistant="autoregressive")
+    report = fastspec.report(model)
+    assert report.last.first_run_seconds == report.last.capture_seconds == 0.0 and "captures" not in str(report)
+
+
+def test_a_thread_has_seconds_of_its_own() -> None:
+    before, seen = capture.SPENT.captures, []
+
+    def run() -> None:
+        with capture.SPENT.on("captures"):
+            time.sleep(NAP)
+        seen.append(capture.SPENT.captures)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen[0] >= NAP and capture.SPENT.captures == before
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE, "nasd"], ids=["autoregressive", "eagle3", "nasd"])
+@pytest.mark.parametrize("device", [CUDA])
+def test_capturing_takes_less_than_two_seconds(assistant, device) -> None:
+    """With compiled kernels: the first run and the capture of the prompt's passes and of the rounds, on a small model."""
+    target, head = MAKERS["bigram"]
+    model = target().to(device)
+    fastspec.patch(model, eagle3=head(model).to(device))
+    inputs = {name: tensor.to(device) for name, tensor in prompts(9).items()}
+    options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "assistant": assistant}
+    for _ in range(2):  # compiles
+        model.generate(**inputs, **options)
+    session_of(model).engines.clear()
+    for _ in range(2):  # what runs once in a call, as the prompt's pass does, is captured by the next
+        model.generate(**inputs, **options)
+        made = fastspec.report(model).last
+        assert made.capture_seconds > 0 and made.first_run_seconds + made.capture_seconds < 2.0
+    model.generate(**inputs, **options)
+    found = fastspec.report(model).last
+    assert found.replays > 0 and found.first_run_seconds == found.capture_seconds == 0.0
