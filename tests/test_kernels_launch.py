@@ -26,7 +26,7 @@ ON_GPU = torch.cuda.is_available()
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="no CUDA device")])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 # The products let dependents start before their own wait: see the last paragraph of launch.py, and their tests.
-PRODUCTS = ("linear", "linear_row", "linear_parts")
+PRODUCTS = ("linear", "linear_row", "linear_parts", "hopper_linear")
 FILES = [p for p in sorted(Path(launch.__file__).parent.glob("*.py")) if "import dependent" in p.read_text() and p.stem not in PRODUCTS]
 BEFORE_THE_WAIT = {"tl.load(p_weight"}  # the weights of a norm: the only memory that is read before
 

@@ -12,10 +12,10 @@ scores before it does anything else. Gluon has no interpreter: this kernel is te
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mm
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, is_hopper
 
 BLOCK_M, BLOCK_N, STAGES = 64, 128, 2  # of a half; registers and shared memory hold no more
 TILE = 2 * BLOCK_M
@@ -202,8 +202,8 @@ def _hopper_kernel(
     PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = p_q.dtype.element_ty
     i_tile, i_split, i_pair = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -267,14 +267,9 @@ MASKED_COST = 3  # what a masked block takes, in the time of a full one
 
 def fits(q: Tensor, k: Tensor, v: Tensor, rows: int, extent: int) -> bool:
     """Whether this kernel takes q [B, N, Hq, D], k, v [B, Hkv, C, D] with so many matrix rows and slots: by device, dtype and strides."""
-    if q.element_size() != 2 or q.shape[3] not in SIZES or rows <= BLOCK_M or extent < LONG or not _is_hopper(q.device):
+    if q.element_size() != 2 or q.shape[3] not in SIZES or rows <= BLOCK_M or extent < LONG or not is_hopper(q.device):
         return False
     return all((x.data_ptr() | x.stride(2) * 2) % 16 == 0 and x.stride(0) % x.stride(2) == x.stride(1) % x.stride(2) == 0 for x in (k, v))
-
-
-@lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def launch(

@@ -49,6 +49,17 @@ def _capable(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@lru_cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device has Hopper's tensor cores, for which some kernels are written out in Gluon."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def padded(rows: int) -> int:
+    """The power of two that rows are padded to, at least the 16 columns of a product on tensor cores."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
 @triton.jit
 def prefetch(p, size):
     """Ask for `size` bytes (a multiple of 16) from each of p, aligned to 16 bytes, into L2."""

@@ -2,7 +2,7 @@
 
 R rows, K input channels, M output channels, T tiles of BM output channels, P programs. A tile [BM, BK] of the weights is the left operand
 of the product, so that the tensor cores' 64 (or 16) lines are output channels and their narrow side is BR, the rows padded to a power of 2.
-One row has a kernel of its own: linear_row.py.
+One row has a kernel of its own, linear_row.py, and so have a few rows on Hopper, hopper_linear.py.
 
 The work is T times cdiv(K, BK) steps, one weight tile each, cut into P runs that differ by at most one step: whatever the shape, no
 multiprocessor is left over in a last wave. A run that holds only part of a tile's depth writes its sum to scratch, and the last of the
@@ -23,7 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastspec.kernels import swiglu as swiglu_kernel
-from fastspec.kernels.launch import dependent, prefetch
+from fastspec.kernels.hopper_linear import HopperLaunch, hopper_launch_for, hopper_linear, takes
+from fastspec.kernels.launch import dependent, padded, prefetch
 from fastspec.kernels.linear_row import RowLaunch, linear_row, row_launch_for
 
 
@@ -175,11 +176,6 @@ _TILES = 16384  # that can be split: more than any vocabulary's output channels 
 _SERVED = ({torch.bfloat16}, {torch.float16}, {torch.float32})
 
 
-def padded(rows: int) -> int:
-    """The power of two that rows are padded to, at least the 16 columns of a product on tensor cores."""
-    return max(16, 1 << (rows - 1).bit_length())
-
-
 _arrived: dict[torch.device, Tensor] = {}
 
 
@@ -210,16 +206,23 @@ def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu:
     return replace(launch, pdl=True) if launch is not None and PDL else launch
 
 
+def _chosen(x: Tensor, weight: Tensor, rows: int, channels: int, swiglu: bool) -> Launch | RowLaunch | HopperLaunch | None:
+    """The launch of x [..., K] in so many rows, by its device too."""
+    depth = weight.shape[1]
+    launch = hopper_launch_for(rows, channels, depth, swiglu) if rows and takes(x.reshape(rows, depth), weight) else None
+    return launch_for(rows, channels, depth, x.dtype, swiglu) if launch is None else launch
+
+
 def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`reference.gate_up`: silu(gate) * up of x [..., K] times a packed weight [2 * M, K], plus bias [2 * M] -> [..., M]."""
     rows = x.numel() // max(1, x.shape[-1])
-    if launch_for(rows, weight.shape[0] // 2, weight.shape[1], x.dtype, swiglu=True) is None:
+    if _chosen(x, weight, rows, weight.shape[0] // 2, swiglu=True) is None:
         return swiglu_kernel.swiglu(linear(x, weight, bias))
     return linear(x, weight, bias, swiglu=True)
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, swiglu: bool = False, launch: Launch | RowLaunch | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, swiglu: bool = False, launch: Launch | RowLaunch | HopperLaunch | None = None
 ) -> Tensor:
     """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M] in x's dtype, summed in fp32 and rounded once.
 
@@ -243,7 +246,7 @@ def linear(
     if graded or {operand.dtype for operand in operands} not in _SERVED or not 0 < rows <= MAX_ROWS or not width:
         launch = None
     elif launch is None:
-        launch = launch_for(rows, width, depth, x.dtype, swiglu)
+        launch = _chosen(x, weight, rows, width, swiglu)
     if launch is None:
         out = F.linear(x, weight, bias)
         return F.silu(out[..., :width]) * out[..., width:] if swiglu else out
@@ -253,8 +256,10 @@ def linear(
         if rows > 1:
             raise ValueError(f"{launch} multiplies one row, not {rows}: give a Launch")
         linear_row(flat, weight, bias, out, launch, swiglu)
-        return out
-    _launch(flat, weight, bias, out, launch, swiglu)
+    elif isinstance(launch, HopperLaunch):
+        hopper_linear(flat, weight, bias, out, launch, swiglu)
+    else:
+        _launch(flat, weight, bias, out, launch, swiglu)
     return out
 
 

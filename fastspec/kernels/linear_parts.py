@@ -7,15 +7,16 @@ launch, which reads them where it would have read the product (`rms_norm`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
-from fastspec.kernels.linear import linear, padded
+from fastspec.kernels.hopper_linear import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
+from fastspec.kernels.launch import dependent, padded
+from fastspec.kernels.linear import linear
 from fastspec.kernels.reference import Parts
 
 
@@ -70,7 +71,7 @@ def parts_launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype) -
     return PartsLaunch(64, 128, min(depth // 128, MULTIPROCESSORS // tiles), 4, 6 if rows <= 16 else 4)
 
 
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: PartsLaunch | None = None) -> Tensor | Parts:
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: PartsLaunch | HopperLaunch | None = None) -> Tensor | Parts:
     """`linear` of x [..., K] and weight [M, K], bias [M]: the product [..., M], or the parts that it is the sum of, a bias in the first.
 
     Shapes, strides and dtypes as `linear` has them. `launch` overrides the table; its depth must divide K (ValueError otherwise). Without
@@ -82,7 +83,10 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: Part
     if launch is None:
         plain = len({operand.dtype for operand in operands}) == 1 and all(operand.stride(-1) == 1 for operand in operands)
         graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-        launch = parts_launch_for(rows, channels, depth, x.dtype) if plain and not graded and x.shape[-1] == depth else None
+        if plain and not graded and x.shape[-1] == depth:
+            parts = hopper_parts(rows, channels, depth) if rows and takes(x.reshape(rows, depth), weight) else 1
+            size = rows, channels, depth
+            launch = hopper_launch_for(*size, parts=parts) if parts > 1 else parts_launch_for(*size, x.dtype)
     if launch is None:
         return linear(x, weight, bias)
     if x.shape[-1] != depth or depth % launch.depth or not rows:
@@ -90,6 +94,9 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: Part
     flat, steps = x.reshape(rows, depth), depth // launch.depth
     parts = min(launch.parts, steps)
     out = torch.empty((parts, rows, channels), dtype=torch.float32, device=x.device)
+    if isinstance(launch, HopperLaunch):
+        hopper_linear(flat, weight, bias, out, replace(launch, parts=parts))
+        return Parts(out.view(parts, *x.shape[:-1], channels), x.dtype)
     _parts_kernel[(triton.cdiv(channels, launch.channels) * parts,)](
         flat, weight, bias, out, rows, channels, steps, flat.stride(0), weight.stride(0), BM=launch.channels, BK=launch.depth,
         BR=padded(rows), S=parts, BIAS=bias is not None, STAGES=launch.stages, num_warps=launch.warps, num_stages=launch.stages,

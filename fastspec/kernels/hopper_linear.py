@@ -1,0 +1,179 @@
+"""Linear layers of a few rows on Hopper, whose weights are on their way before the kernel in front of them has ended.
+
+R rows, K input channels, M output channels, S parts; weights [M, K], or [2 * M, K] with a gate and an up-projection. A program takes BM
+output channels and one part of the depth, in steps of BK. Nobody writes weights, so a program asks for its first AHEAD steps of them,
+through tensor descriptors and into shared memory, while it still waits for its rows; Triton cannot part the two, so this is in Gluon. The
+sums are those of linear.py and linear_parts.py in their order, to the bit. Gluon has no interpreter: tested on the GPU alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared as fence
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fastspec.kernels.launch import dependent, is_hopper, padded
+
+_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed since Triton 3.6
+
+
+@gluon.jit
+def _weights(d_w, bars, w_smem, stage, line, o_k, M, wanted, BYTES: gl.constexpr, GATES: gl.constexpr):
+    """Ask for a step of weights, if it is wanted; the barrier waits for the rows' bytes too."""
+    mbarrier.expect(bars.index(stage), BYTES, wanted)
+    _load(d_w, [line, o_k], bars.index(stage), w_smem.index(stage * GATES), wanted)
+    if GATES == 2:
+        _load(d_w, [M + line, o_k], bars.index(stage), w_smem.index(stage * GATES + 1), wanted)
+
+
+@gluon.jit(do_not_specialize=["R"])
+def _hopper_linear(
+    d_w, d_x, p_bias, p_out, R, M, steps,
+    BM: gl.constexpr, BK: gl.constexpr, BR: gl.constexpr, S: gl.constexpr, GATES: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Out [R, M] in d_x's dtype, or with PARTS [S, R, M] fp32: part s is over the s-th share of the steps."""
+    dtype: gl.constexpr = d_w.dtype
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BR, 16])
+    VECTOR: gl.constexpr = 4 if PARTS else 8  # 16 bytes a thread
+    OUT: gl.constexpr = gl.BlockedLayout([VECTOR, 1], [min(32, BM // VECTOR), 32 // min(32, BM // VECTOR)], [1, 4], [0, 1])
+    BYTES: gl.constexpr = (GATES * BM + BR) * BK * 2
+    tile, part = gl.program_id(0) // S, gl.program_id(0) % S
+    first, last = steps * part // S, steps * (part + 1) // S
+    count, line = last - first, tile * BM
+    w_smem = gl.allocate_shared_memory(dtype, [STAGES * GATES, BM, BK], d_w.layout)
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES, BR, BK], d_x.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+    fence()
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    for i in gl.static_range(AHEAD):
+        _weights(d_w, bars, w_smem, i, line, (first + i) * BK, M, i < count, BYTES, GATES)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for i in gl.static_range(STAGES):
+        if i >= AHEAD:
+            _weights(d_w, bars, w_smem, i, line, (first + i) * BK, M, i < count, BYTES, GATES)
+        _load(d_x, [0, (first + i) * BK], bars.index(i), x_smem.index(i), i < count)
+
+    b_sum = gl.zeros([BM, BR], gl.float32, SUMS)
+    b_up = gl.zeros([BM, BR], gl.float32, SUMS)
+    stage, phase, before = 0, 0, STAGES - 1
+    for step in range(count):
+        mbarrier.wait(bars.index(stage), phase)
+        b_x = x_smem.index(stage).permute((1, 0))
+        b_sum = mma(w_smem.index(stage * GATES), b_x, b_sum, is_async=True)
+        if GATES == 2:
+            b_up = mma(w_smem.index(stage * GATES + 1), b_x, b_up, is_async=True)
+            b_sum, b_up = mma_wait(2, deps=(b_sum, b_up))
+        else:
+            b_sum = mma_wait(1, deps=(b_sum,))
+        # The products of the step before are done: its place is free. Without a branch, which would cost more than what it saves.
+        o_k, wanted = (first + step - 1 + STAGES) * BK, (step > 0) & (step - 1 + STAGES < count)
+        _weights(d_w, bars, w_smem, before, line, o_k, M, wanted, BYTES, GATES)
+        _load(d_x, [0, o_k], bars.index(before), x_smem.index(before), wanted)
+        before = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    if GATES == 2:
+        b_sum, b_up = mma_wait(0, deps=(b_sum, b_up))
+    else:
+        b_sum = mma_wait(0, deps=(b_sum,))
+
+    o_line = line + gl.arange(0, BM, gl.SliceLayout(1, SUMS))
+    if BIAS:
+        b_bias = gl.load(p_bias + o_line, mask=o_line < M, other=0.0).to(gl.float32)
+        b_sum += gl.where(part == 0, b_bias, 0.0)[:, None]
+    o_m = line + gl.arange(0, BM, gl.SliceLayout(1, OUT))
+    o_r = gl.arange(0, BR, gl.SliceLayout(0, OUT))
+    m_out = (o_m < M)[:, None] & (o_r < R)[None, :]
+    if PARTS:
+        b_sum = gl.convert_layout(b_sum, OUT)
+        gl.store(p_out + (part * R + o_r)[None, :].to(gl.int64) * M + o_m[:, None], b_sum, mask=m_out)
+    else:
+        b_out = b_sum.to(dtype)
+        if GATES == 2:
+            if BIAS:
+                b_up += gl.load(p_bias + M + o_line, mask=o_line < M, other=0.0).to(gl.float32)[:, None]
+            b_gate = b_out.to(gl.float32)
+            b_gate = (b_gate / (1.0 + gl.exp(-b_gate))).to(dtype)
+            b_out = (b_gate.to(gl.float32) * b_up.to(dtype).to(gl.float32)).to(dtype)
+        b_out = gl.convert_layout(b_out, OUT)
+        gl.store(p_out + o_r[None, :].to(gl.int64) * M + o_m[:, None], b_out, mask=m_out)
+
+
+@dataclass(frozen=True, slots=True)
+class HopperLaunch:
+    """Weight tiles of channels x depth, `stages` of them at once in shared memory, the first `ahead` before the rows are there; `parts` of
+    the inner size, 1 but for `linear_parts`."""
+
+    channels: int
+    depth: int
+    stages: int
+    ahead: int
+    parts: int = 1
+
+
+MULTIPROCESSORS = 132
+"""Of the GPU that the launches were measured on, an H200 (stack_steps_h200.jsonl in benchmarks/results)."""
+
+
+def hopper_parts(rows: int, channels: int, depth: int) -> int:
+    """How many parts `linear_parts` makes of x [rows, depth] times `channels` output channels, of three steps at least; 1: none."""
+    tiles = -(-channels // 64)
+    if not 1 < rows <= 64 or channels < 1024 or depth <= 1024 or depth % 128:
+        return 1
+    return max(1, min(MULTIPROCESSORS // tiles, depth // 128 // 3))
+
+
+def hopper_launch_for(rows: int, channels: int, depth: int, swiglu: bool = False, parts: int = 1) -> HopperLaunch | None:
+    """The launch of x [rows, depth] times `channels` output channels (twice as many weights with swiglu); None: linear.py is as good."""
+    if not 1 < rows <= 64 or depth <= 1024 or channels >= 65536:
+        return None
+    few, deep = rows <= 16, depth >= 4096
+    if swiglu:
+        return HopperLaunch(64, 128 if few and deep else 64, 4, 2 if few else 1)
+    if parts > 1:
+        short = depth // 128 // parts <= 3
+        return HopperLaunch(64, 128, 3, 3, parts) if short else HopperLaunch(64, 128, 8 if few else 6, 2 if few else 6, parts)
+    if deep:
+        return HopperLaunch(64, 128, 6, 2 if few else 3)
+    return None if few else HopperLaunch(64, 128, 4, 2)
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether x [R, K] and weight [M, K], of one dtype, are what this kernel reads: on Hopper, of 16 bits, lines aligned to 16 bytes."""
+    if x.element_size() != 2 or not x.is_floating_point() or not is_hopper(x.device):
+        return False
+    return all((operand.data_ptr() | operand.stride(0) * 2) % 16 == 0 for operand in (x, weight))
+
+
+def hopper_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: HopperLaunch, swiglu: bool = False) -> None:
+    """Fill out [..., M], or out [S, ..., M] fp32 with the parts, contiguous, of the product of x [R, K]; operands as `takes` says."""
+    rows, depth = x.shape
+    width, split = out.shape[-1], out.dtype == torch.float32
+    steps, wide = -(-depth // launch.depth), padded(rows)
+    _hopper_linear[(-(-width // launch.channels) * launch.parts,)](
+        _descriptor(weight, launch.channels, launch.depth), _descriptor(x, wide, launch.depth), bias, out, rows, width, steps,
+        BM=launch.channels, BK=launch.depth, BR=wide, S=launch.parts, GATES=1 + swiglu, BIAS=bias is not None, PARTS=split,
+        STAGES=launch.stages, AHEAD=launch.ahead, num_warps=4, **dependent(x.device),
+    )  # fmt: skip
+
+
+def _descriptor(x: Tensor, lines: int, depth: int) -> Any:
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [lines, depth], gl.NVMMASharedLayout.get_default_for([lines, depth], dtype))

@@ -1,0 +1,143 @@
+"""Products of a few rows on Hopper: the bounds of the other products, the same bits as theirs, and nothing read before it is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels_linear import gated, product
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from fastspec.kernels import hopper_linear as kernel
+from fastspec.kernels import linear as products
+from fastspec.kernels import linear_parts as split
+from fastspec.kernels.hopper_linear import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
+from fastspec.kernels.linear import Launch, linear
+from fastspec.kernels.linear_parts import PartsLaunch, linear_parts
+from fastspec.kernels.reference import joined
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ON_HOPPER = pytest.mark.skipif(not HAS_HOPPER, reason="the kernel is for compute capability 9.0")
+HALVES = [torch.float16, torch.bfloat16]
+LAUNCHES = [HopperLaunch(64, 128, 4, 2), HopperLaunch(128, 64, 4, 1), HopperLaunch(64, 128, 6, 6), HopperLaunch(64, 128, 6, 3)]
+LAUNCHES += [HopperLaunch(64, 64, 2, 0), HopperLaunch(128, 64, 3, 3)]
+SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (4096, 4096), (6144, 8192), (4096, 12288), (17920, 1536), (1536, 8960), (1536, 1536)]
+GATED, SPLIT = [(28672, 4096), (17920, 1536)], [(4096, 4096), (4096, 14336), (4096, 12288), (1536, 8960), (1536, 1536)]
+
+
+def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, biased: bool, sliced: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x [rows, depth], weight [channels, depth], bias; `sliced`: their lines lie apart, among NaN that no kernel may read."""
+    x, weight = torch.randn(rows, depth, device="cuda"), torch.randn(channels, depth, device="cuda") / depth**0.5
+    if sliced:
+        x, weight = F.pad(x, (0, 8), value=torch.nan), F.pad(weight, (0, 16), value=torch.nan)
+    bias = torch.randn(channels, device="cuda").to(dtype) if biased else None
+    return x.to(dtype)[:, :depth], weight.to(dtype)[:, :depth], bias
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@given(
+    rows=st.sampled_from([1, 2, 7, 16, 17, 33, 61, 64]), channels=st.sampled_from([1, 63, 576, 1000, 4096]),
+    depth=st.sampled_from([8, 64, 72, 576, 1544, 4096]), dtype=st.sampled_from(HALVES), swiglu=st.booleans(),
+    biased=st.booleans(), sliced=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_every_launch_gives_the_product(launch, rows, channels, depth, dtype, swiglu, biased, sliced, seed):
+    torch.manual_seed(seed)
+    if swiglu and launch.stages * launch.channels * launch.depth > 4 * 128 * 64:
+        launch = HopperLaunch(64, 64, 4, 2)  # what fits into shared memory
+    x, weight, bias = drawn(rows, channels * (1 + swiglu), depth, dtype, biased, sliced)
+    assert takes(x, weight)
+    exact, bound = (gated if swiglu else product)(x, weight, bias)
+    outs = [torch.full(exact.shape, torch.nan, dtype=dtype, device="cuda") for _ in range(2)]
+    for out in outs:
+        hopper_linear(x, weight, bias, out, launch, swiglu)
+    assert bool(((outs[0].double() - exact).abs() <= bound).all()) and torch.equal(*outs)
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [2, 10, 16, 17, 32, 61, 64])
+def test_the_table_gives_whole_sums_and_the_bits_of_the_other_kernels(rows, shape, dtype, monkeypatch):
+    torch.manual_seed(rows)
+    used = []
+    for module in (products, split):
+        monkeypatch.setattr(module, "hopper_linear", lambda *operands: used.append(operands[4]) or hopper_linear(*operands))
+    # The bound of a long sum is wide enough to hide a tile. Sums of small whole numbers are exact, and rounded once.
+    x, weight = (torch.randint(-3, 4, size, device="cuda").to(dtype) for size in ((rows, shape[1]), shape))
+    assert torch.equal(linear(x, weight, None), F.linear(x.double(), weight.double()).to(dtype))
+    assert used == [launch for launch in [hopper_launch_for(rows, *shape)] if launch is not None]
+    used.clear()
+    x, weight, bias = drawn(rows, *shape, dtype, True, False)
+    if shape in GATED:
+        assert torch.equal(products.gate_up(x, weight, bias), linear(x, weight, bias, swiglu=True, launch=Launch(64, 64, 0, 4, 4)))
+    elif shape in SPLIT:
+        parts = hopper_parts(rows, *shape)
+        got, want = linear_parts(x, weight, bias), linear_parts(x, weight, bias, launch=PartsLaunch(64, 128, parts, 4, 4))
+        assert torch.equal(got.values, want.values) and len(got.values) == parts > 1
+        exact, bound = product(x, weight, bias)
+        assert bool(((joined(got).double() - exact).abs() <= bound).all())
+    else:
+        assert torch.equal(linear(x, weight, bias), linear(x, weight, bias, launch=Launch(64, 128, 0, 4, 3)))
+    assert len(used) == 1
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("rows", [3, 16, 61])
+def test_a_graph_of_dependent_products_says_what_torch_says(rows):
+    """A chain of products, each of which reads the one before it, replayed on changing inputs: rows read too early are found out."""
+    torch.manual_seed(1)
+    weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5 for _ in range(12)]
+    x = torch.zeros(rows, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def chain() -> list[Tensor]:
+        outs = [x]
+        for i, weight in enumerate(weights):
+            outs.append(linear(outs[-1], weight, None, launch=LAUNCHES[i % len(LAUNCHES)]))
+        return outs
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = chain()
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        for before, after, weight in zip(outs[:-1], outs[1:], weights, strict=True):
+            exact, bound = product(before, weight, None)
+            assert bool(((after.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("rows", [2, 16, 17, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_launch_chosen_fits_the_device(rows, shape):
+    parts = hopper_parts(rows, *shape)
+    assert (parts > 1) == (shape in SPLIT) and parts <= max(1, kernel.MULTIPROCESSORS * 64 // shape[0])
+    for swiglu in (False, True):
+        launch = hopper_launch_for(rows, shape[0] >> swiglu, shape[1], swiglu, 1 if swiglu else parts)
+        if launch is None:
+            assert rows <= 16 and shape[1] < 4096 and not swiglu
+            continue
+        assert launch.parts == (1 if swiglu else parts) and 0 <= launch.ahead <= launch.stages
+        assert launch.stages * launch.depth * 2 * (launch.channels * (1 + swiglu) + products.padded(rows)) < 227 * 1024
+
+
+def test_what_it_does_not_take():
+    """One row, many rows, small products, vocabularies; other devices, dtypes and lines that are not aligned."""
+    assert hopper_launch_for(1, 4096, 4096) is None and hopper_launch_for(65, 4096, 4096) is None
+    assert hopper_launch_for(16, 4096, 576) is None and hopper_launch_for(16, 128256, 4096) is None
+    assert hopper_parts(1, 4096, 4096) == hopper_parts(17, 4096, 4160) == hopper_parts(17, 576, 1536) == 1
+    x, weight = torch.zeros(4, 64, dtype=torch.float16), torch.zeros(8, 64, dtype=torch.float16)
+    assert not takes(x, weight)  # on the CPU
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "is_hopper", lambda device: True)
+        assert takes(x, weight) and not takes(x.float(), weight.float()) and not takes(x.short(), weight.short())
+        assert not takes(x[:, 1:], weight[:, 1:]) and not takes(x[:, :60], torch.zeros(8, 60, dtype=torch.float16))
