@@ -249,7 +249,7 @@ def topk_expand(
     _merge_kernel[(rows,)](
         keys, peak, mass, arrived, scores, d2t, children, tokens, best, index, nodes, tiles, scores.stride(0), scores.stride(1),
         count, tile, triton.next_power_of_2(tiles), max(4, triton.next_power_of_2(count)), triton.next_power_of_2(nodes * count),
-        num_warps=4, **pdl,
+        num_warps=1 if tiles <= 256 else 4, **pdl,
     )  # fmt: skip
     return children, tokens, best, index
 

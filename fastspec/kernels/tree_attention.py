@@ -168,7 +168,7 @@ class Launch:
 # By bytes of an element and head size, rounded up to a power of two: for at most so many matrix rows; the last takes the rest.
 _LAUNCHES: dict[tuple[int, int], tuple[tuple[int, Launch], ...]] = {
     (2, 64): ((16, Launch(16, 32, 4, 3, 2)), (32, Launch(32, 64, 4, 3, 2)), (512, Launch(64, 64, 4, 3, 2)), (0, Launch(128, 128, 8, 3, 1))),
-    (2, 128): ((16, Launch(16, 64, 4, 3, 1)), (32, Launch(32, 64, 4, 3, 2)), (512, Launch(64, 64, 4, 3, 2)), (0, Launch(128, 64, 8, 4, 1))),
+    (2, 128): ((16, Launch(16, 64, 4, 3, 1)), (512, Launch(64, 64, 4, 3, 2, least=2)), (0, Launch(128, 64, 8, 4, 1))),
     (2, 256): ((16, Launch(16, 32, 4, 3, 2)), (32, Launch(32, 32, 4, 3, 2)), (64, Launch(64, 32, 4, 3, 1)), (0, Launch(128, 32, 8, 3, 1))),
     (4, 64): ((16, Launch(16, 32, 4, 2, 2)), (0, Launch(32, 32, 4, 2, 3))),
     (4, 128): ((16, Launch(16, 32, 8, 2, 1)), (0, Launch(32, 32, 8, 2, 1))),
