@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--assistants", nargs="+", default=["eagle3"], choices=list(ASSISTANTS), help="one row each")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--tree", default="60,7,10", help="total_tokens,depth,top_k")
+    parser.add_argument("--tree", default="60,7,10", help="total_tokens,depth,top_k; auto: chosen by measurement")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-plain", action="store_true", help="leave out transformers' generate and the comparison")
     parser.add_argument("--no-end", action="store_true", help="no token ends an answer: all have --tokens tokens")
@@ -93,12 +93,13 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokenizer = load_model(options.model, device, getattr(torch, options.dtype))
     if options.no_end:
         model.generation_config.eos_token_id = None
-    nodes, depth, top_k = map(int, options.tree.split(","))
+    auto = options.tree == "auto"
+    shape = {"total_tokens": "auto"} if auto else dict(zip(("total_tokens", "depth", "top_k"), map(int, options.tree.split(",")), strict=True))
     chosen = {name: ASSISTANTS[name] for name in options.assistants}
     heads = {"eagle3": options.head} | dict.fromkeys(("eagle", "eagle2"), options.eagle_head or "random weights")
     heads = {name: source for name, source in heads.items() if name in chosen}
     if "eagle3" in chosen:
-        chosen["eagle3"] = fastspec.Eagle3(total_tokens=nodes, depth=depth, top_k=top_k)
+        chosen["eagle3"] = fastspec.Eagle3(**shape)
     untrained = None if options.eagle_head else untrained_head(model)
     fastspec.patch(model, **{name: source if name == "eagle3" else options.eagle_head or untrained for name, source in heads.items()})
     where = environment(model) | {"backend": fastspec.report(model).backend}
@@ -110,7 +111,10 @@ def main(arguments: list[str] | None = None) -> None:
         }  # fmt: skip
         for row in on_file(model, prompts, chosen, options):
             row = shared | row | {"head": heads.get(row["assistant"])} | where
-            row |= {"tree": [nodes, depth, top_k]} if row["assistant"] == "eagle3" else {}
+            if row["assistant"] == "eagle3":
+                row |= {"tree": "auto" if auto else list(shape.values())}
+                choices = [asdict(choice) for choice in fastspec.report(model).trees.values()]
+                row |= {"choices": choices} if auto else {}
             print(json.dumps(row), flush=True)
             if options.out:
                 with options.out.open("a", encoding="utf-8") as file:

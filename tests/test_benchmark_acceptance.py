@@ -95,6 +95,14 @@ def test_without_an_end_all_answers_are_equally_long(script, saved: Path) -> Non
     assert row["rounds"] == 2 * 29 and row["rows_running"] == 1.0
 
 
+def test_a_row_says_which_tree_was_measured_and_chosen(script, saved: Path) -> None:
+    (row,) = rows_of(script, saved, "--assistants", "eagle3", "--head", str(saved / "head"), "--tree", "auto", "--no-plain")
+    (choice,) = row["choices"]
+    assert row["tree"] == "auto" and choice["chosen"] in choice["sizes"] and len(choice["expected"]) == len(choice["sizes"]) > 1
+    (row,) = rows_of(script, saved, "--assistants", "eagle3", "--head", str(saved / "head"), "--tree", "6,2,3", "--no-plain")
+    assert row["tree"] == [6, 2, 3] and "choices" not in row
+
+
 @pytest.mark.parametrize("end", ["cut", "changed"])
 def test_an_answer_that_differs_is_listed_and_no_near_tie(script, saved: Path, monkeypatch, end: str) -> None:
     """A planted wrong token, and an answer that stops early, of the fourth prompt."""
