@@ -94,7 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.no_end:
         model.generation_config.eos_token_id = None
     auto = options.tree == "auto"
-    shape = {"total_tokens": "auto"} if auto else dict(zip(("total_tokens", "depth", "top_k"), map(int, options.tree.split(",")), strict=True))
+    sizes = ["auto"] if auto else [int(size) for size in options.tree.split(",")]
+    shape = dict(zip(("total_tokens", "depth", "top_k"), sizes, strict=False))
     chosen = {name: ASSISTANTS[name] for name in options.assistants}
     heads = {"eagle3": options.head} | dict.fromkeys(("eagle", "eagle2"), options.eagle_head or "random weights")
     heads = {name: source for name, source in heads.items() if name in chosen}
@@ -112,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
         for row in on_file(model, prompts, chosen, options):
             row = shared | row | {"head": heads.get(row["assistant"])} | where
             if row["assistant"] == "eagle3":
-                row |= {"tree": "auto" if auto else list(shape.values())}
+                row |= {"tree": "auto" if auto else sizes}
                 choices = [asdict(choice) for choice in fastspec.report(model).trees.values()]
                 row |= {"choices": choices} if auto else {}
             print(json.dumps(row), flush=True)
