@@ -50,7 +50,7 @@ def test_every_family_says_in_fp32_what_the_unpatched_model_says(family, device)
 
 
 @EVERYWHERE
-def test_the_kernels_were_really_called(device):
+def test_the_backend_s_ops_are_called(device):
     target, head = MAKERS["bigram"]
     model = target().to(device)
     inputs = moved(prompts(3, 5), device)
