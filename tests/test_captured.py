@@ -1,87 +1,33 @@
-"""What surrounds a captured graph, on the CPU: a stand-in replays a program as a graph does, in place and without its Python.
-
-The pool, the keys, the halves of a round and the buffers that a graph reads are then those of CUDA; only the graph itself is not.
-"""
+"""What surrounds a captured graph, on the CPU: the pool, the keys, the halves of a round and the buffers that a graph reads."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from contextlib import ExitStack
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from helpers_captured import Stand, stand_in
 from helpers_generate import EAGLE1, MAKERS, TREE, prompts
 from helpers_models import tiny_head, tiny_model
-from torch import Tensor
 
 import fastspec
-from fastspec.generation import cache, capture, loop, rounds
+from fastspec.generation import cache, loop, rounds
 from fastspec.generation.eagle import drafter
 from fastspec.generation.handover import TextVerifier
 from fastspec.generation.verify import measure
 from fastspec.patches import hf_model
 from fastspec.patches.assistants import Continued
-from fastspec.patches.backends import TORCH
 from fastspec.patches.engines import KEPT
 from fastspec.patches.session import session_of
-
-
-def owners(run: Any) -> list[Any]:
-    """The objects whose attributes a program may set: those of its methods, and the target and drafter of rounds."""
-    found = []
-    while run is not None:
-        found.append(getattr(run, "__self__", None))
-        run = getattr(run, "func", None)
-    parts = [getattr(owner, name, None) for owner in found for name in ("target", "drafter")]
-    return [owner for owner in found + parts if owner is not None]
-
-
-def overwrite(old: Any, new: Any) -> None:
-    """Copy the tensors of one result into those of another, as a replay does."""
-    if isinstance(old, Tensor):
-        old.copy_(new)
-    elif isinstance(old, dict):
-        for name in old:
-            overwrite(old[name], new[name])
-    elif isinstance(old, (tuple, list)):
-        for a, b in zip(old, new, strict=True):
-            overwrite(a, b)
-    elif is_dataclass(old):
-        for field in fields(old):
-            overwrite(getattr(old, field.name), getattr(new, field.name))
-
-
-class Stand(capture.Captured):
-    """Runs the program; from the second time on what it returns stays in place, and the third leaves no trace on Python objects."""
-
-    def __call__(self, program: Any, key: Any) -> Any:
-        if key != self.key:
-            self.key, self.graph, self.result = key, None, None
-            return program()
-        self.replays += 1
-        if self.graph is None:
-            self.graph, self.result = True, program()
-            return self.result
-        before = [(owner, dict(vars(owner))) for owner in owners(program)]
-        result = program()
-        for owner, held in before:
-            vars(owner).clear()
-            vars(owner).update(held)
-        overwrite(self.result, result)
-        return self.result
 
 
 @pytest.fixture
 def captures(monkeypatch):
     """A backend of plain torch that captures."""
-    for module in (capture, rounds):
-        monkeypatch.setattr(module, "Captured", Stand)
-    ops = replace(TORCH, name="stand-in", captures=True)
-    monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)
-    assert drafter.CapturedByShape is hf_model.CapturedByShape is capture.CapturedByShape
+    stand_in(monkeypatch)
 
 
 OPTIONS = {

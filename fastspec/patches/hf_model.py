@@ -13,8 +13,8 @@ from fastspec.generation.capture import CapturedByShape, capturing, padded_width
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import LayerParts, Places, attend
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.patches.adapters import Adapter
-from fastspec.patches.compat import cache_geometry, position_limit, rope_bound, rope_tables
+from fastspec.patches.adapters import Adapter, is_watched
+from fastspec.patches.compat import cache_geometry, device_of, position_limit, rope_bound, rope_tables
 from fastspec.patches.layers import layer_parts, norm_of, product_of
 
 PREFILL_CHUNK = 512
@@ -41,7 +41,7 @@ class HFModel:
         self.cache: TreeCache
         if early is None:
             self.depth = layers
-            self.cache = TreeCache(layers, rows, kv_heads, capacity, tail, size, dtype=model.dtype, device=model.device)
+            self.cache = TreeCache(layers, rows, kv_heads, capacity, tail, size, dtype=model.dtype, device=device_of(model))
         else:
             self.depth = early[1]
             self.cache = LayerView(early[0].cache, self.depth)
@@ -50,9 +50,9 @@ class HFModel:
         self.tables: tuple[Tensor, Tensor] | None = None
         self.layers: list[LayerParts] = []
         self.passes: CapturedByShape[tuple[Tensor, Tensor]] = CapturedByShape()
-        self.chunks: CapturedByShape[tuple[Tensor, Tensor]] | None = CapturedByShape() if ops.captures and adapter is not None else None
-        self.captures = self.alone = ops.captures and adapter is not None
+        self.captures = self.alone = ops.captures and adapter is not None and not any(map(is_watched, model.modules()))
         """Whether passes are captured, and now each by itself: a round that is captured as a whole sets `alone` to False."""
+        self.chunks: CapturedByShape[tuple[Tensor, Tensor]] | None = CapturedByShape() if self.captures else None
         if adapter is not None:
             self._take(adapter)
 
