@@ -1,83 +1,33 @@
-"""What surrounds a captured graph, on the CPU: a stand-in replays a program as a graph does, in place and without its Python.
-
-The pool, the keys, the halves of a round and the buffers that a graph reads are then those of CUDA; only the graph itself is not.
-"""
+"""What surrounds a captured graph, on the CPU: the pool, the keys, the halves of a round and the buffers that a graph reads."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import ExitStack
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from helpers_generate import MAKERS, TREE, prompts
-from helpers_models import tiny_model
-from torch import Tensor
+from helpers_captured import Stand, stand_in
+from helpers_generate import EAGLE1, MAKERS, TREE, prompts
+from helpers_models import tiny_head, tiny_model
 
 import fastspec
-from fastspec.generation import capture, loop, rounds
+from fastspec.generation import cache, loop, rounds
 from fastspec.generation.eagle import drafter
+from fastspec.generation.handover import TextVerifier
 from fastspec.generation.verify import measure
 from fastspec.patches import hf_model
 from fastspec.patches.assistants import Continued
-from fastspec.patches.backends import TORCH
+from fastspec.patches.engines import KEPT
 from fastspec.patches.session import session_of
-
-
-def owners(run: Any) -> list[Any]:
-    """The objects whose attributes a program may set: those of its methods, and the target and drafter of rounds."""
-    found = []
-    while run is not None:
-        found.append(getattr(run, "__self__", None))
-        run = getattr(run, "func", None)
-    parts = [getattr(owner, name, None) for owner in found for name in ("target", "drafter")]
-    return [owner for owner in found + parts if owner is not None]
-
-
-def overwrite(old: Any, new: Any) -> None:
-    """Copy the tensors of one result into those of another, as a replay does."""
-    if isinstance(old, Tensor):
-        old.copy_(new)
-    elif isinstance(old, dict):
-        for name in old:
-            overwrite(old[name], new[name])
-    elif isinstance(old, (tuple, list)):
-        for a, b in zip(old, new, strict=True):
-            overwrite(a, b)
-    elif is_dataclass(old):
-        for field in fields(old):
-            overwrite(getattr(old, field.name), getattr(new, field.name))
-
-
-class Stand(capture.Captured):
-    """Runs the program; from the second time on what it returns stays in place, and the third leaves no trace on Python objects."""
-
-    def __call__(self, key: Any) -> Any:
-        if key != self.key:
-            self.key, self.graph, self.result = key, None, None
-            return self.program()
-        self.replays += 1
-        if self.graph is None:
-            self.graph, self.result = True, self.program()
-            return self.result
-        before = [(owner, dict(vars(owner))) for owner in owners(self.program)]
-        result = self.program()
-        for owner, held in before:
-            vars(owner).clear()
-            vars(owner).update(held)
-        overwrite(self.result, result)
-        return self.result
 
 
 @pytest.fixture
 def captures(monkeypatch):
     """A backend of plain torch that captures."""
-    for module in (capture, rounds):
-        monkeypatch.setattr(module, "Captured", Stand)
-    ops = replace(TORCH, name="stand-in", captures=True)
-    monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)
-    assert drafter.Program is hf_model.Program is capture.Program
+    stand_in(monkeypatch)
 
 
 OPTIONS = {
@@ -287,3 +237,70 @@ def test_the_same_seed_says_the_same_whether_rounds_run_ahead_or_not(captures, m
         out = model.generate(**prompts(6, 4), do_sample=True, temperature=1.5, max_new_tokens=40, assistant="autoregressive")
         said.append(out.tolist())
     assert said[0] == said[1] == said[2]
+
+
+@pytest.fixture
+def existing(captures, monkeypatch):
+    """What holds buffers and exists, by class, while no garbage is collected: rounds (but for those that verify an answer before others),
+    targets and drafts, drafters, keys and values, graphs. No more rounds of a model than the bound may exist."""
+    kinds = rounds.Rounds, hf_model.HFModel, drafter.HeadState, cache.TreeCache, Stand
+    held = {kind: weakref.WeakSet() for kind in kinds}
+
+    def watch(kind: Any) -> None:
+        begin = kind.__init__
+
+        def made(self, *args, **options):
+            held[kind].add(self)
+            begin(self, *args, **options)
+            own = [each for each in held[rounds.Rounds] if not isinstance(each.drafter, TextVerifier)]
+            assert len(own) <= KEPT, "dropped rounds are still there"
+
+        monkeypatch.setattr(kind, "__init__", made)
+
+    for kind in kinds:
+        watch(kind)
+    gc.collect()
+    gc.disable()
+    yield lambda: {kind.__name__: len(found) for kind, found in held.items() if found}
+    gc.enable()
+
+
+HOLDERS = {
+    "autoregressive": "autoregressive", "nasd": "nasd", "eagle": "eagle", "eagle3": TREE,
+    "auto": fastspec.Eagle3(depth=4, top_k=3, total_tokens="auto"), "early exit": fastspec.Speculative(early_exit=3),
+    "draft model": fastspec.Speculative(gamma=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("assistant", HOLDERS.values(), ids=HOLDERS)
+def test_rounds_that_are_dropped_are_freed_without_a_garbage_collection(existing, assistant):
+    model = tiny_model()
+    small = tiny_model(seed=3, num_hidden_layers=2)
+    fastspec.patch(model, eagle=tiny_head(model, **EAGLE1), eagle3=tiny_head(model), speculative=small)
+    options = {"do_sample": False, "max_new_tokens": 14, "eos_token_id": None}
+    for rows in range(1, KEPT + 3):
+        model.generate(**prompts(*[5] * rows), **options, assistant=assistant)
+    held = session_of(model).engines.held
+    assert len(held) == KEPT == existing()["Rounds"] and existing()["TreeCache"] >= KEPT
+    with fastspec.profile(model):
+        model.generate(**prompts(5), **options, assistant=assistant)
+    model.generate(**prompts(5), **options, assistant=assistant, repetition_penalty=1.2)
+    model.generate(**prompts(5), **{**options, "do_sample": True}, assistant=assistant, eta_cutoff=0.01)
+    model.generate(**prompts(5), **options, assistant=Continued(assistant, [[7, 8, 9]]))
+    assert len(held) == KEPT
+    fastspec.unpatch(model)
+    assert existing() == {}
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+
+
+@pytest.mark.parametrize("mode", ["token", "lossless"])
+def test_a_cascade_s_rounds_are_freed_too(existing, mode):
+    small, model = tiny_model(seed=3, num_hidden_layers=2), tiny_model()
+    rule = {"rule": "token_v2", "alpha": 1.0} if mode == "token" else {}
+    with fastspec.patched(model, cascade=fastspec.Cascade(stages=[small], mode=mode, gamma=3, **rule)):
+        for rows in range(1, KEPT + 3):
+            model.generate(**prompts(*[5] * rows), do_sample=False, max_new_tokens=12, assistant="cascade")
+        assert existing()["Rounds"] == KEPT
+    assert existing() == {}

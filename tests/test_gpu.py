@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from helpers_generate import MAKERS, TREE, bigram, prompts, seer, seer1
@@ -11,16 +13,18 @@ from torch import Tensor
 import fastspec
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.static import StaticDrafter
+from fastspec.generation.rounds import Rounds as CallRounds
+from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import choose, walk, walk_drawn
 from fastspec.kernels import reference
 from fastspec.patches.adapters import ADAPTERS, adapter_for
-from fastspec.patches.backends import TORCH
+from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.hf_model import HFModel
 from fastspec.patches.session import session_of
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
-EVERYWHERE = pytest.mark.parametrize("device", ["cpu", CUDA])
+CPU = pytest.param("cpu")
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 
 
@@ -95,34 +99,37 @@ def likeliest(scores: Tensor) -> Tensor:
     return scores.masked_fill(scores < scores.amax(-1, keepdim=True), -torch.inf)
 
 
-DRAFTS = pytest.mark.parametrize("drafts", ["dynamic", "static", "drawn"])
+WAYS = [*((drafts, backend) for backend in ("torch", "triton") for drafts in ("dynamic", "static", "drawn")), ("fused", "triton")]
+"""What drafts, and the kernels; "fused" is the dynamic tree in one launch."""
+BACKED = pytest.mark.parametrize(("drafts", "backend"), WAYS)
 
 
 class Rounds:
     """A target and a drafter of one call, and the round as the loop runs it, on static buffers."""
 
-    def __init__(self, device: str, drafts: str) -> None:
+    def __init__(self, device: str, drafts: str, backend: str = "torch") -> None:
         self.model = bigram().to(device)
-        name, head = ("eagle3", seer) if drafts == "dynamic" else ("eagle", seer1)
+        name, head = {"dynamic": ("eagle3", seer), "fused": ("eagle3", tiny_head)}.get(drafts, ("eagle", seer1))
         fastspec.patch(self.model, **{name: head(self.model).to(device)})
         head = session_of(self.model).resources[name]
-        self.extent, self.count, rows = 128, 0, 3
-        sizes = {"rows": rows, "capacity": self.extent, "ops": TORCH}
-        if drafts == "dynamic":
-            self.drafter = EagleDrafter(head, TREE.shape(device), **sizes)
+        self.extent, self.count, self.rows = 128, 0, 3
+        self.ops, rows = TORCH if backend == "torch" else triton_ops(), self.rows
+        sizes = {"rows": rows, "capacity": self.extent, "ops": self.ops}
+        if name == "eagle3":
+            self.drafter = EagleDrafter(head, TREE.shape(device), **sizes, fused=drafts == "fused")
+            assert (self.drafter.fused is not None) == (drafts == "fused")
         else:
             self.drafter = StaticDrafter(head, fastspec.Eagle1().tree(), **sizes, process=likeliest if drafts == "drawn" else None)
-        self.target = HFModel(
-            self.model, adapter_for(self.model), rows=rows, capacity=self.extent, tail=self.drafter.nodes, taps=head.config.taps, ops=TORCH
-        )
+        self.target = HFModel(self.model, adapter_for(self.model), tail=self.drafter.nodes, taps=head.config.taps, **sizes)
+        self.target.alone = False  # its passes are not captured by themselves
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(6, 97, (rows, 9), generator=generator).to(device)
         self.counts = torch.tensor([9, 4, 7], device=device)
 
     def begin(self) -> None:
-        self.target.cache.lengths.zero_()
-        self.drafter.cache.lengths.zero_()
+        self.target.open(self.extent)
+        self.drafter.open(self.extent)
         logits, features = self.target.prefill(self.ids, self.counts)
         self.drafter.begin(self.ids, self.counts, features, logits.argmax(-1))
 
@@ -131,9 +138,9 @@ class Rounds:
         tree = self.drafter.propose(self.extent)
         logits, features = self.target.score(tree, self.extent)
         if tree.q is None:
-            verdict = walk(tree, choose(logits, None, TORCH), TORCH)
+            verdict = walk(tree, choose(logits, None, self.ops), self.ops)
         else:
-            verdict = walk_drawn(tree, likeliest(logits), tree.q, torch.rand(tree.tokens.shape, device=logits.device), TORCH)
+            verdict = walk_drawn(tree, likeliest(logits), tree.q, torch.rand(tree.tokens.shape, device=logits.device), self.ops)
         self.target.commit(verdict, self.active)
         self.drafter.observe(tree, verdict, logits, features, self.active, self.extent)
         return verdict.tokens(tree), verdict.accepted
@@ -157,21 +164,23 @@ class Rounds:
         return said
 
 
-@EVERYWHERE
-@DRAFTS
+@pytest.mark.parametrize(
+    ("device", "drafts", "backend"),
+    [pytest.param(*where.values, *way, marks=where.marks) for where, ways in ((CPU, WAYS[:3]), (CUDA, WAYS)) for way in ways],
+)
 @torch.no_grad()
-def test_rounds_on_static_buffers(device, drafts):
-    rounds = Rounds(device, drafts)
+def test_rounds_on_static_buffers(device, drafts, backend):
+    rounds = Rounds(device, drafts, backend)
     rounds.begin()
-    said = rounds.texts(rounds.round, 6)
+    said = rounds.texts(rounds.round, 12 if drafts == "fused" else 6)
     assert [row[:12] for row in said] == [row[:12] for row in rounds.plain(12)] and min(map(len, said)) >= 12
 
 
 @ON_CUDA
-@DRAFTS
+@BACKED
 @torch.no_grad()
-def test_a_round_waits_for_nothing(device, drafts):
-    rounds = Rounds(device, drafts)
+def test_a_round_waits_for_nothing(device, drafts, backend):
+    rounds = Rounds(device, drafts, backend)
     rounds.begin()
     rounds.round()
     before = torch.cuda.get_sync_debug_mode()
@@ -183,10 +192,37 @@ def test_a_round_waits_for_nothing(device, drafts):
 
 
 @ON_CUDA
-@DRAFTS
+@BACKED
 @torch.no_grad()
-def test_a_captured_round_says_the_same(device, drafts):
-    rounds = Rounds(device, drafts)
+def test_the_host_reads_back_once_a_round(device, drafts, backend):
+    """Of the rounds of a call: run as they are, captured, and replayed on the backend that captures."""
+    made = Rounds(device, drafts, backend)
+    made.target.alone = made.target.captures
+    made.begin()
+    drawn = drafts == "drawn"
+    rounds = CallRounds(made.target, made.drafter, made.ops, rows=made.rows, sample=drawn, process=likeliest if drawn else None)
+    assert bool(rounds.captured) == (backend == "triton")
+    rounds.begin(made.drafter.root)
+    longest, stats = 9, Stats()
+    for _ in range(4):
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                packed = rounds.step(longest, stats)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        longest += max(accepted for accepted, *_ in packed) + 1
+    assert sum("synchronizing CUDA operation" in str(each.message) for each in seen) == 1  # of the last round
+    assert stats.replays == (3 if backend == "triton" else 0)
+
+
+@ON_CUDA
+@BACKED
+@torch.no_grad()
+def test_a_captured_round_says_the_same(device, drafts, backend):
+    rounds = Rounds(device, drafts, backend)
     rounds.begin()
     expected = rounds.texts(rounds.round, 6)
     side = torch.cuda.Stream()

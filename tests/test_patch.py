@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_models import tiny_head, tiny_model
+from helpers_patch import assert_same, snapshot
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
@@ -20,36 +21,6 @@ from fastspec.patches.session import CALLS_KEPT, PatchSession, session_of
 
 INPUTS = {"input_ids": torch.tensor([[0, 0, 7, 8, 9], [11, 12, 13, 14, 15]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5])}
 GREEDY = {**INPUTS, "max_new_tokens": 12, "do_sample": False}
-
-
-def snapshot(model: Any) -> dict[str, Any]:
-    """Everything that `unpatch` promises to leave as it was, by identity where that can be."""
-    modules = list(model.modules())
-    return {
-        "attributes": {name: {key: id(value) for key, value in vars(module).items()} for name, module in model.named_modules()},
-        "parts": {
-            name: {kind: {key: id(value) for key, value in vars(module)[kind].items()} for kind in ("_modules", "_parameters", "_buffers")}
-            for name, module in model.named_modules()
-        },
-        "hooks": [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in modules],
-        "storage": {key: (value.data_ptr(), value.dtype, value.shape) for key, value in model.state_dict().items()},
-        "values": {key: value.clone() for key, value in model.state_dict().items()},
-        "config": model.config.to_dict(),
-        "generation_config": model.generation_config.to_dict(),
-        "classes": {cls: {key: id(value) for key, value in vars(cls).items()} for module in modules for cls in type(module).__mro__},
-        "signature": inspect.signature(model.generate),
-        "forward": model.forward,
-        "training": [module.training for module in modules],
-    }
-
-
-def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    assert before.keys() == after.keys()
-    for key in before:
-        if key == "values":
-            assert all(torch.equal(value, after[key][name]) for name, value in before[key].items())
-        else:
-            assert before[key] == after[key], key
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])

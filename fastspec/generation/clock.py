@@ -57,6 +57,10 @@ class Profile:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
+def unmarked(name: str) -> None:
+    """Stands for `Clock.mark` where no clock runs."""
+
+
 class Clock:
     """Marks of one round after another into a Profile. On CUDA its events are recorded in the stream, captured or not."""
 

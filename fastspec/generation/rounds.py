@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastspec.generation.capture import Captured, Program
-from fastspec.generation.clock import Clock
+from fastspec.generation.capture import Captured, CapturedByShape
+from fastspec.generation.clock import Clock, unmarked
 from fastspec.generation.handover import TextVerifier
 from fastspec.generation.protocols import Drafter, LanguageModel, Ops
 from fastspec.generation.stats import Stats
@@ -85,13 +85,12 @@ class Rounds:
         self.captured: dict[str, Captured[dict[str, Any]]] = {}
         if getattr(drafter, "static", drafter is None) and getattr(target, "alone", False):
             self.target.alone = False
-            programs = {"round": self._round, "front": self._front, "back": self._back}
-            self.captured = {name: Captured(partial(self._left, program)) for name, program in programs.items()}
+            self.captured = {name: Captured() for name in ("round", "front", "back")}
         self.flight: Flight | None = None
         """The round that runs ahead of the host, see `step`."""
         self.spare: list[Tensor] = []
         """Where rounds that run ahead leave their small tensor on the host: two that take turns."""
-        self.judges: dict[int, Program[dict[str, Any]]] = {}
+        self.judges: dict[int, CapturedByShape[dict[str, Any]]] = {}
         """Longest path of a tree -> all of a round but its drafting, captured by the tree's size; for drafters that the host drives."""
 
     @contextmanager
@@ -164,7 +163,7 @@ class Rounds:
         return self.captured["round"].ready(self._key()) and all(part.cache.fits(rounded(longest)) for part in self._parts())
 
     def _launch(self) -> Flight:
-        packed = self._run("round")
+        packed = self._run("round", self._round)
         if not self.spare:
             self.spare = [torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda) for _ in range(2)]
         host = self.spare.pop(0).copy_(packed, non_blocking=True)  # before the next replay writes over it: they follow each other
@@ -189,9 +188,9 @@ class Rounds:
             return self._judged(extent, stats) if self._judges(decide) else self._stepwise(extent, stats, decide)
         if decide is None and self.whole:
             with timed(stats, "round"):
-                return self._run("round", stats).tolist()
+                return self._run("round", self._round, stats).tolist()
         with timed(stats, "draft and score"):
-            self._run("front", stats)
+            self._run("front", self._front, stats)
         with timed(stats, "choose"):
             if decide is None:
                 self._choose()
@@ -199,7 +198,7 @@ class Rounds:
                 self.verdict, self.kept = decide()
             self.verdict = self._held(self.verdict)
         with timed(stats, "commit"):
-            return self._run("back", stats).tolist()
+            return self._run("back", self._back, stats).tolist()
 
     def _judges(self, decide: Decide | None) -> bool:
         """Whether a round of a drafter that the host drives is captured from its scoring on: drafts that bring a law are not."""
@@ -211,11 +210,10 @@ class Rounds:
             self._draft(extent)
         tree, drafted = self.tree, [] if self.clock is None else self.clock.marks
         with timed(stats, "judge"):
-            if tree.max_path not in self.judges:
-                self.judges[tree.max_path] = Program(partial(self._judge, tree.max_path))
-            judge = self.judges[tree.max_path]
+            judge = self.judges.setdefault(tree.max_path, CapturedByShape())
             parts = tree.tokens, tree.parents, tree.depths, tree.ancestors
-            left = judge((self.clock, self.target.cache.slots), tree.tokens.shape[1], *parts)
+            key = self.clock, self.target.cache.slots
+            left = judge(partial(self._judge, tree.max_path), key, tree.tokens.shape[1], *parts)
             self.__dict__.update(left)
             if self.clock is not None:
                 (_, began), *rest = left["marks"]
@@ -248,11 +246,11 @@ class Rounds:
         """What a captured round depends on beside its tensors."""
         return (self.clock, *(part.cache.slots for part in self._parts()))
 
-    def _run(self, name: str, stats: Stats | None = None) -> Any:
-        """A part of the round from its graph; what it leaves lies where the graph has it."""
+    def _run(self, name: str, program: Callable[[int], None], stats: Stats | None = None) -> Any:
+        """A part of the round from the graph of this name; what it leaves lies where the graph has it."""
         captured = self.captured[name]
         before = captured.replays
-        left = captured(self._key())
+        left = captured(partial(self._left, program), self._key())
         if stats is not None:
             stats.replays += captured.replays - before
         self.__dict__.update(left)
@@ -295,8 +293,8 @@ class Rounds:
     def _draft(self, extent: int) -> None:
         if self.clock is not None:
             self.clock.open()
-            if hasattr(self.drafter, "mark"):
-                self.drafter.mark = self._mark
+        if hasattr(self.drafter, "mark"):
+            self.drafter.mark = unmarked if self.clock is None else self.clock.mark
         self.tree = TokenTree.root_only(self.root) if self.drafter is None else self.drafter.propose(extent)
         self._mark("draft")
 

@@ -162,7 +162,10 @@ def adapter_for(model: nn.Module) -> Adapter | None:
     if adapter is None or not hasattr(model, adapter.lm_head):
         return None
     decoder = getattr(model, adapter.decoder)
-    own = [model, decoder, *getattr(decoder, adapter.layers), *(getattr(la, adapter.attention) for la in getattr(decoder, adapter.layers))]
+    layers = list(getattr(decoder, adapter.layers))
+    attention = [getattr(layer, adapter.attention) for layer in layers]
+    norms = [norm for each in attention for norm in (each.q_norm, each.k_norm)] if adapter.qk_norm else []
+    own = [model, decoder, *layers, *attention, *norms]
     return None if any(is_foreign(module) for module in own) else adapter
 
 
@@ -180,8 +183,14 @@ def mode_of(model: Any) -> str:
 def is_foreign(module: nn.Module) -> bool:
     """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
     home = type(module).forward.__module__.startswith(("transformers.", "torch."))
+    return not home or "forward" in module.__dict__ or is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves weights: the replay of a
+    graph would not run it."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return not home or "forward" in module.__dict__ or not all(is_capturing_hook(hook) for hook in hooks)
+    return hasattr(module, "_hf_hook") or not all(is_capturing_hook(hook) for hook in hooks)
 
 
 def _sliding_window(config: Any) -> int | None:

@@ -19,7 +19,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import adapter_for, check_supported, mode_of
 from fastspec.patches.backends import choose_backend
 from fastspec.patches.cascade import CascadeModels
-from fastspec.patches.compat import drop_capturing_hooks, has_capturing_hooks
+from fastspec.patches.compat import device_of, drop_capturing_hooks, has_capturing_hooks
 from fastspec.patches.generate import generate
 from fastspec.patches.heads import load_heads
 from fastspec.patches.refusals import refuse_heads
@@ -59,7 +59,7 @@ def patch(
         resources["speculative"] = check_draft(speculative, model)
     if cascade is not None:
         resources["cascade"] = _cascade(cascade, model)
-    choose_backend(backend, model.device.type, adapted=adapter_for(model) is not None)  # refuses what cannot be
+    choose_backend(backend, device_of(model).type, adapted=adapter_for(model) is not None)  # refuses what cannot be
     session = PatchSession(backend, resources, has_capturing_hooks(model))
     try:
         session.set(model, STATE, session)
@@ -194,15 +194,16 @@ def report(model: Any) -> Report:
     session = session_of(model)
     if session is None:
         raise Unsupported(f"this {type(model).__name__} is not patched: nothing to report before fastspec.patch(model)")
+    place = [device_of(model), model.dtype]
     return Report(
         model=type(model).__name__,
         mode=mode_of(model),
         backend=session.ops(model).name,
-        device=str(model.device),
+        device=str(place[0]),
         dtype=str(model.dtype).removeprefix("torch."),
         assistants=("autoregressive", "nasd", *session.resources),
         calls=tuple(session.calls),
         kernels=dict(session.kernels),
         memory=None if "cascade" not in session.resources else session.resources["cascade"].memory_stats,
-        trees={(config, rows): choice for (config, rows, *where), choice in session.trees.items() if where == [model.device, model.dtype]},
+        trees={(config, rows): choice for (config, rows, *where), choice in session.trees.items() if where == place},
     )

@@ -15,6 +15,7 @@ from fastspec.generation.eagle.static import StaticDrafter
 from fastspec.generation.loop import Outcome
 from fastspec.generation.nasd import NasdDecoding
 from fastspec.generation.protocols import Ops
+from fastspec.patches.compat import device_of
 from fastspec.patches.heads import moved
 from fastspec.patches.refusals import refuse_heads
 from fastspec.patches.speculative import resolve_speculative
@@ -115,7 +116,7 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Eagle
     head: EagleHead | None = resources.get(name)
     if head is None:
         raise Unsupported(f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it")
-    if head.fc.weight.device != model.device or head.fc.weight.dtype != model.dtype:
+    if head.fc.weight.device != device_of(model) or head.fc.weight.dtype != model.dtype:
         fresh = moved(head, model)  # the model was moved or cast since it was patched
         resources.update({each: fresh for each, held in resources.items() if held is head})
         head = fresh
@@ -129,7 +130,7 @@ def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecod
 
 
 def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
-    shape, batched = (config.shape(model.device.type, rows) for rows in (1, MANY_ROWS))
+    shape, batched = (config.shape(device_of(model).type, rows) for rows in (1, MANY_ROWS))
     auto = config if config.total_tokens == "auto" else None
     return EagleDecoding(config.name, _head(config.name, resources, model, max(shape.top_k, batched.top_k)), shape, auto, batched)
 

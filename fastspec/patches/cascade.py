@@ -23,7 +23,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.loop import Outcome
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants import Continued
-from fastspec.patches.compat import position_limit
+from fastspec.patches.compat import device_of, position_limit
 from fastspec.patches.kept import check_kept, check_room, keep_past, past_of
 from fastspec.patches.mixtures import MixedDecoding, StagedDecoding
 from fastspec.patches.settings import ends_of, left_padded, new_tokens, pad_of, read_prompts, refuse, setting, stage_options
@@ -109,7 +109,7 @@ class CascadeModels:
         measured once, on this prompt."""
         predictor = self.predictor(config)
         if config.costs is None and None not in self.rates:
-            known = predictor.rates if predictor.place.get("device") == device_name(self.large.device) else None
+            known = predictor.rates if predictor.place.get("device") == device_name(device_of(self.large)) else None
             self.rates[None] = known or measure_rates(self.stages, [prompt])
         if config.costs is not None:
             zeros = (0.0,) * len(config.costs)
@@ -142,9 +142,10 @@ class CascadeModels:
                     f"mode={config.mode!r} goes token by token, and the stage {stage.label!r} has other tokens or another prompt: "
                     "use mode='adaptive'"
                 )
-            if stage.model.device != self.large.device:
+            place, wanted = device_of(stage.model), device_of(self.large)
+            if place != wanted:
                 raise Unsupported(
-                    f"mode={config.mode!r}: the stage {stage.label!r} is on {stage.model.device} and the large model on {self.large.device}"
+                    f"mode={config.mode!r}: the stage {stage.label!r} is on {place} and the large model on {wanted}"
                 )
         if config.mode == "token" and config.alpha != "lossless":
             return MixedDecoding(config, drafts[0], self.large)
@@ -258,7 +259,7 @@ class AdaptiveCascade:
         """One stage's `generate` for these prompts, after what was handed over."""
         stage, memory = self.models.stages[index], self.models.memory
         options, heard = stage_options(stage, given, limit), []  # type: dict[str, Any], list[Outcome]
-        ids, mask = left_padded(prompts, pad_of(stage, given), stage.model.device)
+        ids, mask = left_padded(prompts, pad_of(stage, given), device_of(stage.model))
         judged = index < len(self.models.stages) - 1 or self.hear is not None
         assistant = Continued(self.assistant or stage.stage.assistant, handed, heard.append, measure=judged)
         if memory is None or len(prompts) > 1:

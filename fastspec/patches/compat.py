@@ -76,13 +76,25 @@ def rope_bound(config: Any) -> int | None:
     return config.max_position_embeddings if kind == "dynamic" else None
 
 
+def device_of(model: Any) -> torch.device:
+    """Where a model computes: where its parameters are, or, where accelerate keeps them elsewhere between passes, where its hooks put them.
+
+    Delete when `PreTrainedModel.device` of an offloaded model is no longer "meta".
+    """
+    if model.device.type != "meta":
+        return model.device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    found = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((torch.device(device) for device in found if device is not None), model.device)
+
+
 def rope_tables(rotary: Any, model: Any, count: int) -> tuple[Tensor, Tensor]:
     """cos and sin [count, R / 2] of the first positions, in the model's dtype, as its rotary module makes them.
 
     Transformers' modules repeat each angle for both halves of a head.
     """
-    positions = torch.arange(count, device=model.device)[None]
-    cos, sin = rotary(torch.zeros(1, dtype=model.dtype, device=model.device), positions)
+    device = device_of(model)
+    cos, sin = rotary(torch.zeros(1, dtype=model.dtype, device=device), torch.arange(count, device=device)[None])
     half = cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 

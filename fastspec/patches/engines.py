@@ -1,4 +1,8 @@
-"""Buffers and captured rounds that are kept between calls: a bounded pool per patched model."""
+"""Buffers and captured rounds that are kept between calls: a bounded pool per patched model.
+
+Rounds, their target, their drafter and what these captured hold each other in one direction only, so that rounds which are dropped give
+their memory back at once, without a garbage collection.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ class Engines:
             self.held.popitem(last=False)
 
     def make_room(self) -> None:
-        """Drop one before another is made, so that no more than the bound ever exist."""
+        """Drop what is over the bound once another is made, before it is made: no more than the bound exist at a time."""
         while len(self.held) >= KEPT:
             self.held.popitem(last=False)
 

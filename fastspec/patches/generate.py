@@ -20,7 +20,7 @@ from fastspec.kernels.reference import SamplingLaw
 from fastspec.patches.assistants import Continued, EagleDecoding, resolve
 from fastspec.patches.cache import export_span, import_past
 from fastspec.patches.cascade import AdaptiveCascade
-from fastspec.patches.compat import fill_cache, is_out_of_memory, own_stop_strings, read_cache
+from fastspec.patches.compat import device_of, fill_cache, is_out_of_memory, own_stop_strings, read_cache
 from fastspec.patches.engines import weights_of
 from fastspec.patches.hf_model import HFModel
 from fastspec.patches.refusals import refuse_arguments, refuse_prepared, refuse_prompts
@@ -88,7 +88,8 @@ class _Call:
     ) -> None:  # fmt: skip
         self.given = decoding if isinstance(decoding, Continued) else Continued(decoding)
         self.model, self.session, self.decoding, self.config, self.processors = model, session, self.given.decoding, config, processors
-        self.ids, self.ops = ids.to(model.device), session.ops(model)
+        self.device = device_of(model)
+        self.ids, self.ops = ids.to(self.device), session.ops(model)
         self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
         self.handed_in = given.get("past_key_values") is not None  # the cache is the user's own, to be filled in place
         self.cache = model_kwargs.get("past_key_values")
@@ -148,7 +149,7 @@ class _Call:
             if isinstance(error, FastSpecError) or not is_out_of_memory(error):
                 raise
             raise FastSpecError(
-                f"out of memory while decoding {rows} rows of up to {capacity} tokens on {self.model.device}: ask for fewer new tokens, "
+                f"out of memory while decoding {rows} rows of up to {capacity} tokens on {self.device}: ask for fewer new tokens, "
                 "a shorter prompt or a smaller batch"
             ) from error
         if streaming is not None:
@@ -192,7 +193,7 @@ class _Call:
             elif rounds.drafter is not None:
                 rounds.drafter = self._drafter(rows, capacity, drawn)
         self._restore(rounds.target)
-        rounds.clock = None if self.session.profile is None else Clock(self.session.profile, self.model.device)
+        rounds.clock = None if self.session.profile is None else Clock(self.session.profile, self.device)
         return rounds, key
 
     def _sized(self, capacity: int, request: Request) -> Any:
@@ -201,7 +202,7 @@ class _Call:
         if not isinstance(decoding, EagleDecoding) or decoding.auto is None:
             return decoding
         rows = request.prompts.shape[0]
-        key = decoding.auto, rows, model.device, model.dtype
+        key = decoding.auto, rows, self.device, model.dtype
         if key not in trees:
 
             def fresh() -> tuple[HFModel, Any]:
@@ -210,7 +211,7 @@ class _Call:
                 return target, drafter
 
             self.session.engines.make_room()
-            trees[key] = choose_tree(fresh, self.ops, request, decoding.auto.sizes(model.device.type))
+            trees[key] = choose_tree(fresh, self.ops, request, decoding.auto.sizes(self.device.type))
         return decoding.sized(trees[key].chosen)
 
     def _restore(self, target: HFModel) -> None:
@@ -232,7 +233,7 @@ class _Call:
         return key
 
     def _drafter(self, rows: int, capacity: int, process: Any) -> Any:
-        drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.model.device, ops=self.ops, process=process)
+        drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.device, ops=self.ops, process=process)
         if hasattr(drafter, "ends"):
             drafter.ends = self.ending.ends
         return drafter
@@ -240,7 +241,7 @@ class _Call:
     def _parts(self, rows: int, capacity: int, process: Any) -> tuple[HFModel, Any]:
         drafter = self._drafter(rows, capacity, process)
         nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
-        nodes = nodes if self.given.answers is None else max(nodes, *CHUNKS.get(self.model.device.type, CHUNKS["cuda"]))
+        nodes = nodes if self.given.answers is None else max(nodes, *CHUNKS.get(self.device.type, CHUNKS["cuda"]))
         target = language_model(
             self.model, self.source, rows=rows, capacity=capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
         )  # fmt: skip

@@ -28,6 +28,7 @@ from fastspec.errors import CheckpointError
 from fastspec.generation.eagle.checkpoint import HeadCheckpoint, build_head, check_fit, misfits, override, read_checkpoint, with_taps
 from fastspec.generation.eagle.dialects import TRAINED_THETA, Flag
 from fastspec.generation.eagle.head import EagleHead, HeadConfig
+from fastspec.patches.compat import device_of
 
 PATTERNS = ["*.json", "*.safetensors", "*.bin"]
 PROBE_TOKENS = 64
@@ -135,7 +136,7 @@ def _packaged_heads() -> dict[str, Path]:
 
 
 def _build(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> EagleHead:
-    head = build_head(checkpoint).to(target.device, target.dtype)
+    head = build_head(checkpoint).to(device_of(target), target.dtype)
     if head.inv_freq is None:
         head.set_rope(*scaled_rope(head.config))
     embedding = _embedding(checkpoint, target)
@@ -149,7 +150,7 @@ def _embedding(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> nn.Module
     shared, own = target.get_input_embeddings(), checkpoint.embedding
     if own is None:
         return shared
-    own = own.to(target.device, target.dtype)
+    own = own.to(device_of(target), target.dtype)
     if torch.equal(own, shared.weight.detach().to(own.device, own.dtype)):
         return shared
     return nn.Embedding.from_pretrained(own, freeze=True)
@@ -171,9 +172,9 @@ def _bind_module(head: EagleHead, target: PreTrainedModel) -> EagleHead:
     found = misfits(head.config, own, **sizes._asdict())
     if found:
         raise CheckpointError(f"this EagleHead does not fit the target: {'; '.join(found)}")
-    if (weight.device, weight.dtype) != (target.device, target.dtype):
+    if (weight.device, weight.dtype) != (device_of(target), target.dtype):
         raise CheckpointError(
-            f"this EagleHead is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.device}: "
+            f"this EagleHead is {weight.dtype} on {weight.device}, the target {target.dtype} on {device_of(target)}: "
             "call head.to(target.device, target.dtype) first"
         )
     _check_values(head, sizes.vocab_size)
@@ -189,7 +190,7 @@ def _bind_module(head: EagleHead, target: PreTrainedModel) -> EagleHead:
 def moved(head: EagleHead, target: PreTrainedModel) -> EagleHead:
     """A copy of a head on the target's device and in its dtype; the embedding and LM head that it borrows stay shared."""
     borrowed = [part for part in (head.__dict__["_embed_tokens"], head.__dict__["_target_lm_head"]) if part is not None]
-    return copy.deepcopy(head, {id(part): part for part in borrowed}).to(target.device, target.dtype)
+    return copy.deepcopy(head, {id(part): part for part in borrowed}).to(device_of(target), target.dtype)
 
 
 def scaled_rope(config: HeadConfig) -> tuple[Tensor, float]:
@@ -300,7 +301,7 @@ def probe_head(
     checkpoint = read_checkpoint(find_head(source, revision=revision))
     check_fit(checkpoint, **sizes._asdict())
     checkpoint = _moved(with_taps(checkpoint, sizes.num_layers), target)
-    prompt = _default_prompt(target) if input_ids is None else input_ids.to(target.device)
+    prompt = _default_prompt(target) if input_ids is None else input_ids.to(device_of(target))
     if prompt.ndim != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
         raise ValueError(f"input_ids has shape {list(prompt.shape)}; expected one prompt, [1, T]")
     ids = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=PROBE_TOKENS, do_sample=False)
@@ -329,13 +330,13 @@ def probe_head(
 
 def _moved(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> HeadCheckpoint:
     """The checkpoint with its weights where the target is, so that all readings share one copy."""
-    state = {k: v.to(target.device, target.dtype if v.is_floating_point() else v.dtype) for k, v in checkpoint.state.items()}
+    state = {k: v.to(device_of(target), target.dtype if v.is_floating_point() else v.dtype) for k, v in checkpoint.state.items()}
     return replace(checkpoint, state=state)
 
 
 def _default_prompt(target: PreTrainedModel) -> Tensor:
     bos = target.config.get_text_config().bos_token_id
-    return torch.tensor([[bos if isinstance(bos, int) else 0]], device=target.device)
+    return torch.tensor([[bos if isinstance(bos, int) else 0]], device=device_of(target))
 
 
 def _readings(checkpoint: HeadCheckpoint, num_layers: int) -> list[HeadCheckpoint]:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.cache import LayerView, TreeCache
-from fastspec.generation.capture import Program, capturing, padded_width
+from fastspec.generation.capture import CapturedByShape, capturing, padded_width
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import LayerParts, Places, attend
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.patches.adapters import Adapter
-from fastspec.patches.compat import cache_geometry, position_limit, rope_bound, rope_tables
+from fastspec.patches.adapters import Adapter, is_watched
+from fastspec.patches.compat import cache_geometry, device_of, position_limit, rope_bound, rope_tables
 from fastspec.patches.layers import layer_parts, norm_of, product_of
 
 PREFILL_CHUNK = 512
@@ -41,7 +41,7 @@ class HFModel:
         self.cache: TreeCache
         if early is None:
             self.depth = layers
-            self.cache = TreeCache(layers, rows, kv_heads, capacity, tail, size, dtype=model.dtype, device=model.device)
+            self.cache = TreeCache(layers, rows, kv_heads, capacity, tail, size, dtype=model.dtype, device=device_of(model))
         else:
             self.depth = early[1]
             self.cache = LayerView(early[0].cache, self.depth)
@@ -49,10 +49,10 @@ class HFModel:
         self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
         self.tables: tuple[Tensor, Tensor] | None = None
         self.layers: list[LayerParts] = []
-        self.passes = Program(self._pass)
-        self.chunks = Program(self._chunk) if ops.captures and adapter is not None else None
-        self.captures = self.alone = ops.captures and adapter is not None
+        self.passes: CapturedByShape[tuple[Tensor, Tensor]] = CapturedByShape()
+        self.captures = self.alone = ops.captures and adapter is not None and not any(map(is_watched, model.modules()))
         """Whether passes are captured, and now each by itself: a round that is captured as a whole sets `alone` to False."""
+        self.chunks: CapturedByShape[tuple[Tensor, Tensor]] | None = CapturedByShape() if self.captures else None
         if adapter is not None:
             self._take(adapter)
 
@@ -97,7 +97,7 @@ class HFModel:
             if self.chunks is None:
                 logits, feats = self._chunk(*inputs, done + begin + width)
             else:
-                logits, feats = self.chunks(self.cache.slots, padded_width(width), *inputs)
+                logits, feats = self.chunks(self._chunk, self.cache.slots, padded_width(width), *inputs)
                 logits, feats = logits.clone(), feats[:, :width].clone() if many else feats[:, :width]
             last = logits if last is None else torch.where(((want >= 0) & (want < width))[:, None], logits, last)
             features.append(feats)
@@ -136,7 +136,7 @@ class HFModel:
         extent = self.reserve(extent)
         if not self.alone or capturing():
             return self._score(tree.tokens, tree.depths, tree.ancestors, extent)
-        return self.passes(self.cache.slots, tree.tokens.shape[1], tree.tokens, tree.depths, tree.ancestors)
+        return self.passes(self._pass, self.cache.slots, tree.tokens.shape[1], tree.tokens, tree.depths, tree.ancestors)
 
     def _pass(self, tokens: Tensor, depths: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
         return self._score(tokens, depths, ancestors, self.cache.bound)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from fastspec.errors import Unsupported
-from fastspec.patches.compat import cache_geometry, read_cache, rope_bound
+from fastspec.patches.compat import cache_geometry, device_of, read_cache, rope_bound
 
 if TYPE_CHECKING:
     from fastspec.cascade.memory import CacheManager
@@ -57,7 +57,7 @@ def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> Dynam
     for layer in range(len(found)):
         keys, values = found.pop(0)  # the cache copies: each layer is freed before the next is copied
         if getattr(model, "hf_device_map", None) is None:
-            keys, values = keys.to(model.device), values.to(model.device)
+            keys, values = keys.to(device_of(model)), values.to(device_of(model))
         cache.update(keys, values, layer)
     return cache
 

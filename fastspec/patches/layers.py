@@ -42,7 +42,7 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
 
 def norm_of(module: Any, ops: Ops) -> Norm:
     """A norm with the sum before it."""
-    if not is_foreign(module) and hasattr(module, "variance_epsilon"):
+    if not is_foreign(module) and hasattr(module, "variance_epsilon") and type(module.weight) is nn.Parameter:
         return rms(ops, module.weight, module.variance_epsilon)
 
     def norm(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,10 @@ def is_mixture(mlp: Any) -> bool:
     """Whether a module is a router `gate` and packed SwiGLU `experts`, as Mixtral and Qwen3-MoE have them."""
     held = getattr(mlp, "experts", None)
     silu = type(getattr(held, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    return {name for name, _ in mlp.named_children()} == {"gate", "experts"} and hasattr(held, "gate_up_proj") and silu
+    if {name for name, _ in mlp.named_children()} != {"gate", "experts"} or not silu:
+        return False
+    weights = dict(mlp.experts.named_parameters())  # quantised ones bring scales, sharded ones are another kind of tensor
+    return weights.keys() == {"gate_up_proj", "down_proj"} and all(type(weight) is nn.Parameter for weight in weights.values())
 
 
 def mixture(mlp: Any, x: Tensor, ops: Ops) -> Tensor:

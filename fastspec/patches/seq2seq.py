@@ -18,6 +18,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.protocols import Ops
 from fastspec.patches.adapters import SEQ2SEQ, adapter_for, check_decoder
 from fastspec.patches.cache import SlotCache
+from fastspec.patches.compat import device_of
 from fastspec.patches.hf_model import HFModel
 
 
@@ -55,7 +56,7 @@ def refuse_seq2seq(model: Any, decoding: Any, given: dict[str, Any]) -> None:
 
 def read_source(model: Any, given: dict[str, Any], prepared: dict[str, Any], rows: int) -> Source:
     """The source of a call of `rows` rows, from its own arguments and what transformers' `generate` made of them."""
-    device = model.device
+    device = device_of(model)
     ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs")
     if ids is not None:
         ids = ids.to(device).repeat_interleave(rows // max(1, ids.shape[0]), 0) if ids.dim() == 2 and not ids.is_floating_point() else None

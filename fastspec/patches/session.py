@@ -20,6 +20,7 @@ from fastspec.generation.protocols import Ops
 from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import adapter_for
 from fastspec.patches.backends import choose_backend, counted
+from fastspec.patches.compat import device_of
 from fastspec.patches.engines import Engines
 from fastspec.patches.layers import pack_model
 from fastspec.patches.tree_size import TreeChoice
@@ -108,7 +109,7 @@ class PatchSession:
 
     def ops(self, model: Any) -> Ops:
         """The backend's kernels for a model as it is now: it may have moved, or been hooked, since it was patched."""
-        return counted(choose_backend(self.backend, model.device.type, adapted=adapter_for(model) is not None), self.kernels)
+        return counted(choose_backend(self.backend, device_of(model).type, adapted=adapter_for(model) is not None), self.kernels)
 
     def pack(self, model: Any) -> None:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the model was moved."""

@@ -16,6 +16,7 @@ from fastspec.generation.protocols import Ops
 from fastspec.generation.shared_draft import SharedDrafter, shared_tokens
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.patches.adapters import adapter_for, check_supported
+from fastspec.patches.compat import device_of
 from fastspec.patches.hf_model import HFModel
 from fastspec.patches.seq2seq import Source, encode, language_model
 
@@ -179,8 +180,9 @@ def check_draft(draft: Any, target: Any) -> Any:
 
 
 def _same_device(draft: Any, target: Any) -> None:
-    if draft.device != target.device:
-        raise Unsupported(f"the draft model is on {draft.device} and the target on {target.device}: move one of them with .to(...)")
+    place, wanted = device_of(draft), device_of(target)
+    if place != wanted:
+        raise Unsupported(f"the draft model is on {place} and the target on {wanted}: move one of them with .to(...)")
 
 
 def resolve_speculative(config: Speculative, resources: dict[str, Any], target: Any) -> SpeculativeDecoding | TextDecoding:

@@ -20,7 +20,7 @@ from fastspec.generation.loop import Outcome
 from fastspec.generation.text_draft import decoded, encoded
 from fastspec.patches.adapters import check_supported
 from fastspec.patches.assistants import NAMES, Continued
-from fastspec.patches.compat import position_limit
+from fastspec.patches.compat import device_of, position_limit
 from fastspec.patches.speculative import PADDING, vocabulary
 
 OWN = object()
@@ -211,13 +211,13 @@ def quantization(kind: str) -> Any:
 
 def stage_models(config: Cascade, large: Any) -> list[StageModel]:
     """The stages of a cascade, the large model last."""
-    below = [StageModel(stage, config.tokenizer, str(large.device)) for stage in config.stages]
+    below = [StageModel(stage, config.tokenizer, str(device_of(large))) for stage in config.stages]
     for stage in below:
         if stage.held is large:
             raise Unsupported("a stage of the cascade is the patched model itself: stages are the smaller ones")
         if stage.loaded:
             stage.check_shared(large)
-    return [*below, StageModel(Stage(large, name=config.label, assistant=config.assistant), config.tokenizer, str(large.device))]
+    return [*below, StageModel(Stage(large, name=config.label, assistant=config.assistant), config.tokenizer, str(device_of(large)))]
 
 
 def measure_rates(stages: Sequence[StageModel], prompts: Sequence[Sequence[int]], new: int = TRIAL) -> Rates:
@@ -237,7 +237,7 @@ def _rates_after(stage: StageModel, prompt: Sequence[int], new: int, judged: boo
     bound, tokens = position_limit(stage.model.config), stage.read_prompt(prompt) or [0]
     if bound is not None:
         tokens = tokens[-max(bound - new, 1) :]
-    ids = torch.tensor([tokens], device=stage.model.device)
+    ids = torch.tensor([tokens], device=device_of(stage.model))
     text = [_trial(stage, ids, new, None, judged)[1][:-1]]
     runs = [[_trial(stage, ids, count, given, judged)[0] for count, given in ((1, None), (new, None), (new, text))] for _ in range(3)][1:]
     start, whole, verified = (min(column) for column in zip(*runs, strict=True))

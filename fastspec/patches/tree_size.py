@@ -6,7 +6,6 @@ fixed batch. The times are those of whole rounds, on the text of the call that a
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,13 +79,7 @@ def choose_tree(fresh: Callable[[], tuple[Any, Any]], ops: Ops, request: Request
     `fresh` makes a target, in which what comes before the request's prompts is committed, and an `EagleDrafter` of the largest size; both
     are thrown away. Nothing is drawn at random, and nothing is said.
     """
-    try:
-        return _choose(_Trial(*fresh(), ops, request), sizes)
-    finally:
-        gc.collect()  # captured programs and their owners hold each other: free their memory before the call takes its own
-
-
-def _choose(trial: _Trial, sizes: tuple[int, ...]) -> TreeChoice:
+    trial = _Trial(*fresh(), ops, request)
     drafting, verifying, expected = [], [], [1.0] * len(sizes)
     for size in sizes:
         largest = size == sizes[-1]
@@ -132,5 +125,4 @@ class _Trial:
             for row in live:
                 left[row] -= packed[row][0] + 1
             live = [row for row in live if left[row] > 0 and request.ends.isdisjoint(packed[row][1 : packed[row][0] + 2])]
-        rounds.captured.clear()
         return profile.rounds, torch.cat(scores)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fastspec.config import TreeShape
 from fastspec.generation.cache import TreeCache
-from fastspec.generation.capture import Program, padded_width
+from fastspec.generation.capture import CapturedByShape, padded_width
+from fastspec.generation.clock import unmarked
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.eagle.program import HeadProgram
 from fastspec.generation.protocols import Ops
@@ -50,8 +51,8 @@ class HeadState:
         self.row, self.no_pair = torch.arange(rows, device=weight.device), torch.full((1,), -1, device=weight.device)
         self.place = torch.arange(max(padded_width(PREFILL_CHUNK), max_path), device=weight.device)
         self.group = config.num_attention_heads // config.num_key_value_heads
-        self.chunks = Program(self._extend) if ops.captures else None
-        self.mark: Callable[[str], None] = lambda name: None
+        self.chunks: CapturedByShape[None] | None = CapturedByShape() if ops.captures else None
+        self.mark: Callable[[str], None] = unmarked
         """Told when a level of the tree is drafted."""
 
     def open(self, capacity: int) -> None:
@@ -78,7 +79,7 @@ class HeadState:
             if self.chunks is None:
                 self._extend(*inputs, start + width)
             else:
-                self.chunks(self.cache.slots, padded_width(width), *inputs)
+                self.chunks(self._extend, self.cache.slots, padded_width(width), *inputs)
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
