@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
-from fastspec.generation.draft_model import ChainDrafter, Length
+from fastspec.generation.draft_length import Length
+from fastspec.generation.draft_model import ChainDrafter
+from fastspec.generation.nasd import COSTS
 from fastspec.generation.protocols import Ops
 from fastspec.generation.shared_draft import SharedDrafter, shared_tokens
 from fastspec.generation.text_draft import TextDrafter
@@ -42,12 +45,11 @@ class SpeculativeDecoding:
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> ChainDrafter:
         """The drafter of one call; with early exit it takes its cache from the target later, in `attach`."""
         config = self.config
-        length = Length(config.gamma, 0.0) if config.gamma is not None else Length(config.most, self.cost())
-        room = capacity + length.most + 2
+        length = Length(config.most, self.cost(), check(device, rows)) if config.gamma is None else Length(config.gamma)
         model: Any = None
         if config.early_exit is None:
             source = None if self.source is None else encode(self.draft, self.source)
-            model = language_model(self.draft, source, rows=rows, capacity=room, tail=2, taps=None, ops=ops)
+            model = language_model(self.draft, source, rows=rows, capacity=capacity + length.room, tail=length.unread, taps=None, ops=ops)
         return ChainDrafter(
             model, length, branches=config.branches, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops,
             process=process,
@@ -96,9 +98,11 @@ class TextDecoding:
 
         if process is None or not self.pair.shared:
             return TextDrafter(lambda: model(1), gamma, room, self.pair.tokenizer, self.pair.draft_tokenizer, device)
-        cost = 0.0 if self.config.gamma is not None else read_weights(draft) / read_weights(self.target)
+        length = Length(gamma)
+        if self.config.gamma is None:
+            length = Length(gamma, read_weights(draft) / read_weights(self.target), check(device, rows))
         return SharedDrafter(
-            model(rows), Length(gamma, cost), self.pair.shared, room=room, tokenizer=self.pair.tokenizer,
+            model(rows), length, self.pair.shared, room=room, tokenizer=self.pair.tokenizer,
             draft_tokenizer=self.pair.draft_tokenizer, vocab=vocabulary(self.target), draft_vocab=vocabulary(draft), ops=ops,
             process=process, device=device,
         )  # fmt: skip
@@ -116,6 +120,12 @@ class Pair:
     def shared(self) -> list[tuple[int, int]]:
         """Their shared tokens, found once."""
         return shared_tokens(self.tokenizer, self.draft_tokenizer)
+
+
+def check(device: Any, rows: int) -> float:
+    """What a target pass over drafts costs more than one over a single token, in such passes; nothing in a batch, which has several."""
+    _, base, _ = COSTS.get(torch.device(device).type, COSTS["cuda"])
+    return base - 1 if rows == 1 else 0.0
 
 
 def vocabulary(model: Any) -> int:
