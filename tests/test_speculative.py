@@ -18,6 +18,7 @@ from helpers_models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_sampling import CASES, check_law
+from test_text_draft import DRAFT, TARGET
 
 import fastspec
 from fastspec import Speculative
@@ -57,6 +58,40 @@ def drafted(request):
 def test_a_draft_model_as_large_as_the_target_brings_a_warning_with_numbers():
     with pytest.warns(UserWarning, match=r"reads [\d.]+ M weights a token and the target [\d.]+ M: drafting will not pay"):
         fastspec.patch(tiny_model(), speculative=tiny_model(seed=1))
+
+
+OTHER = {"bos_token_id": 2, "eos_token_id": 6, "pad_token_id": 7}
+
+
+def test_models_of_other_special_tokens_bring_a_warning_with_both_values():
+    small = {"num_hidden_layers": 1}
+    said = r"bos_token_id \[2\] and \[1\]; eos_token_id \[6\] and \[5\]; pad_token_id \[7\] and \[0\]"
+    with pytest.warns(UserWarning, match=said) as told:
+        fastspec.patch(tiny_model(), speculative=tiny_model(**OTHER, **small))
+    assert "speculative=(draft_model, draft_tokenizer, tokenizer)" in str(told[0].message)
+    silent = [tiny_model(**small), tiny_model(**dict.fromkeys(OTHER), **small), tiny_model(**OTHER, **small)]
+    silent[2].generation_config.update(bos_token_id=1, eos_token_id=[6, 5], pad_token_id=0)  # the config knows others, as of a base model
+    pair = (tiny_model(**OTHER, **small), DRAFT, TARGET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for draft in (*silent, pair):
+            fastspec.patch(tiny_model(), speculative=draft)
+
+
+def test_drafts_that_are_never_accepted_bring_one_warning_with_numbers():
+    call: dict[str, Any] = {**prompts(6), "do_sample": False, "max_new_tokens": 60, "eos_token_id": NEVER}
+    model = patched(tiny_model(), tiny_model(seed=3))
+    with pytest.warns(UserWarning, match=r"accepted in \d+ of (3[2-9]|[45]\d) rounds: .*\(draft_model, draft_tokenizer, tokenizer\)"):
+        model.generate(**call, assistant=Speculative(gamma=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(**call, assistant=Speculative(gamma=2))  # once
+        near_enough, few = patched(tiny_model(), near(tiny_model())), patched(tiny_model(), tiny_model(seed=3))
+        near_enough.generate(**call, assistant=Speculative(gamma=2))
+        few.generate(**call | {"max_new_tokens": 20}, assistant=Speculative(gamma=2))
+        few.generate(**call, assistant=Speculative(early_exit=1, gamma=2))
+        few.generate(**call, assistant="speculative")  # drafts are tried in a few rounds alone
+    assert stats(few).draft_rounds < 32
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -228,6 +263,7 @@ def test_a_draft_model_that_is_no_good_is_asked_seldom(config):
     """And then reads all that was said meanwhile: one that is right from some place on is taken up again."""
     target = tiny_model()
     model, plain = patched(target, tiny_model(seed=3)), tiny_model()
+    session_of(model).warned = True  # that its drafts are not accepted
     with proposed() as counts:
         same((plain, model), config, prompts(3, 9), max_new_tokens=90, eos_token_id=NEVER)
     tried = [place for place, count in enumerate(counts) if count]
@@ -267,7 +303,10 @@ def test_no_pass_of_the_draft_model_is_run_for_a_token_that_is_not_drafted():
         (lambda target: target, "is the target itself"),
         (lambda target: tiny_model(vocab_size=5000), "vocabulary of 5000 tokens and the target one of 97"),
         (lambda target: tiny_model().to("meta"), "on meta and the target on cpu"),
-        (lambda target: torch.nn.Linear(2, 2), "takes a transformers model"),
+        (lambda target: torch.nn.Linear(2, 2), r"^speculative= takes a transformers model, .*, not a Linear: load one"),
+        (lambda target: "a/draft", r"^speculative= takes .*\(draft_model, draft_tokenizer, tokenizer\).*, not 'a/draft': load one"),
+        (lambda target: ("a/draft", DRAFT, TARGET), r"^speculative= takes a transformers model, .*, not 'a/draft'"),
+        (lambda target: (tiny_model(), DRAFT), r"\(draft_model, draft_tokenizer, tokenizer\) takes .*, not \(LlamaForCausalLM, \w+\)"),
     ],
 )
 def test_a_draft_model_that_cannot_draft_is_refused(draft, said):

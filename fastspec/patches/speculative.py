@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
@@ -17,6 +19,7 @@ from fastspec.generation.draft_model import ChainDrafter
 from fastspec.generation.nasd import COSTS
 from fastspec.generation.protocols import Ops
 from fastspec.generation.shared_draft import SharedDrafter, shared_tokens
+from fastspec.generation.stats import Stats
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.patches.adapters import adapter_for, check_supported
 from fastspec.patches.hf_model import HFModel
@@ -24,6 +27,11 @@ from fastspec.patches.seq2seq import Source, encode, language_model
 
 PADDING = 1024
 """Two vocabularies whose sizes differ by no more count as one, padded differently, as Qwen's are."""
+
+ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
+MANY_ROUNDS, SELDOM = 32, 0.05
+"""Rounds with drafts, and the share of them in which one was accepted, under which a call warns. A draft model that is right about the next
+token in a quarter of the rounds stays under it by chance in one call of that many rounds in a thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +158,26 @@ def read_weights(model: Any) -> int:
 
 
 def check_draft(draft: Any, target: Any) -> Any:
-    """The draft model, or the Pair of one with two tokenizers, if it can draft for the target; warns where it is no smaller.
+    """The draft model, or the Pair of one with two tokenizers, if it can draft for the target; warns where it is no smaller, and where the
+    models' special tokens say that their tokenizers differ.
 
     Raises Unsupported for a model that cannot be decoded with, vocabularies that are not one, and another device.
     """
     if isinstance(draft, tuple):
         if len(draft) != 3 or not all(callable(getattr(t, "decode", None)) for t in draft[1:]):
+            names = ", ".join(type(part).__name__ for part in draft)
             raise Unsupported(
-                "speculative=(draft_model, draft_tokenizer, tokenizer): the draft model, its tokenizer, the target's tokenizer"
+                "speculative=(draft_model, draft_tokenizer, tokenizer) takes the draft model, its tokenizer and the target's tokenizer, "
+                f"not ({names})"
             )
         draft = Pair(*draft)
     model = draft.model if isinstance(draft, Pair) else draft
+    if not isinstance(model, PreTrainedModel):
+        given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
+        raise Unsupported(
+            "speculative= takes a transformers model, or (draft_model, draft_tokenizer, tokenizer) where the tokenizers differ, "
+            f"not {given}: load one with AutoModelForCausalLM.from_pretrained(...)"
+        )
     check_supported(model)
     if model.config.is_encoder_decoder != target.config.is_encoder_decoder:
         kinds = ["a decoder-only", "an encoder-decoder"]
@@ -185,7 +202,42 @@ def check_draft(draft: Any, target: Any) -> Any:
             f"the draft model reads {cost[0] / 1e6:.1f} M weights a token and the target {cost[1] / 1e6:.1f} M: drafting will not pay",
             stacklevel=3,
         )
+    if not isinstance(draft, Pair):
+        _compare_tokens(model, target)
     return draft
+
+
+def _compare_tokens(draft: Any, target: Any) -> None:
+    """Warn where two models that are to share a tokenizer have no token in common for one role: their ids mean other texts then."""
+    apart = [(role, own, other) for role in ROLES if (own := _ids(draft, role)) and (other := _ids(target, role)) and not own & other]
+    if apart:
+        told = "; ".join(f"{role} {sorted(own)} and {sorted(other)}" for role, own, other in apart)
+        warnings.warn(
+            f"the draft model and the target differ in special tokens ({told}): if their tokenizers differ, drafts will not be accepted; "
+            "give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
+            stacklevel=4,
+        )
+
+
+def _ids(model: Any, role: str) -> set[int]:
+    """What a model's configuration and generation configuration name as its `role`."""
+    named = [getattr(config, role, None) for config in (model.config.get_text_config(), model.generation_config)]
+    return {index for each in named if each is not None for index in (each if isinstance(each, (list, tuple)) else [each])}
+
+
+def warn_if_refused(decoding: Any, stats: Stats) -> bool:
+    """Warn of a draft model of whose drafts almost none were accepted in many rounds of a call -> whether it did."""
+    if not isinstance(decoding, SpeculativeDecoding) or decoding.draft is decoding.target:
+        return False
+    accepted = sum(stats.lengths[1:])
+    if stats.draft_rounds < MANY_ROUNDS or accepted >= SELDOM * stats.draft_rounds:
+        return False
+    warnings.warn(
+        f"drafts of the draft model were accepted in {accepted} of {stats.draft_rounds} rounds: it knows little of what the target says, "
+        "or has another tokenizer; then give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
+        stacklevel=2,
+    )
+    return True
 
 
 def _same_device(draft: Any, target: Any) -> None:
