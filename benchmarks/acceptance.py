@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import transformers
-from lossless import untrained_head  # the script beside this one
+from drafts import OwnLayers, on  # the scripts beside this one
+from lossless import untrained_head
 
 import fastspec
 from fastspec.models import SMOLLM2, load_model
@@ -33,6 +34,8 @@ ASSISTANTS = {
     "nasd, suffix": fastspec.Nasd(storage="suffix"),
     "speculative, early exit": fastspec.Speculative(early_exit=24),
     "speculative, early exit, branches": fastspec.Speculative(early_exit=24, gamma=3, branches=3),
+    "speculative, draft model": OwnLayers(fastspec.Speculative(gamma=3), 24),
+    "speculative, shared vocabulary": OwnLayers(fastspec.Speculative(gamma=3), 24, renamed=True),
 }
 
 def main() -> None:
@@ -60,6 +63,7 @@ def main() -> None:
         chosen["eagle3"] = fastspec.Eagle3(total_tokens=nodes, depth=depth, top_k=top_k)
     eagle = options.eagle_head or untrained_head(model)
     fastspec.patch(model, eagle3=options.head, eagle=eagle, eagle2=eagle)
+    chosen = {name: on(assistant, model, tokenizer) for name, assistant in chosen.items()}
     for path in options.prompts:
         prompts = encode_prompts(tokenizer, read_prompts(path))
         prompts = [prompt for prompt in prompts if len(prompt) <= options.longest][: options.each]
