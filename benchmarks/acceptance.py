@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lossless import untrained_head  # the script beside this one
+from drafts import OwnLayers, on  # the scripts beside this one
+from lossless import untrained_head
 from torch import Tensor
 
 import fastspec
@@ -47,6 +48,8 @@ ASSISTANTS = {
     "nasd, suffix": fastspec.Nasd(storage="suffix"),
     "speculative, early exit": fastspec.Speculative(early_exit=24),
     "speculative, early exit, branches": fastspec.Speculative(early_exit=24, gamma=3, branches=3),
+    "speculative, draft model": OwnLayers(fastspec.Speculative(gamma=3), 24),
+    "speculative, shared vocabulary": OwnLayers(fastspec.Speculative(gamma=3), 24, renamed=True),
 }
 PLAIN = "transformers"
 
@@ -104,6 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     untrained = None if options.eagle_head else untrained_head(model)
     fastspec.patch(model, **{name: source if name == "eagle3" else options.eagle_head or untrained for name, source in heads.items()})
     where = environment(model) | {"backend": fastspec.report(model).backend}
+    chosen = {name: on(assistant, model, tokenizer) for name, assistant in chosen.items()}
     for path in options.prompts:
         prompts = encode_prompts(tokenizer, read_prompts(path))
         prompts = [prompt for prompt in prompts if len(prompt) <= options.longest][: options.each]

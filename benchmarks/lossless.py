@@ -2,7 +2,9 @@
 
     python benchmarks/lossless.py --assistants eagle3 nasd --texts 50000 --out rows.jsonl
 
-Every text has three new tokens: the first comes from the prompt's pass, the others from rounds, in which drafts are accepted or not.
+Every text has three new tokens, or as many as TOKENS says: the first comes from the prompt's pass, the others from rounds, in which
+drafts are accepted or not. For an adaptive length they are more, and drafted by one layer, so that the length varies: three drafts in the
+first round, fewer once most of them were refused.
 The law of each token given those before it is computed by plain passes of the model over every text that was begun (a patch does not
 change them), processed by transformers' own processors: temperature, top-k, top-p, min-p, with a repetition penalty and without.
 Texts are drawn in batches, each under its own seed; a kept storage drafts from what earlier batches said. For each position the tokens
@@ -15,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+from drafts import OwnLayers, on  # the script beside this one
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
@@ -41,12 +45,19 @@ ASSISTANTS = {
     "nasd": fastspec.Nasd(),
     "nasd, kept storage": fastspec.Nasd(storage=fastspec.NgramStorage(), stop_if_unknown=False, total_tokens=4),
     "speculative, early exit, drawn": fastspec.Speculative(early_exit=24, gamma=1),
-    "speculative, early exit, adaptive": fastspec.Speculative(early_exit=24),
+    "speculative, early exit, adaptive": fastspec.Speculative(early_exit=1),
     "speculative, early exit, branches": fastspec.Speculative(early_exit=24, gamma=1, branches=4),
+    "speculative, draft model": OwnLayers(fastspec.Speculative(gamma=2), 24),
+    "speculative, shared vocabulary": OwnLayers(fastspec.Speculative(gamma=2), 24, renamed=True),
     "eagle": fastspec.Eagle1(paths=[[0], [1], [2], [3]]),
     "eagle, drawn": fastspec.Eagle1(paths=[[0], [1], [2], [3]], drafts="sampled"),
     "eagle2": fastspec.Eagle2(total_tokens=6, depth=1, top_k=4),
 }
+LENGTH = 3
+TOKENS = {"speculative, early exit, adaptive": 5}
+"""New tokens of an assistant's texts, where they are not LENGTH."""
+DRAWN_ONLY = ("speculative, shared vocabulary",)
+"""Left out with a penalty: a draft model with another tokenizer draws no drafts then, and writes text row by row."""
 
 
 def untrained_head(model: Any, seed: int = 0) -> EagleHead:
@@ -81,20 +92,21 @@ def law(model: Any, texts: Tensor) -> Tensor:
 
 
 Text = tuple[int, ...]
-LENGTH = 3
 
 
-def draw(model: Any, inputs: dict[str, Tensor], assistant: Any, count: int, batch: int, seed: int) -> list[Text]:
-    """`count` continuations of LENGTH tokens."""
+def draw(
+    model: Any, inputs: dict[str, Tensor], assistant: Any, count: int, batch: int, seed: int, length: int = LENGTH
+) -> list[Text]:  # fmt: skip
+    """`count` continuations of `length` tokens."""
     texts: list[Text] = []
     while len(texts) < count:
         torch.manual_seed(seed + len(texts))
         size = min(batch, count - len(texts))
         out = model.generate(
-            **inputs, do_sample=True, num_return_sequences=size, max_new_tokens=LENGTH, eos_token_id=NEVER, pad_token_id=0,
+            **inputs, do_sample=True, num_return_sequences=size, max_new_tokens=length, eos_token_id=NEVER, pad_token_id=0,
             assistant=assistant, **OPTIONS,
         )  # fmt: skip
-        texts += map(tuple, out[:, -LENGTH:].tolist())
+        texts += map(tuple, out[:, -length:].tolist())
     return texts
 
 
@@ -124,7 +136,7 @@ def p_value(statistic: float, freedom: int) -> float:
 def judge(model: Any, ids: Tensor, texts: list[Text], laws: dict[Text, Tensor]) -> dict[str, Any]:
     """Every position of some texts against its law given the tokens before; `laws` keeps those that are known."""
     positions = []
-    for place in range(LENGTH):
+    for place in range(len(texts[0])):
         begun = Counter(text[:place] for text in texts)
         new = [before for before in begun if before not in laws]
         if new:
@@ -139,6 +151,9 @@ def judge(model: Any, ids: Tensor, texts: list[Text], laws: dict[Text, Tensor]) 
     return {"positions": positions}
 
 
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9")
+
+
 def draw_rows(rows: list[dict[str, Any]], path: Path) -> None:
     """A dot for each test's p-value, and the line under which a test fails."""
     import matplotlib
@@ -147,10 +162,10 @@ def draw_rows(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 0.4 * len(rows) + 1.4), layout="constrained")
-    for place, row in enumerate(rows):
-        for index, position in enumerate(row["positions"]):
-            label = f"token {index + 1}" if place == 0 else None
-            axes.plot(position["p"], place, "o", color=("#0072b2", "#e69f00", "#009e73")[index], label=label)
+    most = max(len(row["positions"]) for row in rows)
+    for index, colour in zip(range(most), COLOURS, strict=False):
+        dots = [(row["positions"][index]["p"], place) for place, row in enumerate(rows) if index < len(row["positions"])]
+        axes.plot(*zip(*dots, strict=True), "o", color=colour, label=f"token {index + 1}")
     names = [row["assistant"] + (", repetition penalty" if row["options"]["repetition_penalty"] != 1 else "") for row in rows]
     axes.axvline(SIGNIFICANCE, color="black", linewidth=1, label=f"significance {SIGNIFICANCE}")
     axes.set_yticks(range(len(rows)), names, fontsize=8)
@@ -189,16 +204,21 @@ def main() -> None:
         if OPTIONS["repetition_penalty"] != PENALTY[penalty] or laws is None:
             OPTIONS["repetition_penalty"] = PENALTY[penalty]
             laws = {}
+        if penalty == "with" and name in DRAWN_ONLY:
+            print(f"left out: {name} with a penalty: it draws no drafts then", file=sys.stderr)
+            continue
         began = time.perf_counter()
-        texts = draw(model, inputs, ASSISTANTS[name], options.texts, options.batch, options.seed)
-        calls = fastspec.report(model).calls[-(-options.texts // -options.batch) :]
+        assistant, length = on(ASSISTANTS[name], model, tokenizer), TOKENS.get(name, LENGTH)
+        texts = draw(model, inputs, assistant, options.texts, options.batch, options.seed, length)
+        calls = fastspec.report(model).calls[-options.texts // options.batch :]
         mine = [call for call in calls if call.assistant == calls[-1].assistant]
         row = {
-            "assistant": name, "texts": len(texts), "options": dict(OPTIONS), "seed": options.seed, "batch": options.batch,
+            "assistant": name, "texts": len(texts), "tokens": length, "options": dict(OPTIONS),
+            "seed": options.seed, "batch": options.batch,
             "significance": SIGNIFICANCE, **({"eagle_head": options.eagle_head} if name.startswith("eagle") and name != "eagle3" else {}),
-            **judge(model, inputs["input_ids"], texts, laws), "drafts_accepted": sum(c.accepted for c in mine),
-            "rounds": sum(c.row_rounds for c in mine), "seconds": round(time.perf_counter() - began, 1),
-            **environment(model), "backend": fastspec.report(model).backend,
+            **judge(model, inputs["input_ids"], texts, laws), "drafted": sum(c.drafted for c in mine),
+            "drafts_accepted": sum(c.accepted for c in mine), "rounds": sum(c.row_rounds for c in mine),
+            "seconds": round(time.perf_counter() - began, 1), **environment(model), "backend": fastspec.report(model).backend,
         }  # fmt: skip
         failed |= any(position["p"] < SIGNIFICANCE for position in row["positions"])
         print(json.dumps(row), flush=True)

@@ -69,9 +69,10 @@ class Speculative:
     """Speculative decoding with a draft model, or with the target's own first layers.
 
     `gamma` is the number of tokens drafted a round; None drafts up to `most` tokens, as long as the draft model's confidence makes one
-    more worth its cost. `branches` children, the draft model's best, stand at every drafted position; with more than one the drafts are
-    its most likely tokens in sampled calls too. `early_exit=k` drafts with the target's own first k layers, its final norm and LM head,
-    on the target's own cache: it needs no draft model. Raises `Unsupported` for sizes that do not fit.
+    more worth its cost, and goes without drafts for some rounds where earlier ones were not worth theirs. `branches` children, the draft
+    model's best, stand at every drafted position; with more than one the drafts are its most likely tokens in sampled calls too.
+    `early_exit=k` drafts with the target's own first k layers, its final norm and LM head, on the target's own cache: it needs no draft
+    model. Raises `Unsupported` for sizes that do not fit.
     """
 
     name: ClassVar[str] = "speculative"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from contextlib import ExitStack
 from typing import Any
@@ -36,13 +37,24 @@ OPTIONS = {
 }  # fmt: skip
 
 
+SEPARATE = [fastspec.Speculative(), fastspec.Speculative(gamma=2), fastspec.Speculative(gamma=2, branches=2)]
+"""With a draft model of its own; the first goes without drafts for some rounds where they are mostly wrong."""
+
+
+def drafting(model: Any, kind: str) -> Any:
+    """Patch a model with the head of its kind and a draft model that is right as often: seldom, or always."""
+    draft = tiny_model(seed=3, num_hidden_layers=2) if kind == "random" else MAKERS[kind][0]()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*drafting will not pay")
+        return fastspec.patch(model, eagle3=MAKERS[kind][1](model), speculative=draft)
+
+
 @pytest.mark.parametrize("kind", ["random", "bigram"])
-@pytest.mark.parametrize("assistant", [TREE, "autoregressive", "nasd", fastspec.Speculative(early_exit=3)], ids=str)
+@pytest.mark.parametrize("assistant", [TREE, "autoregressive", "nasd", fastspec.Speculative(early_exit=3), *SEPARATE], ids=str)
 def test_calls_of_every_kind_in_turn_say_what_they_say_alone(captures, kind, assistant):
     """Calls share what was captured; scores and tokens are those of the unpatched model, whatever call came before."""
-    target, head = MAKERS[kind]
-    plain, model = target(), target()
-    fastspec.patch(model, eagle3=head(model))
+    target, _ = MAKERS[kind]
+    plain, model = target(), drafting(target(), kind)
     inputs = prompts(4, 9)
     for name in ("greedy", "history", "greedy", "sampled", "waiting", "history", "sampled", "greedy", "waiting"):
         options = {"do_sample": False, "max_new_tokens": 14, **OPTIONS[name], "return_dict_in_generate": True, "output_scores": True}
@@ -59,6 +71,25 @@ def test_calls_of_every_kind_in_turn_say_what_they_say_alone(captures, kind, ass
     assert 1 <= len(session.engines.held) <= 4
     fastspec.unpatch(model)
     assert not session.engines.held
+
+
+@pytest.mark.parametrize("kind", ["random", "bigram"])
+def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
+    """Rounds of several lengths, without drafts, and those that try them again, whose draft model has a pause to read: few shapes
+    in all, and the target's own text."""
+    plain, model = MAKERS[kind][0](), drafting(MAKERS[kind][0](), kind)
+    session = session_of(model)
+    for seed in range(3):
+        for extra in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 1}):
+            options = {**prompts(9, 5, seed=seed), "max_new_tokens": 60, "eos_token_id": None}
+            want = plain.generate(**options, do_sample=False)
+            assert model.generate(**options, **extra, assistant=fastspec.Speculative(most=3)).tolist() == want.tolist()
+    held = list(session.engines.held.values())
+    judged = next(each for each in held if each.judges)  # drafts that were drawn are judged outside a graph
+    wide, fed = judged.drafter.length.unread, {shapes[0][1] for shapes in judged.drafter.draft.passes.held}
+    assert len(held) == 2 and wide > 8
+    assert set(judged.judges) == ({1, 4} if kind == "random" else {4})  # the longest path of rounds without drafts, and with
+    assert {2, wide} <= fed <= {1, 2, wide} if kind == "random" else {2} <= fed <= {1, 2}
 
 
 def test_a_second_call_captures_nothing(captures):
@@ -98,12 +129,11 @@ def test_weights_that_were_moved_are_packed_again(captures):
 
 
 @pytest.mark.parametrize("kind", ["random", "bigram"])
-@pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE, fastspec.Speculative(early_exit=3)], ids=str)
+@pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE, fastspec.Speculative(early_exit=3), *SEPARATE], ids=str)
 def test_an_answer_is_verified_by_captured_rounds(captures, kind, assistant):
     """Calls with an answer to verify, of any length and in turn with calls without, and what is measured of their tokens."""
-    make, head = MAKERS[kind]
-    plain, model = make(), make()
-    fastspec.patch(model, eagle3=head(model))
+    make, _ = MAKERS[kind]
+    plain, model = make(), drafting(make(), kind)
     for seed in range(4):
         options = {**prompts(9, 5, seed=seed % 2), "max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
         want = plain.generate(**options)

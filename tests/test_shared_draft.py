@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 import fastspec
 from fastspec import Speculative
-from fastspec.generation.draft_model import ChainDrafter, Length
+from fastspec.generation.draft_length import Length
+from fastspec.generation.draft_model import ChainDrafter
 from fastspec.generation.loop import Request, decode
 from fastspec.generation.rounds import Rounds
 from fastspec.generation.shared_draft import SHARE, SharedDrafter, shared_tokens

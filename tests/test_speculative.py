@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,11 +18,14 @@ from helpers_models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_sampling import CASES, check_law
+from test_text_draft import DRAFT, TARGET
 
 import fastspec
 from fastspec import Speculative
 from fastspec.errors import Unsupported
-from fastspec.generation.draft_model import ChainDrafter, Length
+from fastspec.generation import draft_length
+from fastspec.generation.draft_length import Length
+from fastspec.generation.draft_model import ChainDrafter
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
@@ -51,6 +58,40 @@ def drafted(request):
 def test_a_draft_model_as_large_as_the_target_brings_a_warning_with_numbers():
     with pytest.warns(UserWarning, match=r"reads [\d.]+ M weights a token and the target [\d.]+ M: drafting will not pay"):
         fastspec.patch(tiny_model(), speculative=tiny_model(seed=1))
+
+
+OTHER = {"bos_token_id": 2, "eos_token_id": 6, "pad_token_id": 7}
+
+
+def test_models_of_other_special_tokens_bring_a_warning_with_both_values():
+    small = {"num_hidden_layers": 1}
+    said = r"bos_token_id \[2\] and \[1\]; eos_token_id \[6\] and \[5\]; pad_token_id \[7\] and \[0\]"
+    with pytest.warns(UserWarning, match=said) as told:
+        fastspec.patch(tiny_model(), speculative=tiny_model(**OTHER, **small))
+    assert "speculative=(draft_model, draft_tokenizer, tokenizer)" in str(told[0].message)
+    silent = [tiny_model(**small), tiny_model(**dict.fromkeys(OTHER), **small), tiny_model(**OTHER, **small)]
+    silent[2].generation_config.update(bos_token_id=1, eos_token_id=[6, 5], pad_token_id=0)  # the config knows others, as of a base model
+    pair = (tiny_model(**OTHER, **small), DRAFT, TARGET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for draft in (*silent, pair):
+            fastspec.patch(tiny_model(), speculative=draft)
+
+
+def test_drafts_that_are_never_accepted_bring_one_warning_with_numbers():
+    call: dict[str, Any] = {**prompts(6), "do_sample": False, "max_new_tokens": 60, "eos_token_id": NEVER}
+    model = patched(tiny_model(), tiny_model(seed=3))
+    with pytest.warns(UserWarning, match=r"accepted in \d+ of (3[2-9]|[45]\d) rounds: .*\(draft_model, draft_tokenizer, tokenizer\)"):
+        model.generate(**call, assistant=Speculative(gamma=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(**call, assistant=Speculative(gamma=2))  # once
+        near_enough, few = patched(tiny_model(), near(tiny_model())), patched(tiny_model(), tiny_model(seed=3))
+        near_enough.generate(**call, assistant=Speculative(gamma=2))
+        few.generate(**call | {"max_new_tokens": 20}, assistant=Speculative(gamma=2))
+        few.generate(**call, assistant=Speculative(early_exit=1, gamma=2))
+        few.generate(**call, assistant="speculative")  # drafts are tried in a few rounds alone
+    assert stats(few).draft_rounds < 32
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -194,9 +235,54 @@ def test_drafts_are_shorter_where_the_draft_model_is_unsure():
     drafted = []
     for draft in (right, wrong, unsure):
         model = patched(bigram(), draft)
-        model.generate(**prompts(6), do_sample=False, max_new_tokens=60, eos_token_id=NEVER, assistant=Speculative(most=3))
-        drafted.append(stats(model).drafted / stats(model).rounds)
-    assert drafted[0] > 2.5 and 1 < drafted[1] < 1.5 and drafted[2] == 1
+        with proposed() as rounds:
+            model.generate(**prompts(6), do_sample=False, max_new_tokens=60, eos_token_id=NEVER, assistant=Speculative(most=3))
+        drafted.append([count for count in rounds if count])
+        assert draft is right or len(drafted[-1]) < len(rounds) / 3  # most go without
+    assert set(drafted[0]) == {3} and drafted[1][0] == 3 and set(drafted[1][2:]) == {1} == set(drafted[2])
+
+
+@contextmanager
+def proposed() -> Iterator[list[int]]:
+    """How many tokens each round's draft model drafted."""
+    counts: list[int] = []
+    propose = ChainDrafter.propose
+
+    def spy(self, extent):
+        tree = propose(self, extent)
+        counts.append((tree.tokens.shape[1] - 1) // self.branches)
+        return tree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChainDrafter, "propose", spy)
+        yield counts
+
+
+@pytest.mark.parametrize("config", [Speculative(), Speculative(branches=2), Speculative(early_exit=5)], ids=str)
+def test_a_draft_model_that_is_no_good_is_asked_seldom(config):
+    """And then reads all that was said meanwhile: one that is right from some place on is taken up again."""
+    target = tiny_model()
+    model, plain = patched(target, tiny_model(seed=3)), tiny_model()
+    session_of(model).warned = True  # that its drafts are not accepted
+    with proposed() as counts:
+        same((plain, model), config, prompts(3, 9), max_new_tokens=90, eos_token_id=NEVER)
+    tried = [place for place, count in enumerate(counts) if count]
+    pause = max(b - a for a, b in pairwise(tried))
+    assert len(tried) < len(counts) / 3 and pause > 10
+    with proposed() as counts:
+        same((plain, model), replace(config, gamma=1), prompts(3, 9), max_new_tokens=30, eos_token_id=NEVER)
+    assert all(counts)  # a number that was asked for is kept to
+
+
+def test_drafts_are_taken_up_again_behind_a_pause():
+    """The draft model is the target, its cost is set: what it drafts behind rounds without drafts is right."""
+    model = patched(tiny_model(), tiny_model())
+    inputs = {**prompts(4, 11), "do_sample": False, "max_new_tokens": 60, "eos_token_id": NEVER}
+    with pytest.MonkeyPatch.context() as patch, proposed() as counts:
+        patch.setattr("fastspec.patches.speculative.read_weights", lambda each: 1 if each is model else 0.2)
+        patch.setattr(draft_length, "CREDIT", 0.0)
+        model.generate(**inputs, assistant=Speculative(most=3))
+    assert counts[:4] == [0] * 4 and all(counts[4:]) and stats(model).accepted == stats(model).drafted
 
 
 def test_no_pass_of_the_draft_model_is_run_for_a_token_that_is_not_drafted():
@@ -208,7 +294,7 @@ def test_no_pass_of_the_draft_model_is_run_for_a_token_that_is_not_drafted():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChainDrafter, "_feed", lambda self, *given: (passes.append(1), feed(self, *given))[1])
         model.generate(**prompts(6), do_sample=False, max_new_tokens=20, eos_token_id=NEVER, assistant="speculative")
-    assert len(passes) == stats(model).rounds == stats(model).drafted
+    assert 0 < len(passes) == stats(model).drafted < stats(model).rounds
 
 
 @pytest.mark.parametrize(
@@ -217,7 +303,10 @@ def test_no_pass_of_the_draft_model_is_run_for_a_token_that_is_not_drafted():
         (lambda target: target, "is the target itself"),
         (lambda target: tiny_model(vocab_size=5000), "vocabulary of 5000 tokens and the target one of 97"),
         (lambda target: tiny_model().to("meta"), "on meta and the target on cpu"),
-        (lambda target: torch.nn.Linear(2, 2), "takes a transformers model"),
+        (lambda target: torch.nn.Linear(2, 2), r"^speculative= takes a transformers model, .*, not a Linear: load one"),
+        (lambda target: "a/draft", r"^speculative= takes .*\(draft_model, draft_tokenizer, tokenizer\).*, not 'a/draft': load one"),
+        (lambda target: ("a/draft", DRAFT, TARGET), r"^speculative= takes a transformers model, .*, not 'a/draft'"),
+        (lambda target: (tiny_model(), DRAFT), r"\(draft_model, draft_tokenizer, tokenizer\) takes .*, not \(LlamaForCausalLM, \w+\)"),
     ],
 )
 def test_a_draft_model_that_cannot_draft_is_refused(draft, said):

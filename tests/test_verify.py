@@ -23,7 +23,7 @@ Rule = Callable[[TokenTree, list[int]], list[tuple[Prefix, Fraction]]]
 
 
 class Case:
-    """A tree of distinct siblings and a table model: a rational distribution for every node's prefix."""
+    """A tree and a table model: a rational distribution for every node's prefix, which equal siblings share."""
 
     def __init__(self, parents: list[int], tokens: list[int], weights: list[list[int]]) -> None:
         self.tree = TokenTree.from_parents(torch.tensor([tokens]), torch.tensor([parents]), max_path=len(parents))
@@ -31,7 +31,15 @@ class Case:
         self.prefixes: list[Prefix] = [()]
         for node in range(1, len(parents)):
             self.prefixes.append((*self.prefixes[parents[node]], tokens[node]))
-        self.table = {p: [Fraction(w, sum(row)) for w in row] for p, row in zip(self.prefixes, weights, strict=True)}
+        self.table: dict[Prefix, list[Fraction]] = {}
+        for prefix, row in zip(self.prefixes, weights, strict=True):
+            self.table.setdefault(prefix, [Fraction(w, sum(row)) for w in row])
+        walked = [True]
+        for node in range(1, len(parents)):
+            twins = [n for n in range(1, node) if (parents[n], tokens[n]) == (parents[node], tokens[node])]
+            walked.append(walked[parents[node]] and not twins)
+        self.walked = {prefix for prefix, on in zip(self.prefixes, walked, strict=True) if on}
+        """What a walk can reach: of equal siblings, the first."""
 
     def target_law(self, emitted: Prefix) -> Fraction:
         """The probability that the target says these tokens one after another."""
@@ -43,15 +51,11 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    parents, tokens, used = [0], [0], [set()]
+    """Trees of any shape; equal siblings are among them, as where `nasd` fills rows up."""
+    parents, tokens = [0], [0]
     for node in range(1, draw(st.integers(1, 5)) + 1):
-        free = [p for p in range(node) if len(used[p]) < VOCAB]
-        parent = draw(st.sampled_from(free))
-        token = draw(st.sampled_from(sorted(set(range(VOCAB)) - used[parent])))
-        used[parent].add(token)
-        parents.append(parent)
-        tokens.append(token)
-        used.append(set())
+        parents.append(draw(st.integers(0, node - 1)))
+        tokens.append(draw(st.integers(0, VOCAB - 1)))
     weights = [draw(st.lists(st.integers(0, 4), min_size=VOCAB, max_size=VOCAB).filter(any)) for _ in parents]
     return Case(parents, tokens, weights)
 
@@ -75,10 +79,10 @@ def emitted_law(case: Case, rule: Rule) -> Law:
 
 
 def lossless(case: Case, rule: Rule) -> bool:
-    """Every emission ends where the tree ends, so its probability must be the target's own, and all must add up to one."""
+    """Every emission ends where the walked tree ends, so its probability must be the target's own, and all must add up to one."""
     law = emitted_law(case, rule)
     return sum(law.values()) == 1 and all(
-        emitted[:-1] in case.table and emitted not in case.table and chance == case.target_law(emitted) for emitted, chance in law.items()
+        emitted[:-1] in case.walked and emitted not in case.walked and chance == case.target_law(emitted) for emitted, chance in law.items()
     )
 
 
@@ -97,7 +101,7 @@ def test_greedy_is_the_argmax_walk(case):
     while True:
         emitted.append(max(range(VOCAB), key=lambda token: (case.table[prefix][token], -token)))
         prefix = (*prefix, emitted[-1])
-        if prefix not in case.table:
+        if prefix not in case.walked:
             break
     assert right_rule(case.tree, picks[0].tolist()) == [(tuple(emitted), Fraction(1))]
 
@@ -214,6 +218,28 @@ def stops_early(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fractio
 def test_planted_bugs_are_found(rule):
     assert lossless(FULL, right_rule)
     assert not lossless(FULL, rule)
+
+
+TWICE = Case([0, 0, 0, 2], [0, 1, 1, 2], [[1, 2, 3], [2, 1, 1], [2, 1, 1], [3, 1, 1]])
+
+
+def a_chance_for_each_copy(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
+    """Where the first of two equal children is refused, the second is tried by a draw of its own."""
+    (emitted, _), = right_rule(tree, picks)  # fmt: skip
+    again = TWICE.table[()][1]
+    return [(emitted, Fraction(1))] if picks[0] == 1 else [((1, picks[1]), again), (emitted, 1 - again)]
+
+
+def rest_of_another_copy(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
+    """Steps to the first of two equal children and goes on below the second whatever the first drew."""
+    (emitted, _), = right_rule(tree, picks)  # fmt: skip
+    return [((1, 2, picks[3]) if picks[0] == 1 else emitted, Fraction(1))]
+
+
+@pytest.mark.parametrize("rule", [a_chance_for_each_copy, rest_of_another_copy])
+def test_planted_bugs_with_equal_siblings_are_found(rule):
+    assert lossless(TWICE, right_rule)
+    assert not lossless(TWICE, rule)
 
 
 @given(st.lists(st.integers(0, 6), min_size=2, max_size=9).filter(any))

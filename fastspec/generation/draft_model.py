@@ -7,58 +7,15 @@ distribution q, processed as the target's is, and judged by p / q; else they are
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fastspec.generation.draft_length import Credit, Length, Trust, mean_accepted
 from fastspec.generation.protocols import LanguageModel, Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
 Process = Callable[[Tensor], Tensor]
-
-PRIOR = 1.0
-"""Drafts that count as promised and kept before the first round: how long a draft model's confidence is taken at its word."""
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """How far a round drafts: `most` tokens, or fewer where going on does not pay.
-
-    A further token, accepted with probability S, is worth its cost c while S / c exceeds the tokens per cost so far,
-    E / T = (1 + sum of S) / (1 + drafted * c), with one target pass as the unit. `cost` is c; 0 always drafts `most` tokens. S is the
-    product of the draft model's highest probabilities so far, averaged over the rows that are still running, times the share of what such
-    products promised before that was accepted: known before the token is drawn, as it must be where drafts are drawn. No clock is read,
-    so the same seed gives the same output.
-    """
-
-    most: int
-    cost: float = 0.0
-
-    def goes_on(self, survival: float, expected: float, drafted: int) -> bool:
-        """Whether to draft one more token after `drafted` ones that yield `expected` tokens, bonus counted."""
-        return drafted < self.most and survival * (1 + drafted * self.cost) > self.cost * expected
-
-
-class Trust:
-    """How far a draft model's confidence is taken at its word in one call: its share, what was accepted over what it had promised, in
-    tokens a row and round, at most 1. It knows only of rounds that are over, so drafts stay functions of what came before them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.promised, self.delivered = PRIOR, torch.full((), PRIOR, device=device)
-        self.hoped = 0.0
-        """What this round's drafts promise."""
-
-    def weigh(self, hope: Tensor) -> tuple[float, float]:
-        """A confidence (a scalar) as it is, and times that share, in one read-back."""
-        plain, delivered = torch.stack((hope, self.delivered)).tolist()
-        return plain, plain * min(1.0, delivered / self.promised)
-
-    def judge(self, accepted: Tensor, active: Tensor) -> None:
-        """Count a round: drafts accepted [B] in the rows that were active [B]. Nothing is waited for."""
-        self.promised += self.hoped
-        self.delivered += (accepted * active).sum() / active.sum().clamp(min=1)
-        self.hoped = 0.0
 
 
 class ChainDrafter:
@@ -66,7 +23,9 @@ class ChainDrafter:
 
     The draft's cache ends before the last two tokens of the text; a round begins by feeding both, so that rows which accepted the whole
     chain and rows which did not are fed alike. A shared cache ends before the root alone. `branches` - 1 further children, the next best,
-    stand beside every drafted token; then drafts are never drawn at random.
+    stand beside every drafted token; then drafts are never drawn at random. Where drafts do not pay, rounds go without them (`Credit`): the
+    draft model reads what was said meanwhile when it is tried again. Its cache needs room for `length.room` tokens beyond the text, and a
+    tail of `length.unread`.
     """
 
     def __init__(
@@ -85,7 +44,7 @@ class ChainDrafter:
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows, of at most `capacity` tokens each."""
         if self.whole is None:
-            self.draft.open(capacity + self.length.most + 2)
+            self.draft.open(capacity + self.length.room)
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the text ids [B, T], of which counts [B] tokens are real, but for its last token."""
@@ -97,15 +56,18 @@ class ChainDrafter:
         """Stand behind a text that the draft model has read, but for its last token."""
         self.root = root
         self.alive = torch.ones_like(root, dtype=torch.bool)
-        self.trust = Trust(root.device)
+        self.trust, self.credit = Trust(root.device), Credit(self.length, root.device)
         self.draft.rewind(counts - 1 if self.whole is None else self.whole.lengths)
-        self.previous = ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        self.unread = ids.gather(1, (counts - 1).clamp(min=0)[:, None])
+        """[B, n] the tokens before the root that the draft's own cache lacks; rounds without drafts add to them."""
 
     def propose(self, extent: int) -> TokenTree:
-        """A chain of drafts below the root, with their alternatives as leaves."""
+        """A chain of drafts below the root, with their alternatives as leaves; the root alone where drafts do not pay."""
+        if not self.credit.allows():
+            return TokenTree.root_only(self.root)
         self.base = self.draft.lengths.clone()
         extent += self.nodes + 1
-        fed = torch.stack((self.previous, self.root), 1) if self.whole is None else self.root[:, None]
+        fed = self._unread() if self.whole is None else self.root[:, None]
         tokens, parents, q = [self.root[:, None]], [0], []
         survival, expected, node, drafted = self.alive.float(), 1.0, 0, 0
         while True:
@@ -135,15 +97,24 @@ class ChainDrafter:
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Keep what the target accepted in the draft's cache, but for the last token of it, which may have been an alternative."""
+        drafted = (tree.tokens.shape[1] - 1) // self.branches
         if self.length.cost:
-            self.trust.judge(verdict.accepted, active)
+            gained = mean_accepted(verdict.accepted, active)
+            self.trust.judge(gained)
+            self.credit.judge(gained, drafted)
         said = tree.tokens.gather(1, verdict.path)
-        last = said.gather(1, verdict.accepted[:, None])[:, 0]
-        kept = torch.where(active, self.base + verdict.accepted + 1, self.base)
-        self.draft.rewind(kept if self.whole is None else self.whole.lengths)
-        self.previous = torch.where(active, last, self.previous)
+        last = said.gather(1, verdict.accepted[:, None])
+        if self.whole is not None:
+            self.draft.rewind(self.whole.lengths)
+        elif drafted:
+            self.draft.rewind(torch.where(active, self.base + self.unread.shape[1] + verdict.accepted, self.base))
+        self.unread = last if drafted else torch.cat((self.unread, last), 1)
         self.root = torch.where(active, verdict.bonus, self.root)
         self.alive = active
+
+    def _unread(self) -> Tensor:
+        """The tokens [B, n + 1] that the draft's own cache lacks, the root the last. Those of rows that have ended are any."""
+        return torch.cat((self.unread, self.root[:, None]), 1)
 
     def _feed(self, tokens: Tensor, extent: int) -> Tensor:
         """Append tokens [B, T] to the draft's text -> fp32 scores of what follows, over the target's vocabulary [B, V]."""

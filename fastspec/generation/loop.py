@@ -229,6 +229,7 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
             continue
         stats.row_rounds += 1
         stats.drafted += rounds.tree.tokens.shape[1] - 1
+        stats.draft_rounds += rounds.tree.tokens.shape[1] > 1
         stats.accepted += accepted
         stats.count_accepted(accepted)
         stats.round_tokens += accepted + 1

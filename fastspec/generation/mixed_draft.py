@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fastspec.generation.draft_model import ChainDrafter, Length, Process
+from fastspec.generation.draft_length import Length
+from fastspec.generation.draft_model import ChainDrafter, Process
 from fastspec.generation.protocols import LanguageModel, Ops
 from fastspec.generation.tree import TokenTree
 
@@ -53,7 +54,7 @@ class MixedDrafter(ChainDrafter):
         """A chain of drafts below the root; the draft model reads the last of them too, for its law of the token after."""
         self.base = self.draft.lengths.clone()
         extent += self.nodes + 2
-        tokens, laws = [self.root[:, None]], [self._laws(self._feed(torch.stack((self.previous, self.root), 1), extent))]
+        tokens, laws = [self.root[:, None]], [self._laws(self._feed(self._unread(), extent))]
         while len(tokens) <= self.length.most:
             tokens.append(self._drawn(laws[-1][0]))
             laws.append(self._laws(self._feed(tokens[-1], extent)))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.generation.draft_model import Length, Process, Trust
+from fastspec.generation.draft_length import Credit, Length, Trust, mean_accepted
+from fastspec.generation.draft_model import Process
 from fastspec.generation.protocols import LanguageModel, Ops
 from fastspec.generation.text_draft import decoded, encoded
 from fastspec.generation.tree import TokenTree, Verdict
@@ -55,15 +56,17 @@ class SharedDrafter:
         self.read: list[list[int]] = [[] for _ in self.said]
         self.fed: list[list[int]] = [[] for _ in self.said]
         """What the draft's cache holds."""
-        self.trust = Trust(root.device)
+        self.trust, self.credit = Trust(root.device), Credit(self.length, root.device)
         self.active = torch.ones_like(root, dtype=torch.bool)
         """Which rows go on: the rounds' own tensor after the first of them, which tells by the next one."""
 
     def propose(self, extent: int) -> TokenTree:
-        """A chain of drafts below the root; the root alone where no row can be drafted for."""
+        """A chain of drafts below the root; the root alone where no row can be drafted for, or drafts do not pay."""
         self.alive: list[bool] = self.active.tolist()
-        going = torch.tensor(self._encode_all(), device=self.device)
         root = torch.tensor([said[-1] for said in self.said], device=self.device)
+        if not self.credit.allows():
+            return TokenTree.root_only(root)
+        going = torch.tensor(self._encode_all(), device=self.device)
         alive, drafted = max(1, sum(self.alive)), 0
         tokens, q, own = [root], [], []
         survival, expected, mean, hope = going.float(), 1.0, 1.0, 0.0
@@ -97,7 +100,9 @@ class SharedDrafter:
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Append what the target said."""
         if self.length.cost:
-            self.trust.judge(verdict.accepted, active)
+            gained = mean_accepted(verdict.accepted, active)
+            self.trust.judge(gained)
+            self.credit.judge(gained, tree.tokens.shape[1] - 1)
         self.active = active
         entries = zip(self.said, verdict.accepted.tolist(), verdict.tokens(tree).tolist(), active.tolist(), strict=True)
         for said, count, tokens, going in entries:

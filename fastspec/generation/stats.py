@@ -21,6 +21,8 @@ class Stats:
     """Tokens produced by rounds, bonus included and before trimming; the first token comes from the prefill."""
     accepted: int = 0
     drafted: int = 0
+    draft_rounds: int = 0
+    """Rounds that had drafts, summed over the rows that were still running."""
     lengths: list[int] = field(default_factory=list)
     """`lengths[i]` counts the rounds, summed over the rows, in which exactly i draft tokens were accepted."""
     fused: bool = False

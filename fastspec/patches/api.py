@@ -38,9 +38,9 @@ def patch(
 
     `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of a head
     that ships with fastspec ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
-    `speculative` is a smaller transformers model with the target's tokenizer, on its device; `cascade` names the smaller models of a
-    cascade whose last stage is this one: they are patched, where they are not yet, when a call first needs them. `backend` is "auto",
-    "triton" or "torch".
+    `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another tokenizer a tuple
+    `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the smaller models of a cascade whose last
+    stage is this one: they are patched, where they are not yet, when a call first needs them. `backend` is "auto", "triton" or "torch".
     Only this instance is changed, and nothing in its forward pass; without `assistant=` it does what it did. On CUDA the weights of
     layers that read one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
     values, names and shapes stay.

@@ -27,6 +27,7 @@ from fastspec.patches.refusals import refuse_arguments, refuse_prepared, refuse_
 from fastspec.patches.selection import CAPTURABLE, Ending, Streaming, make_processors, read_law, signature
 from fastspec.patches.seq2seq import language_model, read_source, refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
+from fastspec.patches.speculative import warn_if_refused
 from fastspec.patches.tree_size import choose_tree
 
 
@@ -158,6 +159,7 @@ class _Call:
             self.given.hear(outcome)
         outcome.stats.fused = getattr(rounds.drafter, "fused", None) is not None
         self.session.calls.append(outcome.stats)
+        self.session.warned = self.session.warned or warn_if_refused(self.decoding, outcome.stats)
         output = self._output(outcome, rounds.target, counts)
         if key is not None:
             self.session.engines.put(key, rounds)

@@ -104,6 +104,8 @@ class PatchSession:
     engines: Engines = field(default_factory=Engines)
     trees: dict[Any, TreeChoice] = field(default_factory=dict)
     """(config, rows, device, dtype) -> the size of its trees, where that was left to a measurement."""
+    warned: bool = False
+    """Whether it was said that the draft model's drafts are not accepted."""
     packed: list[nn.Parameter] = field(default_factory=list)
     """Parameters that became views of a packed buffer."""
 

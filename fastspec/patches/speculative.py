@@ -5,15 +5,21 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
-from fastspec.generation.draft_model import ChainDrafter, Length
+from fastspec.generation.draft_length import Length
+from fastspec.generation.draft_model import ChainDrafter
+from fastspec.generation.nasd import COSTS
 from fastspec.generation.protocols import Ops
 from fastspec.generation.shared_draft import SharedDrafter, shared_tokens
+from fastspec.generation.stats import Stats
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.patches.adapters import adapter_for, check_supported
 from fastspec.patches.compat import device_of
@@ -22,6 +28,11 @@ from fastspec.patches.seq2seq import Source, encode, language_model
 
 PADDING = 1024
 """Two vocabularies whose sizes differ by no more count as one, padded differently, as Qwen's are."""
+
+ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
+MANY_ROUNDS, SELDOM = 32, 0.05
+"""Rounds with drafts, and the share of them in which one was accepted, under which a call warns. A draft model that is right about the next
+token in a quarter of the rounds stays under it by chance in one call of that many rounds in a thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +54,11 @@ class SpeculativeDecoding:
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> ChainDrafter:
         """The drafter of one call; with early exit it takes its cache from the target later, in `attach`."""
         config = self.config
-        length = Length(config.gamma, 0.0) if config.gamma is not None else Length(config.most, self.cost())
-        room = capacity + length.most + 2
+        length = Length(config.most, self.cost(), check(device, rows)) if config.gamma is None else Length(config.gamma)
         model: Any = None
         if config.early_exit is None:
             source = None if self.source is None else encode(self.draft, self.source)
-            model = language_model(self.draft, source, rows=rows, capacity=room, tail=2, taps=None, ops=ops)
+            model = language_model(self.draft, source, rows=rows, capacity=capacity + length.room, tail=length.unread, taps=None, ops=ops)
         return ChainDrafter(
             model, length, branches=config.branches, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops,
             process=process,
@@ -97,9 +107,11 @@ class TextDecoding:
 
         if process is None or not self.pair.shared:
             return TextDrafter(lambda: model(1), gamma, room, self.pair.tokenizer, self.pair.draft_tokenizer, device)
-        cost = 0.0 if self.config.gamma is not None else read_weights(draft) / read_weights(self.target)
+        length = Length(gamma)
+        if self.config.gamma is None:
+            length = Length(gamma, read_weights(draft) / read_weights(self.target), check(device, rows))
         return SharedDrafter(
-            model(rows), Length(gamma, cost), self.pair.shared, room=room, tokenizer=self.pair.tokenizer,
+            model(rows), length, self.pair.shared, room=room, tokenizer=self.pair.tokenizer,
             draft_tokenizer=self.pair.draft_tokenizer, vocab=vocabulary(self.target), draft_vocab=vocabulary(draft), ops=ops,
             process=process, device=device,
         )  # fmt: skip
@@ -117,6 +129,12 @@ class Pair:
     def shared(self) -> list[tuple[int, int]]:
         """Their shared tokens, found once."""
         return shared_tokens(self.tokenizer, self.draft_tokenizer)
+
+
+def check(device: Any, rows: int) -> float:
+    """What a target pass over drafts costs more than one over a single token, in such passes; nothing in a batch, which has several."""
+    _, base, _ = COSTS.get(torch.device(device).type, COSTS["cuda"])
+    return base - 1 if rows == 1 else 0.0
 
 
 def vocabulary(model: Any) -> int:
@@ -141,17 +159,26 @@ def read_weights(model: Any) -> int:
 
 
 def check_draft(draft: Any, target: Any) -> Any:
-    """The draft model, or the Pair of one with two tokenizers, if it can draft for the target; warns where it is no smaller.
+    """The draft model, or the Pair of one with two tokenizers, if it can draft for the target; warns where it is no smaller, and where the
+    models' special tokens say that their tokenizers differ.
 
     Raises Unsupported for a model that cannot be decoded with, vocabularies that are not one, and another device.
     """
     if isinstance(draft, tuple):
         if len(draft) != 3 or not all(callable(getattr(t, "decode", None)) for t in draft[1:]):
+            names = ", ".join(type(part).__name__ for part in draft)
             raise Unsupported(
-                "speculative=(draft_model, draft_tokenizer, tokenizer): the draft model, its tokenizer, the target's tokenizer"
+                "speculative=(draft_model, draft_tokenizer, tokenizer) takes the draft model, its tokenizer and the target's tokenizer, "
+                f"not ({names})"
             )
         draft = Pair(*draft)
     model = draft.model if isinstance(draft, Pair) else draft
+    if not isinstance(model, PreTrainedModel):
+        given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
+        raise Unsupported(
+            "speculative= takes a transformers model, or (draft_model, draft_tokenizer, tokenizer) where the tokenizers differ, "
+            f"not {given}: load one with AutoModelForCausalLM.from_pretrained(...)"
+        )
     check_supported(model)
     if model.config.is_encoder_decoder != target.config.is_encoder_decoder:
         kinds = ["a decoder-only", "an encoder-decoder"]
@@ -176,7 +203,42 @@ def check_draft(draft: Any, target: Any) -> Any:
             f"the draft model reads {cost[0] / 1e6:.1f} M weights a token and the target {cost[1] / 1e6:.1f} M: drafting will not pay",
             stacklevel=3,
         )
+    if not isinstance(draft, Pair):
+        _compare_tokens(model, target)
     return draft
+
+
+def _compare_tokens(draft: Any, target: Any) -> None:
+    """Warn where two models that are to share a tokenizer have no token in common for one role: their ids mean other texts then."""
+    apart = [(role, own, other) for role in ROLES if (own := _ids(draft, role)) and (other := _ids(target, role)) and not own & other]
+    if apart:
+        told = "; ".join(f"{role} {sorted(own)} and {sorted(other)}" for role, own, other in apart)
+        warnings.warn(
+            f"the draft model and the target differ in special tokens ({told}): if their tokenizers differ, drafts will not be accepted; "
+            "give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
+            stacklevel=4,
+        )
+
+
+def _ids(model: Any, role: str) -> set[int]:
+    """What a model's configuration and generation configuration name as its `role`."""
+    named = [getattr(config, role, None) for config in (model.config.get_text_config(), model.generation_config)]
+    return {index for each in named if each is not None for index in (each if isinstance(each, (list, tuple)) else [each])}
+
+
+def warn_if_refused(decoding: Any, stats: Stats) -> bool:
+    """Warn of a draft model of whose drafts almost none were accepted in many rounds of a call -> whether it did."""
+    if not isinstance(decoding, SpeculativeDecoding) or decoding.draft is decoding.target:
+        return False
+    accepted = sum(stats.lengths[1:])
+    if stats.draft_rounds < MANY_ROUNDS or accepted >= SELDOM * stats.draft_rounds:
+        return False
+    warnings.warn(
+        f"drafts of the draft model were accepted in {accepted} of {stats.draft_rounds} rounds: it knows little of what the target says, "
+        "or has another tokenizer; then give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
+        stacklevel=2,
+    )
+    return True
 
 
 def _same_device(draft: Any, target: Any) -> None:

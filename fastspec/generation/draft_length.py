@@ -1,0 +1,117 @@
+"""How far a round drafts with a draft model, and whether it drafts at all: by cost and by what became of earlier drafts.
+
+All of it is decided before the token in question is drawn, by rounds that are over and by drafts that stand already. Whatever is decided
+so, a round says what the target says: drafts that are judged follow the q that judges them, and a round without any draws one token from
+the target's own law. A rule that looked at the token to come would break that. `tests/test_chain_law.py` enumerates it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PRIOR = 1.0
+"""Drafts that count as promised and kept before the first round: how long a draft model's confidence is taken at its word."""
+CREDIT, MOST_CREDIT = 2.0, 4.0
+"""Target passes that drafts may lose before rounds go without them: at the start of a call, and after any gain."""
+PROBES = 0.05
+"""Target passes a round that drafts tried again may cost on average, while they do not pay: so many rounds lie between two of them."""
+LONGEST_PAUSE = 32
+"""Rounds between two at most: a draft model has their tokens to read when it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How far a round drafts: `most` tokens, or fewer where going on does not pay.
+
+    A further token, accepted with probability S, is worth its cost c while S / c exceeds the tokens per cost so far,
+    E / T = (1 + sum of S) / (1 + drafted * c), with one target pass as the unit. `cost` is c; 0 always drafts `most` tokens. S is the
+    product of the draft model's highest probabilities so far, averaged over the rows that are still running, times the share of what such
+    products promised before that was accepted: known before the token is drawn, as it must be where drafts are drawn. `check` is what a
+    target pass over a root and its drafts costs more than one over the root. No clock is read, so the same seed gives the same output.
+    """
+
+    most: int
+    cost: float = 0.0
+    check: float = 0.0
+
+    def goes_on(self, survival: float, expected: float, drafted: int) -> bool:
+        """Whether to draft one more token after `drafted` ones that yield `expected` tokens, bonus counted."""
+        return drafted < self.most and survival * (1 + drafted * self.cost) > self.cost * expected
+
+    def price(self, drafted: int) -> float:
+        """What a round of so many drafts costs more than one without, in target passes."""
+        return self.check + drafted * self.cost if drafted else 0.0
+
+    @property
+    def pause(self) -> int:
+        """Rounds without drafts before they are tried again, where they do not pay."""
+        return min(LONGEST_PAUSE, math.ceil(self.price(1) / PROBES)) if self.cost else 0
+
+    @property
+    def unread(self) -> int:
+        """Tokens at the end of the text, the root counted, that a draft model with a cache of its own may have to read at once."""
+        return 2 + self.pause
+
+    @property
+    def room(self) -> int:
+        """Tokens that its cache needs room for beyond the text."""
+        return self.most + self.unread
+
+
+class Trust:
+    """How far a draft model's confidence is taken at its word in one call: its share, what was accepted over what it had promised, in
+    tokens a row and round, at most 1. It knows only of rounds that are over, so drafts stay functions of what came before them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.promised, self.delivered = PRIOR, torch.full((), PRIOR, device=device)
+        self.hoped = 0.0
+        """What this round's drafts promise."""
+
+    def weigh(self, hope: Tensor) -> tuple[float, float]:
+        """A confidence (a scalar) as it is, and times that share, in one read-back."""
+        plain, delivered = torch.stack((hope, self.delivered)).tolist()
+        return plain, plain * min(1.0, delivered / self.promised)
+
+    def judge(self, gained: Tensor) -> None:
+        """Count a round: `gained` (a scalar) drafts were accepted. Nothing is waited for."""
+        self.promised += self.hoped
+        self.delivered += gained
+        self.hoped = 0.0
+
+
+class Credit:
+    """Whether a round of a call drafts at all: while drafts have brought more than they cost, but for a credit.
+
+    A round's drafts add what was accepted of them less their price. Where the credit is used up, `Length.pause` rounds go without drafts,
+    then one tries them again; it has no credit, so that it takes a gain to go on. Whatever the drafts are, a call loses no more than
+    CREDIT, once, and the price of a round's drafts every so many rounds; MOST_CREDIT bounds how long it takes to see that they got worse.
+    """
+
+    def __init__(self, length: Length, device: torch.device) -> None:
+        self.length = length
+        self.left = torch.full((), CREDIT, device=device)
+        self.rested = 0
+        """Rounds without drafts, one after another, so far."""
+
+    def allows(self) -> bool:
+        """Whether the round that begins drafts; asked once a round. One read-back, none during a pause."""
+        if not self.length.cost or (self.rested == 0 and float(self.left) > 0):
+            return True
+        self.rested += 1
+        if self.rested <= self.length.pause:
+            return False
+        self.rested = 0
+        return True
+
+    def judge(self, gained: Tensor, drafted: int) -> None:
+        """Count a round: `gained` (a scalar) of `drafted` drafts were accepted. Nothing is waited for."""
+        self.left = (self.left + gained - self.length.price(drafted)).clamp(0.0, MOST_CREDIT)
+
+
+def mean_accepted(accepted: Tensor, active: Tensor) -> Tensor:
+    """Drafts accepted [B] on average (a scalar) over the rows that were active [B]."""
+    return (accepted * active).sum() / active.sum().clamp(min=1)
