@@ -30,6 +30,8 @@ class Ops:
     tree_attention: Callable[..., Tensor]
     cache_write: Callable[..., None]
     kv_block_copy: Callable[..., None]
+    commit_slots: Callable[..., tuple[Tensor, Tensor]]
+    emit: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_cache: Callable[..., Tensor]

@@ -1,0 +1,110 @@
+"""The small launches of a round against their references: they move and count whole numbers and copy states, so all is exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastspec.kernels import reference
+from fastspec.kernels.settle import commit_slots, emit
+
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
+EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
+DRAWN = settings(max_examples=30, deadline=None)
+SEEDS = st.integers(0, 2**31)
+ROWS, PATHS, NODES = st.integers(1, 4), st.sampled_from([1, 2, 7, 8, 9, 33]), st.sampled_from([1, 2, 60, 65])
+
+
+class poisoned:
+    """Fills what torch.empty gives with NaN, or with the largest integer."""
+
+    def __enter__(self) -> None:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def __exit__(self, *_: object) -> None:
+        torch.use_deterministic_algorithms(False)
+
+
+class Round:
+    """A verdict on trees of random tokens, which no walk need have made, as slices of wider tensors where `apart`."""
+
+    def __init__(self, device: str, rows: int, steps: int, nodes: int, apart: bool, seed: int) -> None:
+        self.generator, self.apart, self.device = torch.Generator().manual_seed(seed), apart, device
+        self.path = self.whole((rows, steps), nodes)
+        self.accepted, self.bonus, self.root = self.whole((rows,), steps), self.whole((rows,), 2**40), self.whole((rows,), 2**40)
+        self.tokens = self.whole((rows, nodes), 2**40)
+        self.lengths, self.active = self.whole((rows,), 300), self.laid(torch.rand(rows, generator=self.generator) < 0.7)
+
+    def whole(self, shape: tuple[int, ...], below: int) -> Tensor:
+        return self.laid(torch.randint(0, below, shape, generator=self.generator))
+
+    def laid(self, x: Tensor) -> Tensor:
+        x = x.to(self.device)
+        return torch.stack((x, x.flip(0)), -1)[..., 0] if self.apart else x
+
+
+def same(got: Tensor, wanted: Tensor) -> None:
+    assert got.dtype == wanted.dtype and torch.equal(got, wanted)
+
+
+@EVERYWHERE
+@given(ROWS, PATHS, NODES, st.booleans(), st.integers(0, 400), SEEDS)
+@DRAWN
+def test_commit_slots(device, rows, steps, nodes, apart, bound, seed):
+    drawn = Round(device, rows, steps, nodes, apart, seed)
+    before = drawn.lengths.clone()
+    wanted = reference.commit_slots(before, drawn.path, drawn.accepted, drawn.active, bound)
+    given_lengths = drawn.lengths.tolist()
+    with poisoned():
+        got = commit_slots(drawn.lengths, drawn.path, drawn.accepted, drawn.active, bound)
+    for a, b in zip((*got, drawn.lengths), (*wanted, before), strict=True):
+        same(a, b)
+    for row, length in enumerate(given_lengths):  # the reference itself
+        assert got[0][row].tolist() == [length + node for node in drawn.path[row].tolist()]
+        assert got[1][row].tolist() == list(range(length, length + steps))
+        said = int(drawn.accepted[row]) + 1 if drawn.active[row] else 0
+        assert int(before[row]) == min(bound, length + said)
+
+
+@EVERYWHERE
+@given(ROWS, PATHS, NODES, st.booleans(), SEEDS)
+@DRAWN
+def test_emit(device, rows, steps, nodes, apart, seed):
+    drawn = Round(device, rows, steps, nodes, apart, seed)
+    given_root = drawn.root.tolist()
+    verdict = drawn.tokens, drawn.path, drawn.accepted, drawn.bonus, drawn.active
+    root = drawn.root.clone()
+    wanted = reference.emit(*verdict, root)
+    with poisoned():
+        got = emit(*verdict, drawn.root)
+    same(got, wanted)
+    same(drawn.root, root)
+    for row, old in enumerate(given_root):  # the reference itself
+        accepted, path = int(drawn.accepted[row]), drawn.path[row].tolist()
+        said = [int(drawn.tokens[row, node]) for node in path[1 : accepted + 1]]
+        assert got[row, : accepted + 2].tolist() == [accepted, *said, int(drawn.bonus[row])]
+        assert int(root[row]) == (int(drawn.bonus[row]) if drawn.active[row] else old)
+
+
+@EVERYWHERE
+def test_emit_of_trees_of_roots_alone(device):
+    """Whose tokens are the memory that the next roots are written to."""
+    drawn = Round(device, 3, 1, 1, False, 0)
+    root, zero = drawn.root.clone(), torch.zeros_like(drawn.root)
+    got = emit(drawn.root[:, None], zero[:, None], zero, drawn.bonus, drawn.active, drawn.root)
+    assert torch.equal(got, torch.stack((zero, drawn.bonus), 1))
+    assert torch.equal(drawn.root, torch.where(drawn.active, drawn.bonus, root))
+
+
+def test_what_does_not_fit_is_refused():
+    drawn = Round("cpu", 3, 2, 4, False, 0)
+    with pytest.raises(ValueError, match=r"commit_slots: lengths has rows \[3\] of torch.int32; accepted is torch.int64"):
+        commit_slots(drawn.lengths.int(), drawn.path, drawn.accepted, drawn.active, 9)
+    with pytest.raises(ValueError, match=r"commit_slots: active has rows \[3\] of torch.int64; accepted is torch.bool"):
+        commit_slots(drawn.lengths, drawn.path, drawn.accepted, drawn.active.long(), 9)
+    with pytest.raises(ValueError, match=r"emit: root has rows \[2\] of torch.int64; accepted is torch.int64 with the rows of path, \[3\]"):
+        emit(drawn.tokens, drawn.path, drawn.accepted, drawn.bonus, drawn.active, drawn.root[:2])
