@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastspec.kernels import reference
+from fastspec.kernels import head_pairs
+from fastspec.kernels import reference_round as reference
+from fastspec.kernels.head_pairs import keep_last, path_pairs
 from fastspec.kernels.settle import commit_slots, emit
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -100,6 +102,56 @@ def test_emit_of_trees_of_roots_alone(device):
     assert torch.equal(drawn.root, torch.where(drawn.active, drawn.bonus, root))
 
 
+DTYPES = st.sampled_from([torch.float32, torch.float16])
+SIZES = st.sampled_from([1, 7, 64, 65, 130])
+
+
+@EVERYWHERE
+@given(ROWS, PATHS, NODES, SIZES, DTYPES, st.booleans(), st.sampled_from([None, torch.float32, torch.float16]), SEEDS)
+@DRAWN
+def test_path_pairs(device, rows, steps, nodes, size, dtype, apart, kept, seed):
+    drawn = Round(device, rows, steps, nodes, apart, seed)
+    features = torch.randn(rows, nodes, size + 3 * apart, generator=drawn.generator).to(device, dtype)[..., :size]
+    verdict = drawn.path, drawn.accepted, drawn.bonus, drawn.active
+    outs = None if kept is None else (torch.full((rows, steps, size), torch.nan, dtype=kept, device=device), drawn.whole((rows,), 9))
+    root, given_root = drawn.root.clone(), drawn.root.tolist()
+    wanted = reference.path_pairs(features, *verdict, root, drawn.lengths, None if outs is None else tuple(x.clone() for x in outs))
+    with poisoned(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_pairs, "BLOCK", 64)
+        got = path_pairs(features, *verdict, drawn.root, drawn.lengths, outs)
+    for a, b in zip((*got, drawn.root), (*wanted, root), strict=True):
+        same(a, b)
+    if outs is not None:
+        assert got[0] is outs[0] and got[1] is outs[1]
+    for row in range(rows):  # the reference itself
+        active, path = bool(drawn.active[row]), drawn.path[row].tolist()
+        assert all(torch.equal(wanted[0][row, i], features[row, node].to(kept or dtype)) for i, node in enumerate(path))
+        assert int(wanted[1][row]) == (int(drawn.accepted[row]) + 1 if active else 0)
+        assert wanted[2][row].tolist() == [int(drawn.lengths[row]) + i for i in range(steps)]
+        assert int(root[row]) == (int(drawn.bonus[row]) if active else given_root[row])
+
+
+@EVERYWHERE
+@given(ROWS, st.integers(1, 9), SIZES, DTYPES, st.booleans(), st.integers(0, 400), SEEDS)
+@DRAWN
+def test_keep_last(device, rows, pairs, size, dtype, apart, bound, seed):
+    drawn = Round(device, rows, 1, 1, apart, seed)
+    hidden, readout = (torch.randn(rows, pairs, size + 5 * apart, generator=drawn.generator).to(device, dtype)[..., :size] for _ in "hr")
+    counts = drawn.whole((rows,), pairs + 1)
+    last = [torch.randn(rows, size, generator=drawn.generator).to(device, dtype) for _ in range(2)]
+    kept, lengths, given_lengths = [x.clone() for x in last], drawn.lengths.clone(), drawn.lengths.tolist()
+    reference.keep_last(hidden, readout, counts, *kept, lengths, bound)
+    for row, count in enumerate(counts.tolist()):  # the reference itself
+        for after, before, states in zip(kept, last, (hidden, readout), strict=True):
+            assert torch.equal(after[row], states[row, count - 1] if count else before[row])
+        assert int(lengths[row]) == min(bound, given_lengths[row] + count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_pairs, "BLOCK", 64)
+        keep_last(hidden, readout, counts, *last, drawn.lengths, bound)
+    for a, b in zip((*last, drawn.lengths), (*kept, lengths), strict=True):
+        same(a, b)
+
+
 def test_what_does_not_fit_is_refused():
     drawn = Round("cpu", 3, 2, 4, False, 0)
     with pytest.raises(ValueError, match=r"commit_slots: lengths has rows \[3\] of torch.int32; accepted is torch.int64"):
@@ -108,3 +160,14 @@ def test_what_does_not_fit_is_refused():
         commit_slots(drawn.lengths, drawn.path, drawn.accepted, drawn.active.long(), 9)
     with pytest.raises(ValueError, match=r"emit: root has rows \[2\] of torch.int64; accepted is torch.int64 with the rows of path, \[3\]"):
         emit(drawn.tokens, drawn.path, drawn.accepted, drawn.bonus, drawn.active, drawn.root[:2])
+    features, verdict = torch.zeros(3, 4, 8), (drawn.path, drawn.accepted, drawn.bonus, drawn.active)
+    with pytest.raises(ValueError, match=r"path_pairs: features are \[3, 4, 8\], strides .* with a contiguous last dimension"):
+        path_pairs(torch.zeros(3, 8, 4).transpose(1, 2), *verdict, drawn.root, drawn.lengths)
+    with pytest.raises(ValueError, match=r"path_pairs: root has rows \[3\] of torch.int32"):
+        path_pairs(features, *verdict, drawn.root.int(), drawn.lengths)
+    with pytest.raises(ValueError, match=r"path_pairs: out is \[3, 3, 8\].*accepted is \[3, 2, 8\] contiguous"):
+        path_pairs(features, *verdict, drawn.root, drawn.lengths, (torch.zeros(3, 3, 8), drawn.accepted))
+    with pytest.raises(ValueError, match=r"keep_last: counts is \[2\] torch.int64; accepted is \[3\] int64"):
+        keep_last(features, features, drawn.accepted[:2], features[:, 0], features[:, 0], drawn.lengths, 9)
+    with pytest.raises(ValueError, match=r"keep_last: last_readout is \[3, 8\], strides \(32, 1\); accepted is \[3, 8\] contiguous"):
+        keep_last(features, features, drawn.accepted, torch.zeros(3, 8), features[:, 0], drawn.lengths, 9)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastspec.errors import FastSpecError
 from fastspec.generation.protocols import Ops
 from fastspec.generation.tree import Verdict
-from fastspec.kernels.reference import grow
+from fastspec.kernels.reference_round import grow
 
 
 def _memory(device: torch.device) -> float:

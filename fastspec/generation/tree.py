@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastspec.kernels.reference import ancestor_words, said
+from fastspec.kernels.reference import ancestor_words
+from fastspec.kernels.reference_round import said
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""Every op in plain torch: the specification that the kernels are held to, and the backend on the CPU.
+"""The ops in plain torch: the specification that the kernels are held to, and the backend on the CPU.
+
+The small steps between the parts of a round are in `reference_round.py`.
 
 B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, D head size, C cache slots, M tail slots,
 W 64-bit words. All lengths are tensors on the device; no op waits for the host.
@@ -74,22 +76,6 @@ def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tens
     row = torch.arange(source.shape[0], device=source.device)[:, None]
     for cache in (k_cache, v_cache):
         cache[:, row, :, target] = cache[:, row, :, source]
-
-
-def grow(lengths: Tensor, counts: Tensor, bound: int) -> None:
-    """Count the next counts [B] slots of every row as committed, in place: lengths [B] int64, `bound` at most."""
-    lengths.add_(counts).clamp_(max=bound)
-
-
-def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    """Where `kv_block_copy` moves the nodes of path [B, P] from and to, behind the lengths [B] as they were -> two [B, P].
-
-    Then `grow` of the lengths by accepted [B] + 1 in the rows that are active [B] bool.
-    """
-    base = lengths[:, None]
-    moves = base + path, base + torch.arange(path.shape[1], device=path.device)
-    grow(lengths, (accepted + 1) * active, bound)
-    return moves
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -308,19 +294,6 @@ def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -
         accepted = accepted + found
         path.append(node)
     return torch.stack(path, 1), accepted, picks[row, node]
-
-
-def said(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
-    """What a verdict emits of a tree's tokens [B, N], [B, P]: the accepted drafts' tokens, then the bonus token; the rest is filler."""
-    following = torch.cat((path[:, 1:], path[:, -1:]), 1)
-    return tokens.gather(1, following).scatter_(1, accepted[:, None], bonus[:, None])
-
-
-def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor) -> Tensor:
-    """What the host reads of a round, [B, 1 + P]: accepted [B], then `said`. root [B] becomes the bonus token where active [B] is true."""
-    packed = torch.cat((accepted[:, None], said(tokens, path, accepted, bonus)), 1)
-    root.copy_(torch.where(active, bonus, root))
-    return packed
 
 
 def categorical(logits: Tensor, uniform: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from fastspec.errors import Unsupported
 from fastspec.generation.protocols import Ops
-from fastspec.kernels import cpu, reference
+from fastspec.kernels import cpu, reference, reference_round
 
 TORCH = Ops(
     name="torch",
@@ -22,8 +22,10 @@ TORCH = Ops(
     tree_attention=reference.tree_attention,
     cache_write=reference.cache_write,
     kv_block_copy=reference.kv_block_copy,
-    commit_slots=reference.commit_slots,
-    emit=reference.emit,
+    commit_slots=reference_round.commit_slots,
+    emit=reference_round.emit,
+    path_pairs=reference_round.path_pairs,
+    keep_last=reference_round.keep_last,
     linear=reference.linear,
     rms_norm=reference.rms_norm,
     rope_cache=reference.rope_cache,
@@ -58,6 +60,7 @@ def triton_ops() -> Ops:
             drafter,
             experts,
             head_input,
+            head_pairs,
             kv_block_copy,
             linear,
             linear_parts,
@@ -80,6 +83,8 @@ def triton_ops() -> Ops:
         kv_block_copy=kv_block_copy.kv_block_copy,
         commit_slots=settle.commit_slots,
         emit=settle.emit,
+        path_pairs=head_pairs.path_pairs,
+        keep_last=head_pairs.keep_last,
         linear=linear.linear,
         linear_parts=linear_parts.linear_parts,
         rms_norm=rms_norm.rms_norm,

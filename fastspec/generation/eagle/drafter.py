@@ -47,7 +47,6 @@ class HeadState:
         self.last, self.readout = (torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self.root = torch.zeros(rows, dtype=torch.long, device=weight.device)
         # made once: what a round makes anew costs it a launch
-        self.row, self.no_pair = torch.arange(rows, device=weight.device), torch.full((1,), -1, device=weight.device)
         self.place = torch.arange(max(padded_width(PREFILL_CHUNK), max_path), device=weight.device)
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.chunks = Program(self._extend) if ops.captures else None
@@ -74,7 +73,7 @@ class HeadState:
             part = slice(start, start + PREFILL_CHUNK)
             width = following[:, part].shape[1]
             self.reserve(start + width)
-            inputs = following[:, part], features[:, part], (counts - start).clamp(0, width) - 1
+            inputs = following[:, part], features[:, part], (counts - start).clamp(0, width)
             if self.chunks is None:
                 self._extend(*inputs, start + width)
             else:
@@ -82,23 +81,29 @@ class HeadState:
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
-        torch.where(active, verdict.bonus, self.root, out=self.root)
-        ends = torch.where(active, verdict.accepted, self.no_pair)
-        self._extend(verdict.tokens(tree), features[self.row[:, None], verdict.path], ends, self.reserve(extent) + self.max_path)
+        taken, counts, steps = self._pairs(features, verdict, active)
+        self._extend(verdict.tokens(tree), taken, counts, self.reserve(extent) + self.max_path, steps)
 
-    def _extend(self, tokens: Tensor, features: Tensor, ends: Tensor, extent: int | None = None) -> None:
-        """Feed pairs up to the place ends [B] of the last one, -1 in a row without any."""
+    def _pairs(
+        self, features: Tensor, verdict: Verdict, active: Tensor, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`Ops.path_pairs` of a verdict, whose bonus token becomes the root of the next tree."""
+        said = verdict.path, verdict.accepted, verdict.bonus, active
+        return self.ops.path_pairs(features, *said, self.root, self.cache.lengths, out)
+
+    def _extend(
+        self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None, steps: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """Feed the first counts [B] pairs of each row, at slots `steps` [B, T]: those behind the committed ones."""
         width, slots = tokens.shape[1], self.cache.slots
-        steps = self.cache.lengths[:, None] + self.place[:width]
+        if steps is None:
+            steps = self.cache.lengths[:, None] + self.place[:width]
         if width > self.cache.tail:
             steps = steps.clamp(max=slots - 1)  # a padded chunk may reach behind the buffers: the last slot is never committed
         layout = self.ops.attention_layout(self.cache.lengths, None, width, width, slots if extent is None else extent, self.group)
         x, residual = self.program.feed(tokens, self.program.fuse(features.to(self.last.dtype)))
         found = self._step(x, residual, steps, steps, layout)
-        fed = (ends >= 0)[:, None]
-        for kept, states in zip((self.last, self.readout), found, strict=True):
-            torch.where(fed, states.detach()[self.row, ends], kept, out=kept)
-        self.cache.grow(ends + 1)
+        self.ops.keep_last(*found, counts, self.last, self.readout, self.cache.lengths, self.cache.bound)
 
     def _step(self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object) -> tuple[Tensor, Tensor]:
         return self.program.step(x, residual, self.cache, Places(*self.tables, positions, slots, layout))
@@ -139,8 +144,8 @@ class EagleDrafter(HeadState):
         if self.fused is None:
             super().observe(tree, verdict, logits, features, active, extent)
         else:
-            torch.where(active, verdict.bonus, self.root, out=self.root)
-            self.fused.keep(verdict.tokens(tree), features, verdict, active)
+            self.fused.tokens.copy_(verdict.tokens(tree))
+            self._pairs(features, verdict, active, (self.fused.features, self.fused.counts))
 
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
@@ -190,7 +195,7 @@ class FusedPhase:
         assert packed is not None
         self.weights = kernel.draft_weights(program.head, *packed)
         self.space = kernel.draft_space(self.weights, rows=rows, pairs=shape.max_path, top_k=shape.top_k, depth=shape.depth)
-        self.row, device = drafter.row[:, None], drafter.root.device
+        device = drafter.root.device
         self.tokens = torch.zeros(rows, shape.max_path, dtype=torch.long, device=device)
         self.features = torch.zeros(rows, shape.max_path, width, dtype=drafter.last.dtype, device=device)
         self.counts = torch.zeros(rows, dtype=torch.long, device=device)
@@ -201,12 +206,6 @@ class FusedPhase:
         kernel, program = drafter.ops.fused, drafter.program
         fits = kernel is not None and drafter.shape.top_k <= 16 and kernel.supports(program.config) and program.packed() is not None
         return cls(drafter) if fits and type(program.head.__dict__["_embed_tokens"]) is torch.nn.Embedding else None
-
-    def keep(self, tokens: Tensor, features: Tensor, verdict: Verdict, active: Tensor) -> None:
-        """Keep the accepted path's pairs: tokens [B, P] and the target's features of all nodes [B, N, F]."""
-        self.tokens.copy_(tokens)
-        self.features.copy_(features[self.row, verdict.path])
-        torch.mul(verdict.accepted + 1, active, out=self.counts)
 
     def run(self, drafter: EagleDrafter) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates, as `EagleDrafter._grow`."""
