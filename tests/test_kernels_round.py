@@ -12,6 +12,7 @@ from fastspec.kernels import head_pairs
 from fastspec.kernels import reference_round as reference
 from fastspec.kernels.head_pairs import keep_last, path_pairs
 from fastspec.kernels.settle import commit_slots, emit
+from fastspec.kernels.tree_input import tree_input
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
@@ -152,6 +153,25 @@ def test_keep_last(device, rows, pairs, size, dtype, apart, bound, seed):
         same(a, b)
 
 
+@EVERYWHERE
+@given(ROWS, NODES, st.sampled_from([None, *range(1, 4), 64, 130, 4097]), DTYPES, st.booleans(), st.integers(0, 400), SEEDS)
+@DRAWN
+def test_tree_input(device, rows, nodes, size, dtype, apart, last, seed):
+    drawn = Round(device, rows, 1, nodes, apart, seed)
+    tokens, depths = drawn.whole((rows, nodes), 19), drawn.whole((rows, nodes), nodes)
+    table = None if size is None else torch.randn(19, size + apart, generator=drawn.generator).to(device, dtype)[:, :size]
+    with poisoned():
+        got = tree_input(tokens, depths, drawn.lengths, last, table)
+    wanted = reference.tree_input(tokens, depths, drawn.lengths, last, table)
+    assert got[2] is wanted[2] is None if table is None else torch.equal(got[2], wanted[2])
+    for a, b in zip(got[:2], wanted[:2], strict=True):
+        same(a, b)
+    for row, length in enumerate(drawn.lengths.tolist()):  # the reference itself
+        assert wanted[0][row].tolist() == [min(last, length + depth) for depth in depths[row].tolist()]
+        assert wanted[1][row].tolist() == list(range(length, length + nodes))
+        assert table is None or all(torch.equal(wanted[2][row, i], table[token]) for i, token in enumerate(tokens[row].tolist()))
+
+
 def test_what_does_not_fit_is_refused():
     drawn = Round("cpu", 3, 2, 4, False, 0)
     with pytest.raises(ValueError, match=r"commit_slots: lengths has rows \[3\] of torch.int32; accepted is torch.int64"):
@@ -171,3 +191,7 @@ def test_what_does_not_fit_is_refused():
         keep_last(features, features, drawn.accepted[:2], features[:, 0], features[:, 0], drawn.lengths, 9)
     with pytest.raises(ValueError, match=r"keep_last: last_readout is \[3, 8\], strides \(32, 1\); accepted is \[3, 8\] contiguous"):
         keep_last(features, features, drawn.accepted, torch.zeros(3, 8), features[:, 0], drawn.lengths, 9)
+    with pytest.raises(ValueError, match=r"tree_input: depths is \[3, 3\] torch.int64; accepted is \[3, 4\] int64"):
+        tree_input(drawn.tokens, drawn.tokens[:, :3], drawn.lengths, 9, None)
+    with pytest.raises(ValueError, match=r"tree_input: table is \[8, 4\], strides \(1, 8\); accepted is \[V, H\], rows contiguous"):
+        tree_input(drawn.tokens, drawn.tokens, drawn.lengths, 9, torch.zeros(4, 8).t())

@@ -30,6 +30,7 @@ class Ops:
     tree_attention: Callable[..., Tensor]
     cache_write: Callable[..., None]
     kv_block_copy: Callable[..., None]
+    tree_input: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     commit_slots: Callable[..., tuple[Tensor, Tensor]]
     emit: Callable[..., Tensor]
     path_pairs: Callable[..., tuple[Tensor, Tensor, Tensor]]

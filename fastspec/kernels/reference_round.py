@@ -8,6 +8,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+
+def tree_input(
+    tokens: Tensor, depths: Tensor, lengths: Tensor, last: int, table: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a pass over trees of tokens and depths [B, N] behind lengths [B] reads: positions [B, N], `last` at most, slots [B, N], and the
+    tokens' rows of an embedding's table [V, H] where one is given -> [B, N, H]."""
+    base = lengths[:, None]
+    positions, slots = (base + depths).clamp(max=last), base + torch.arange(tokens.shape[1], device=tokens.device)
+    return positions, slots, None if table is None else F.embedding(tokens, table)
 
 
 def grow(lengths: Tensor, counts: Tensor, bound: int) -> None:

@@ -35,7 +35,7 @@ def _commit_slots_kernel(
 
 
 def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    """`reference_round.commit_slots`: lengths [B], which grow in place, path [B, P], accepted [B] int64 and active [B] bool, any strides."""
+    """`reference_round.commit_slots`: lengths [B], which grow in place, path [B, P], accepted [B] int64, active [B] bool, any strides."""
     batch, steps = path.shape
     _check("commit_slots", batch, active, lengths=lengths, path=path[:, 0], accepted=accepted)
     source, target = torch.empty(2, batch, steps, dtype=torch.int64, device=path.device)

@@ -22,6 +22,7 @@ TORCH = Ops(
     tree_attention=reference.tree_attention,
     cache_write=reference.cache_write,
     kv_block_copy=reference.kv_block_copy,
+    tree_input=reference_round.tree_input,
     commit_slots=reference_round.commit_slots,
     emit=reference_round.emit,
     path_pairs=reference_round.path_pairs,
@@ -71,6 +72,7 @@ def triton_ops() -> Ops:
             settle,
             topk_expand,
             tree_build,
+            tree_input,
         )
         from fastspec.kernels import tree_attention as attention
     except ImportError as error:
@@ -81,6 +83,7 @@ def triton_ops() -> Ops:
         attention_layout=attention.attention_layout,
         tree_attention=attention.tree_attention,
         kv_block_copy=kv_block_copy.kv_block_copy,
+        tree_input=tree_input.tree_input,
         commit_slots=settle.commit_slots,
         emit=settle.emit,
         path_pairs=head_pairs.path_pairs,
