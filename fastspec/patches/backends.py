@@ -93,7 +93,7 @@ def triton_ops() -> Ops:
         rms_norm=rms_norm.rms_norm,
         rope_cache=rope_cache.rope_cache,
         gate_up=linear.gate_up,
-        topk_expand=_up_to(16, topk_expand.topk_expand, reference.topk_expand, lambda hidden, weight, scores, count, d2t: count),
+        topk_expand=_up_to(16, topk_expand.topk_expand, reference.topk_expand, lambda hidden, weight, scores, count, *_: count),
         next_frontier=next_frontier.next_frontier,
         head_input=head_input.head_input,
         frontier_input=head_input.frontier_input,

@@ -8,6 +8,7 @@ The static trees of EAGLE-1 are in `static.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from fastspec.generation.eagle.program import HeadProgram
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import Places
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.kernels.reference import Candidates
 
 PREFILL_CHUNK = 512
 
@@ -123,14 +125,19 @@ class EagleDrafter(HeadState):
         level = torch.arange(shape.depth, device=device)[:, None, None]
         slot = level * k + torch.arange(k, device=device)
         self.steps = torch.stack((level.expand_as(slot), slot))  # [2, depth, 1, k]: positions and slots behind the committed pairs
-        firsts = (k + (level - 1) * k * k).clamp(min=0)
-        self.firsts = firsts.expand(-1, k, k)  # [depth, k, k]: the first candidate that a level's frontier is from
+        self.tokens = torch.zeros(rows, shape.candidates, dtype=torch.long, device=device)
         self.parents = torch.full((rows, shape.candidates), -1, device=device)
         """The candidate above each of the last tree's candidates [B, M], -1 for the root."""
         self.start = torch.zeros(rows, 1, dtype=torch.float32, device=device)
         self.no_words = torch.zeros(rows, 1, (max(1, grown) + 63) // 64, dtype=torch.long, device=device)
-        self.scores: Tensor
+        self.scores = torch.zeros(rows, shape.candidates, dtype=torch.float32, device=device)
         """Of the last tree's candidates [B, M] fp32: cumulative log-probabilities, in order of growth."""
+        edges = [0, k, *(k + passes * k * k for passes in range(1, shape.depth + 1))]  # k at the first level, k * k at the others
+        levels = [slice(*edge) for edge in pairwise(edges)]
+        self.levels = [
+            Candidates(self.scores[:, at], self.tokens[:, at], None if below is None else self.parents[:, below], at.start)
+            for at, below in zip_longest(levels, levels[1:])
+        ]
         self.fused = FusedPhase.of(self) if fused else None
 
     def open(self, capacity: int) -> None:
@@ -159,29 +166,16 @@ class EagleDrafter(HeadState):
         shape, ops, k = self.shape, self.ops, self.shape.top_k
         lengths = self.cache.lengths
         positions, slots = (lengths[:, None] + self.steps).unbind()  # [depth, B, k]
-        children, tokens, scores, index = self.program.expand(self.readout[:, None], self.start, k)
-        all_scores, all_tokens, chosen = [children], [tokens], [index]
+        _, tokens, scores, index = self.program.expand(self.readout[:, None], self.start, k, self.levels[0])
         hidden, words = self.last[:, None], self.no_words
         self.mark("draft 0")
         for level in range(shape.depth):
             x, residual, words = self.program.feed_frontier(tokens, index, hidden, words, level * k)
             layout = ops.attention_layout(lengths, words, k, (level + 1) * k, extent, self.group)
             hidden, readout = self._step(x, residual, positions[level], slots[level], layout)
-            children, tokens, scores, index = self.program.expand(readout, scores, k)
-            all_scores.append(children)
-            all_tokens.append(tokens)
-            chosen.append(index)
+            _, tokens, scores, index = self.program.expand(readout, scores, k, self.levels[level + 1])
             self.mark(f"draft {level + 1}")
-        tokens, above = torch.cat((*all_tokens, *chosen[:-1]), 1).tensor_split((shape.candidates,), 1)  # one launch for both
-        return torch.cat(all_scores, 1), tokens, self._parents(above)
-
-    def _parents(self, above: Tensor) -> Tensor:
-        """The candidate above each candidate [B, M], -1 for the root, from the children chosen at each level but the last: indices
-        [B, depth * k] into a level's own candidates, k of them at the first level and k * k at the others."""
-        k, depth = self.shape.top_k, self.shape.depth
-        below = self.parents[:, k:].unflatten(1, (depth, k, k))
-        torch.add(above.unflatten(1, (depth, k))[..., None], self.firsts, out=below)
-        return self.parents
+        return self.scores, self.tokens, self.parents
 
 
 class FusedPhase:
