@@ -10,10 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "fastspec"
 KNOWS_TRANSFORMERS = ("patches", "training", "demo.py", "models.py")
 HEAVY = {"torch", "triton", "transformers", "accelerate", "safetensors", "numpy", "huggingface_hub"}
+REFERENCE = ("kernels.reference", "kernels.reference_round")
 ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("errors", "kernels")),
-    "generation": ({"torch", "safetensors"}, ("config", "errors", "generation", "kernels.reference")),
-    "cascade": ({"torch", "safetensors"}, ("cascade", "config", "errors", "generation", "kernels.reference")),
+    "generation": ({"torch", "safetensors"}, ("config", "errors", "generation", *REFERENCE)),
+    "cascade": ({"torch", "safetensors"}, ("cascade", "config", "errors", "generation", *REFERENCE)),
     "patches": (HEAVY - {"triton"}, ("cascade", "config", "devices", "errors", "generation", "kernels", "models", "patches")),
 }
 

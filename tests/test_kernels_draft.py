@@ -24,6 +24,7 @@ ON_CUDA_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16,
 SEEDS = st.integers(0, 2**31)
 DRAWN = settings(max_examples=20, deadline=None)
 FLOATS = st.sampled_from([torch.float32, torch.float16])
+NODE_COUNTS, VOCABULARIES = st.sampled_from([1, 2, 7]), st.sampled_from([16, 63, 130])
 
 
 class poisoned:
@@ -151,6 +152,31 @@ def test_the_lower_id_comes_first_among_equals(device, nodes, hidden, vocab, cou
 
 
 @EVERYWHERE
+@given(st.integers(1, 3), NODE_COUNTS, VOCABULARIES, st.integers(1, 16), st.booleans(), st.booleans(), SEEDS)
+@DRAWN
+def test_topk_expand_writes_into_the_candidates(device, rows, nodes, vocab, count, product, last, seed):
+    """Parts of wider buffers, which stay as they are beside them."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, scores = frontier(rows, nodes, 7, vocab, torch.float32, generator)
+    read = [each.to(device) for each in ((x, weight) if product else (x @ weight.t(), x))]
+    inputs = read[0], read[1] if product else None, scores.to(device), count, ids_by_target(vocab, generator).to(device)
+    wide, below, first = nodes * count, count * count, seed % 1000
+    buffers = [torch.full((rows, 3 + wide + below), -7, dtype=each, device=device) for each in (torch.float32, torch.int64, torch.int64)]
+    parts = [buffer[:, 3 : 3 + wide] for buffer in buffers[:2]]
+    parents = None if last else buffers[2][:, 3 + wide :]
+    wanted = topk_expand(*inputs)
+    for op in (topk_expand, reference.topk_expand):
+        got = op(*inputs, reference.Candidates(*parts, parents, first))
+        assert got[0].data_ptr() == parts[0].data_ptr() and got[1].data_ptr() == parts[1].data_ptr()
+        if op is topk_expand:
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        assert all(bool((buffer[:, :3] == -7).all()) and bool((buffer[:, 3 + wide :] == -7).all()) for buffer in buffers[:2])
+        assert bool((buffers[2][:, : 3 + wide] == -7).all())
+        assert last or buffers[2][:, 3 + wide :].tolist() == [[first + i for i in row for _ in range(count)] for row in got[3].tolist()]
+        assert not last or bool((buffers[2] == -7).all())
+
+
+@EVERYWHERE
 def test_topk_expand_of_more_rows_than_a_block(device):
     generator = torch.Generator().manual_seed(0)
     x, weight, scores = frontier(9, 16, 16, 130, torch.float32, generator)
@@ -192,6 +218,15 @@ def test_topk_expand_at_real_sizes(device, dtype, rows, nodes, hidden, vocab, co
     rounded = logits.to(dtype)
     got = expand(rounded, None, scores, count, d2t, device)
     check_expansion(rounded.double().cpu(), scores.cpu(), got, count, rounding(rounded, scores, 0))
+
+
+def test_topk_expand_refuses_candidates_that_do_not_fit():
+    x, weight, scores = frontier(2, 3, 8, 40, torch.float32, torch.Generator().manual_seed(0))
+    d2t, whole = torch.zeros(40, dtype=torch.long), torch.zeros(2, 12, dtype=torch.long)
+    grown = whole.float()
+    for parts, name in (((scores, whole), "scores"), ((grown, grown), "tokens"), ((grown, whole, whole), "parents")):
+        with pytest.raises(ValueError, match=rf"topk_expand: out.{name} is .*; accepted is \[2, "):
+            topk_expand(x, weight, scores, 4, d2t, reference.Candidates(*parts))
 
 
 @pytest.mark.parametrize("change", ["count", "stride", "dtype", "scores", "d2t", "half of V"])

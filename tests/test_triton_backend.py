@@ -61,7 +61,8 @@ def test_the_backend_s_ops_are_called(device):
     report = fastspec.report(model)
     assert report.backend == "triton" and report.last.acceptance_length > 1.5
     wanted = ("attention_layout", "tree_attention", "kv_block_copy", "linear", "linear_parts", "rms_norm", "rope_cache", "gate_up")
-    wanted += ("topk_expand", "head_input", "frontier_input", "tree_build", "pick", "posterior_walk")
+    wanted += ("topk_expand", "head_input", "frontier_input", "tree_build", "pick", "posterior_walk", "commit_slots", "emit")
+    wanted += ("path_pairs", "keep_last", "tree_input")
     assert all(report.kernels[name] > 0 for name in wanted)
     assert not report.last.fused and "one launch" not in str(report)
     assert report.last.replays == (report.last.rounds - 1 if device == "cuda" else 0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastspec.errors import FastSpecError
 from fastspec.generation.protocols import Ops
 from fastspec.generation.tree import Verdict
+from fastspec.kernels.reference_round import grow
 
 
 def _memory(device: torch.device) -> float:
@@ -106,15 +107,14 @@ class TreeCache:
 
     def commit(self, ops: Ops, verdict: Verdict, active: Tensor) -> None:
         """Move the accepted path of every row to the end of its tokens; lengths grow where active [B] is true."""
-        steps = torch.arange(verdict.path.shape[1], device=self.lengths.device)
+        moves = ops.commit_slots(self.lengths, verdict.path, verdict.accepted, active, self.bound)
         if verdict.path.shape[1] > 1:
-            ops.kv_block_copy(self.k, self.v, self.lengths[:, None] + verdict.path, self.lengths[:, None] + steps)
-        self.grow((verdict.accepted + 1) * active)
+            ops.kv_block_copy(self.k, self.v, *moves)
 
     def grow(self, counts: Tensor) -> None:
         """Count the next counts [B] slots of every row as committed. A row whose last round went beyond them
         has ended: it stays at the bound, so that the trees still written behind it stay inside the buffers."""
-        self.lengths.add_(counts).clamp_(max=self.bound)
+        grow(self.lengths, counts, self.bound)
 
 
 class LayerView(TreeCache):

@@ -23,13 +23,18 @@ from fastspec.generation.tree import TokenTree, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The kernels of one backend; see `fastspec.kernels.reference` for what each computes."""
+    """The kernels of one backend; see `fastspec.kernels.reference` and `reference_round` for what each computes."""
 
     name: str
     attention_layout: Callable[..., Any]
     tree_attention: Callable[..., Tensor]
     cache_write: Callable[..., None]
     kv_block_copy: Callable[..., None]
+    tree_input: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+    commit_slots: Callable[..., tuple[Tensor, Tensor]]
+    emit: Callable[..., Tensor]
+    path_pairs: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    keep_last: Callable[..., None]
     linear: Callable[..., Tensor]
     rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_cache: Callable[..., Tensor]

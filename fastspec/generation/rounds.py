@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -323,9 +323,10 @@ class Rounds:
 
     def _commit(self) -> None:
         self.target.commit(self.verdict, self.active)
-        self.root.copy_(torch.where(self.active, self.verdict.bonus, self.root))
-        said = self.verdict.tokens(self.tree)
-        self.packed = torch.cat((self.verdict.accepted[:, None], said), 1)
+        verdict = self.verdict
+        self.packed = self.ops.emit(self.tree.tokens, verdict.path, verdict.accepted, verdict.bonus, self.active, self.root)
+        said = self.packed[:, 1:]
+        self.verdict = replace(verdict, said=said)
         if self.measure:
             at = self.verdict.path[..., None].expand(-1, -1, self.logits.shape[-1])
             self.measures = measure(self.logits.gather(1, at), said)

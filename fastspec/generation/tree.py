@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.reference import ancestor_words
+from fastspec.kernels.reference_round import said
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,13 @@ class TokenTree:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the walk decided: `path` [B, P] node ids from the root on (the last one repeats), `accepted` [B] draft tokens on
-    it, `bonus` [B] the target's own token after it, which is the next root."""
+    it, `bonus` [B] the target's own token after it, which is the next root; `said` [B, P] what `tokens` gives, where a round has it."""
 
     path: Tensor
     accepted: Tensor
     bonus: Tensor
+    said: Tensor | None = None
 
     def tokens(self, tree: TokenTree) -> Tensor:
         """The tokens this round emits, [B, P]: accepted draft tokens, then the bonus token; the rest is filler."""
-        following = torch.cat((self.path[:, 1:], self.path[:, -1:]), 1)
-        return tree.tokens.gather(1, following).scatter_(1, self.accepted[:, None], self.bonus[:, None])
+        return said(tree.tokens, self.path, self.accepted, self.bonus) if self.said is None else self.said

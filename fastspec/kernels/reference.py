@@ -1,4 +1,6 @@
-"""Every op in plain torch: the specification that the kernels are held to, and the backend on the CPU.
+"""The ops in plain torch: the specification that the kernels are held to, and the backend on the CPU.
+
+The small steps between the parts of a round are in `reference_round.py`.
 
 B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, D head size, C cache slots, M tail slots,
 W 64-bit words. All lengths are tensors on the device; no op waits for the host.
@@ -187,20 +189,41 @@ def topk_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return (values - torch.logsumexp(logits.float(), dim=-1, keepdim=True)).clamp(max=0.0), ids
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Where an expansion by K of M nodes a row writes what it grows: `scores` fp32 and `tokens` int64 [B, M * K].
+
+    `parents` [B, K * K] int64 is for the children of the K best, which the next expansion grows: each gets its parent's place plus
+    `first`. None where none follows. All may be views whose last dimension is contiguous.
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    parents: Tensor | None = None
+    first: int = 0
+
+
 def topk_expand(
-    hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, *, product: Callable[..., Tensor] = linear
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, out: Candidates | None = None, *,
+    product: Callable[..., Tensor] = linear,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Expand every node of a frontier by its `count` likeliest tokens, and rank the children.
 
     hidden [B, M, H] times the LM head weight [V, H] gives the logits (weight=None: hidden [B, M, V] are the logits); scores [B, M]
     fp32 are the nodes' cumulative log-probabilities; d2t [V] int64 is what a draft id adds to itself to become the target's.
     Returns the children's cumulative scores and target ids [B, M * count], each node's in falling order, and the `count` best of them,
     the next frontier: scores in falling order and indices into the children [B, count], the lower index first among equals.
+    `out` receives the children where it is given.
     """
     logp, ids = topk_logprobs(hidden if weight is None else product(hidden, weight, None), count)
     children = (scores[:, :, None] + logp).flatten(1)
     best, index = stable_topk(children, count)
-    return children, (ids + d2t[ids]).flatten(1), best, index
+    tokens = (ids + d2t[ids]).flatten(1)
+    if out is None:
+        return children, tokens, best, index
+    if out.parents is not None:
+        out.parents.copy_((index + out.first).repeat_interleave(count, 1))
+    return out.scores.copy_(children), out.tokens.copy_(tokens), best, index
 
 
 def next_frontier(tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int) -> tuple[Tensor, Tensor, Tensor]:

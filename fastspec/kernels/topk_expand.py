@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastspec.kernels.launch import dependent, prefetch, prefetched
+from fastspec.kernels.reference import Candidates
 
 EMPTY = tl.constexpr(-(2**63))  # below every key
 MAX_COUNT = 16
@@ -160,7 +161,8 @@ def _best_keys(b_key, o_c, count: tl.constexpr):
 
 @triton.jit
 def _merge_kernel(
-    p_keys, p_peak, p_mass, p_arrived, p_scores, p_d2t, p_children, p_tokens, p_best, p_index, nodes, tiles, s_sb, s_sm,
+    p_keys, p_peak, p_mass, p_arrived, p_scores, p_d2t, p_children, p_tokens, p_parents, p_best, p_index, nodes, tiles, first, s_sb, s_sm,
+    s_children, s_tokens, s_parents,
     count: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One node's children from its tiles; the last program of a row ranks the children of all its nodes."""
@@ -185,17 +187,22 @@ def _merge_kernel(
     b_id = key_index(b_key)
     b_child = score + tl.minimum(key_value(b_key) - lse, 0.0)
     b_shift = tl.load(p_d2t + b_id, mask=m_c, other=0)
-    tl.store(p_children + node * count + o_c, b_child, mask=m_c)
-    tl.store(p_tokens + node * count + o_c, b_id + b_shift, mask=m_c)
+    o_child = (node % nodes) * count + o_c
+    tl.store(p_children + row * s_children + o_child, b_child, mask=m_c)
+    tl.store(p_tokens + row * s_tokens + o_child, b_id + b_shift, mask=m_c)
 
     tl.debug_barrier()  # all of this program's children are stored before it says so
     if tl.atomic_add(p_arrived + row, 1, sem="acq_rel") == nodes - 1:
         o_n = tl.arange(0, NP)
         m_n = o_n < nodes * count
-        b_all = tl.load(p_children + row * nodes * count + o_n, mask=m_n, other=0.0, cache_modifier=".cg")
+        b_all = tl.load(p_children + row * s_children + o_n, mask=m_n, other=0.0, cache_modifier=".cg")
         b_rank = _best_keys(tl.where(m_n, sort_key(b_all, o_n), EMPTY), o_c, count)
         tl.store(p_best + row * count + o_c, key_value(b_rank), mask=m_c)
         tl.store(p_index + row * count + o_c, key_index(b_rank), mask=m_c)
+        if p_parents is not None:
+            o_below = o_c[:, None] * count + o_c[None, :]
+            b_above = tl.broadcast_to((first + key_index(b_rank))[:, None], [CP, CP])
+            tl.store(p_parents + row * s_parents + o_below, b_above, mask=m_c[:, None] & m_c[None, :])
 
 
 def packed(x: Tensor) -> bool:
@@ -214,13 +221,13 @@ def launch_of(rows: int, vocab: int, hidden: int, half: bool) -> tuple[int, int,
 
 
 def topk_expand(
-    hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor
+    hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, out: Candidates | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.topk_expand`: hidden [B, M, H] with weight [V, H] of its dtype, or logits [B, M, V] with weight=None.
 
     hidden and weight: fp32, fp16 or bf16, any strides but a contiguous last dimension; scores [B, M] fp32, any strides; d2t [V] int64,
     contiguous; 1 <= count <= 16. The logits are kept in fp32. Returns children [B, M * count] fp32, their target ids int64, and the
-    best [B, count] fp32 with their indices int64. Among equal logits the lower id comes first.
+    best [B, count] fp32 with their indices int64. Among equal logits the lower id comes first. `out`'s rows may lie any distance apart.
     """
     batch, nodes, size = hidden.shape
     vocab, rows = size if weight is None else weight.shape[0], batch * nodes
@@ -232,8 +239,12 @@ def topk_expand(
     keys = torch.empty(rows, count, tiles, dtype=torch.int64, device=device)
     peak, mass = torch.empty(2, rows, tiles, dtype=torch.float32, device=device)
     arrived = torch.empty(batch, dtype=torch.int32, device=device)
-    children, best = (torch.empty(batch, width * count, dtype=torch.float32, device=device) for width in (nodes, 1))
-    tokens, index = (torch.empty(batch, width * count, dtype=torch.int64, device=device) for width in (nodes, 1))
+    best, index = (torch.empty(batch, count, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64))
+    if out is None:
+        grown = batch, nodes * count
+        out = Candidates(torch.empty(grown, dtype=torch.float32, device=device), torch.empty(grown, dtype=torch.int64, device=device))
+    children, tokens, parents = out.scores, out.tokens, out.parents
+    _check_out(out, batch, nodes, count)
     grid, pdl = (triton.cdiv(rows, block), tiles), dependent(device)
     strides = (hidden.stride(0), hidden.stride(1))
     if weight is None:
@@ -247,11 +258,22 @@ def topk_expand(
             prefetched(weight, PREFETCH), num_warps=warps, num_stages=stages, **pdl,
         )  # fmt: skip
     _merge_kernel[(rows,)](
-        keys, peak, mass, arrived, scores, d2t, children, tokens, best, index, nodes, tiles, scores.stride(0), scores.stride(1),
+        keys, peak, mass, arrived, scores, d2t, children, tokens, parents, best, index, nodes, tiles, out.first, *scores.stride(),
+        children.stride(0), tokens.stride(0), 0 if parents is None else parents.stride(0),
         count, tile, triton.next_power_of_2(tiles), max(4, triton.next_power_of_2(count)), triton.next_power_of_2(nodes * count),
         num_warps=1 if tiles <= 256 else 4, **pdl,
     )  # fmt: skip
     return children, tokens, best, index
+
+
+def _check_out(out: Candidates, batch: int, nodes: int, count: int) -> None:
+    below = [] if out.parents is None else [("parents", out.parents, count, torch.int64)]
+    for name, x, each, dtype in (("scores", out.scores, nodes, torch.float32), ("tokens", out.tokens, nodes, torch.int64), *below):
+        if x.shape != (batch, each * count) or x.dtype != dtype or not packed(x):
+            raise ValueError(
+                f"topk_expand: out.{name} is {list(x.shape)} {x.dtype}, strides {x.stride()}; accepted is {[batch, each * count]} {dtype} "
+                "with a contiguous last dimension"
+            )
 
 
 def _check(hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, vocab: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from fastspec.errors import Unsupported
 from fastspec.generation.protocols import Ops
-from fastspec.kernels import cpu, reference
+from fastspec.kernels import cpu, reference, reference_round
 
 TORCH = Ops(
     name="torch",
@@ -22,6 +22,11 @@ TORCH = Ops(
     tree_attention=reference.tree_attention,
     cache_write=reference.cache_write,
     kv_block_copy=reference.kv_block_copy,
+    tree_input=reference_round.tree_input,
+    commit_slots=reference_round.commit_slots,
+    emit=reference_round.emit,
+    path_pairs=reference_round.path_pairs,
+    keep_last=reference_round.keep_last,
     linear=reference.linear,
     rms_norm=reference.rms_norm,
     rope_cache=reference.rope_cache,
@@ -56,6 +61,7 @@ def triton_ops() -> Ops:
             drafter,
             experts,
             head_input,
+            head_pairs,
             kv_block_copy,
             linear,
             linear_parts,
@@ -63,8 +69,10 @@ def triton_ops() -> Ops:
             posterior_eval,
             rms_norm,
             rope_cache,
+            settle,
             topk_expand,
             tree_build,
+            tree_input,
         )
         from fastspec.kernels import tree_attention as attention
     except ImportError as error:
@@ -75,12 +83,17 @@ def triton_ops() -> Ops:
         attention_layout=attention.attention_layout,
         tree_attention=attention.tree_attention,
         kv_block_copy=kv_block_copy.kv_block_copy,
+        tree_input=tree_input.tree_input,
+        commit_slots=settle.commit_slots,
+        emit=settle.emit,
+        path_pairs=head_pairs.path_pairs,
+        keep_last=head_pairs.keep_last,
         linear=linear.linear,
         linear_parts=linear_parts.linear_parts,
         rms_norm=rms_norm.rms_norm,
         rope_cache=rope_cache.rope_cache,
         gate_up=linear.gate_up,
-        topk_expand=_up_to(16, topk_expand.topk_expand, reference.topk_expand, lambda hidden, weight, scores, count, d2t: count),
+        topk_expand=_up_to(16, topk_expand.topk_expand, reference.topk_expand, lambda hidden, weight, scores, count, *_: count),
         next_frontier=next_frontier.next_frontier,
         head_input=head_input.head_input,
         frontier_input=head_input.frontier_input,

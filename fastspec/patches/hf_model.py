@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.cache import LayerView, TreeCache
 from fastspec.generation.capture import CapturedByShape, capturing, padded_width
 from fastspec.generation.protocols import Ops
-from fastspec.generation.stack import LayerParts, Places, attend
+from fastspec.generation.stack import LayerParts, Places, attend, is_plain
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.adapters import Adapter, is_watched
 from fastspec.patches.compat import cache_geometry, device_of, position_limit, rope_bound, rope_tables
@@ -142,12 +142,18 @@ class HFModel:
         return self._score(tokens, depths, ancestors, self.cache.bound)
 
     def _score(self, tokens: Tensor, depths: Tensor, ancestors: Tensor, extent: int) -> tuple[Tensor, Tensor]:
-        nodes = tokens.shape[1]
-        base = self.cache.lengths[:, None]
-        slots = base + torch.arange(nodes, device=base.device)
-        layout = self.ops.attention_layout(self.cache.lengths, ancestors, nodes, nodes, extent + nodes, self.group)
-        positions = (base + depths).clamp(max=self._positions() - 1)
-        return self._forward(tokens, positions, slots, layout, None)
+        nodes, lengths = tokens.shape[1], self.cache.lengths
+        layout = self.ops.attention_layout(lengths, ancestors, nodes, nodes, extent + nodes, self.group)
+        positions, slots, embedded = self.ops.tree_input(tokens, depths, lengths, self._positions() - 1, self._table())
+        return self._forward(tokens, positions, slots, layout, None, embedded)
+
+    def _table(self) -> Tensor | None:
+        """The embedding's table [V, H] where it is a plain one that a kernel may read; else the module itself is called."""
+        if self.adapter is None:
+            return None
+        embed = getattr(getattr(self.model, self.adapter.decoder), self.adapter.embed)
+        plain = is_plain(embed, nn.Embedding) and embed.max_norm is None and embed.weight.is_contiguous()
+        return embed.weight.detach() if plain else None
 
     def commit(self, verdict: Verdict, active: Tensor) -> None:
         """Keep the accepted path of the active rows."""
@@ -158,20 +164,21 @@ class HFModel:
         self.cache.lengths.copy_(lengths)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None,
+        embedded: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if self.adapter is None:
             return self._forward_generic(tokens, positions, slots, layout, pick)
-        return self._forward_adapted(self.adapter, tokens, positions, slots, layout, pick)
+        if embedded is None:
+            embedded = getattr(getattr(self.model, self.adapter.decoder), self.adapter.embed)(tokens)
+        return self._forward_adapted(embedded, positions, slots, layout, pick)
 
     def _forward_adapted(
-        self, parts: Adapter, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
+        self, total: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        decoder = getattr(self.model, parts.decoder)
         assert self.tables is not None
         places = Places(*self.tables, positions, slots, layout)
         change: Tensor | None = None  # what the last layer adds to the sum so far
-        total = getattr(decoder, parts.embed)(tokens)
         kept = {}
         for index, layer in enumerate(self.layers):
             assert layer.input_norm is not None

@@ -8,6 +8,7 @@ The static trees of EAGLE-1 are in `static.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from fastspec.generation.eagle.program import HeadProgram
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import Places
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.kernels.reference import Candidates
 
 PREFILL_CHUNK = 512
 
@@ -48,7 +50,6 @@ class HeadState:
         self.last, self.readout = (torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self.root = torch.zeros(rows, dtype=torch.long, device=weight.device)
         # made once: what a round makes anew costs it a launch
-        self.row, self.no_pair = torch.arange(rows, device=weight.device), torch.full((1,), -1, device=weight.device)
         self.place = torch.arange(max(padded_width(PREFILL_CHUNK), max_path), device=weight.device)
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.chunks: CapturedByShape[None] | None = CapturedByShape() if ops.captures else None
@@ -75,7 +76,7 @@ class HeadState:
             part = slice(start, start + PREFILL_CHUNK)
             width = following[:, part].shape[1]
             self.reserve(start + width)
-            inputs = following[:, part], features[:, part], (counts - start).clamp(0, width) - 1
+            inputs = following[:, part], features[:, part], (counts - start).clamp(0, width)
             if self.chunks is None:
                 self._extend(*inputs, start + width)
             else:
@@ -83,23 +84,29 @@ class HeadState:
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
-        torch.where(active, verdict.bonus, self.root, out=self.root)
-        ends = torch.where(active, verdict.accepted, self.no_pair)
-        self._extend(verdict.tokens(tree), features[self.row[:, None], verdict.path], ends, self.reserve(extent) + self.max_path)
+        taken, counts, steps = self._pairs(features, verdict, active)
+        self._extend(verdict.tokens(tree), taken, counts, self.reserve(extent) + self.max_path, steps)
 
-    def _extend(self, tokens: Tensor, features: Tensor, ends: Tensor, extent: int | None = None) -> None:
-        """Feed pairs up to the place ends [B] of the last one, -1 in a row without any."""
+    def _pairs(
+        self, features: Tensor, verdict: Verdict, active: Tensor, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`Ops.path_pairs` of a verdict, whose bonus token becomes the root of the next tree."""
+        said = verdict.path, verdict.accepted, verdict.bonus, active
+        return self.ops.path_pairs(features, *said, self.root, self.cache.lengths, out)
+
+    def _extend(
+        self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None, steps: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """Feed the first counts [B] pairs of each row, at slots `steps` [B, T]: those behind the committed ones."""
         width, slots = tokens.shape[1], self.cache.slots
-        steps = self.cache.lengths[:, None] + self.place[:width]
+        if steps is None:
+            steps = self.cache.lengths[:, None] + self.place[:width]
         if width > self.cache.tail:
             steps = steps.clamp(max=slots - 1)  # a padded chunk may reach behind the buffers: the last slot is never committed
         layout = self.ops.attention_layout(self.cache.lengths, None, width, width, slots if extent is None else extent, self.group)
         x, residual = self.program.feed(tokens, self.program.fuse(features.to(self.last.dtype)))
         found = self._step(x, residual, steps, steps, layout)
-        fed = (ends >= 0)[:, None]
-        for kept, states in zip((self.last, self.readout), found, strict=True):
-            torch.where(fed, states.detach()[self.row, ends], kept, out=kept)
-        self.cache.grow(ends + 1)
+        self.ops.keep_last(*found, counts, self.last, self.readout, self.cache.lengths, self.cache.bound)
 
     def _step(self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object) -> tuple[Tensor, Tensor]:
         return self.program.step(x, residual, self.cache, Places(*self.tables, positions, slots, layout))
@@ -119,14 +126,19 @@ class EagleDrafter(HeadState):
         level = torch.arange(shape.depth, device=device)[:, None, None]
         slot = level * k + torch.arange(k, device=device)
         self.steps = torch.stack((level.expand_as(slot), slot))  # [2, depth, 1, k]: positions and slots behind the committed pairs
-        firsts = (k + (level - 1) * k * k).clamp(min=0)
-        self.firsts = firsts.expand(-1, k, k)  # [depth, k, k]: the first candidate that a level's frontier is from
+        self.tokens = torch.zeros(rows, shape.candidates, dtype=torch.long, device=device)
         self.parents = torch.full((rows, shape.candidates), -1, device=device)
         """The candidate above each of the last tree's candidates [B, M], -1 for the root."""
         self.start = torch.zeros(rows, 1, dtype=torch.float32, device=device)
         self.no_words = torch.zeros(rows, 1, (max(1, grown) + 63) // 64, dtype=torch.long, device=device)
-        self.scores: Tensor
+        self.scores = torch.zeros(rows, shape.candidates, dtype=torch.float32, device=device)
         """Of the last tree's candidates [B, M] fp32: cumulative log-probabilities, in order of growth."""
+        edges = [0, k, *(k + passes * k * k for passes in range(1, shape.depth + 1))]  # k at the first level, k * k at the others
+        levels = [slice(*edge) for edge in pairwise(edges)]
+        self.levels = [
+            Candidates(self.scores[:, at], self.tokens[:, at], None if below is None else self.parents[:, below], at.start)
+            for at, below in zip_longest(levels, levels[1:])
+        ]
         self.fused = FusedPhase.of(self) if fused else None
 
     def open(self, capacity: int) -> None:
@@ -140,8 +152,8 @@ class EagleDrafter(HeadState):
         if self.fused is None:
             super().observe(tree, verdict, logits, features, active, extent)
         else:
-            torch.where(active, verdict.bonus, self.root, out=self.root)
-            self.fused.keep(verdict.tokens(tree), features, verdict, active)
+            self.fused.tokens.copy_(verdict.tokens(tree))
+            self._pairs(features, verdict, active, (self.fused.features, self.fused.counts))
 
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
@@ -155,29 +167,16 @@ class EagleDrafter(HeadState):
         shape, ops, k = self.shape, self.ops, self.shape.top_k
         lengths = self.cache.lengths
         positions, slots = (lengths[:, None] + self.steps).unbind()  # [depth, B, k]
-        children, tokens, scores, index = self.program.expand(self.readout[:, None], self.start, k)
-        all_scores, all_tokens, chosen = [children], [tokens], [index]
+        _, tokens, scores, index = self.program.expand(self.readout[:, None], self.start, k, self.levels[0])
         hidden, words = self.last[:, None], self.no_words
         self.mark("draft 0")
         for level in range(shape.depth):
             x, residual, words = self.program.feed_frontier(tokens, index, hidden, words, level * k)
             layout = ops.attention_layout(lengths, words, k, (level + 1) * k, extent, self.group)
             hidden, readout = self._step(x, residual, positions[level], slots[level], layout)
-            children, tokens, scores, index = self.program.expand(readout, scores, k)
-            all_scores.append(children)
-            all_tokens.append(tokens)
-            chosen.append(index)
+            _, tokens, scores, index = self.program.expand(readout, scores, k, self.levels[level + 1])
             self.mark(f"draft {level + 1}")
-        tokens, above = torch.cat((*all_tokens, *chosen[:-1]), 1).tensor_split((shape.candidates,), 1)  # one launch for both
-        return torch.cat(all_scores, 1), tokens, self._parents(above)
-
-    def _parents(self, above: Tensor) -> Tensor:
-        """The candidate above each candidate [B, M], -1 for the root, from the children chosen at each level but the last: indices
-        [B, depth * k] into a level's own candidates, k of them at the first level and k * k at the others."""
-        k, depth = self.shape.top_k, self.shape.depth
-        below = self.parents[:, k:].unflatten(1, (depth, k, k))
-        torch.add(above.unflatten(1, (depth, k))[..., None], self.firsts, out=below)
-        return self.parents
+        return self.scores, self.tokens, self.parents
 
 
 class FusedPhase:
@@ -191,7 +190,7 @@ class FusedPhase:
         assert packed is not None
         self.weights = kernel.draft_weights(program.head, *packed)
         self.space = kernel.draft_space(self.weights, rows=rows, pairs=shape.max_path, top_k=shape.top_k, depth=shape.depth)
-        self.row, device = drafter.row[:, None], drafter.root.device
+        device = drafter.root.device
         self.tokens = torch.zeros(rows, shape.max_path, dtype=torch.long, device=device)
         self.features = torch.zeros(rows, shape.max_path, width, dtype=drafter.last.dtype, device=device)
         self.counts = torch.zeros(rows, dtype=torch.long, device=device)
@@ -202,12 +201,6 @@ class FusedPhase:
         kernel, program = drafter.ops.fused, drafter.program
         fits = kernel is not None and drafter.shape.top_k <= 16 and kernel.supports(program.config) and program.packed() is not None
         return cls(drafter) if fits and type(program.head.__dict__["_embed_tokens"]) is torch.nn.Embedding else None
-
-    def keep(self, tokens: Tensor, features: Tensor, verdict: Verdict, active: Tensor) -> None:
-        """Keep the accepted path's pairs: tokens [B, P] and the target's features of all nodes [B, N, F]."""
-        self.tokens.copy_(tokens)
-        self.features.copy_(features[self.row, verdict.path])
-        torch.mul(verdict.accepted + 1, active, out=self.counts)
 
     def run(self, drafter: EagleDrafter) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates, as `EagleDrafter._grow`."""

@@ -12,7 +12,7 @@ from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.packing import joint, pack
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import LayerParts, Norm, Places, attend, gated, is_plain, product, rms
-from fastspec.kernels.reference import joined
+from fastspec.kernels.reference import Candidates, joined
 
 
 class HeadProgram:
@@ -102,7 +102,7 @@ class HeadProgram:
         """`feed` of the nodes of `Ops.next_frontier`, and their ancestors."""
         table = self._table(hidden)
         if table is None:
-            tokens, hidden, words = self.ops.next_frontier(tokens, index.contiguous(), hidden, words, slot)
+            tokens, hidden, words = self.ops.next_frontier(tokens.contiguous(), index.contiguous(), hidden, words, slot)
             return *self.feed(tokens, hidden), words
         x, hidden, words = self.ops.frontier_input(tokens, index, hidden, words, slot, table, *self._norms())
         return *self._first(x, hidden), words
@@ -155,7 +155,7 @@ class HeadProgram:
             raise RuntimeError("the head is not bound to a target: call head.bind(embed_tokens, target.get_output_embeddings()) first")
         return self.vocabulary(readout)
 
-    def expand(self, readout: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def expand(self, readout: Tensor, scores: Tensor, count: int, out: Candidates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with logits that a foreign LM head made."""
         x = readout if self.weight is not None else self.logits(readout)
-        return self.ops.topk_expand(x, self.weight, scores, count, self.head.d2t)  # type: ignore[return-value]
+        return self.ops.topk_expand(x, self.weight, scores, count, self.head.d2t, out)  # type: ignore[return-value]
