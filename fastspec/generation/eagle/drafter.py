@@ -23,6 +23,8 @@ from fastspec.generation.stack import Places
 from fastspec.generation.tree import TokenTree, Verdict
 
 PREFILL_CHUNK = 512
+FUSED_TOP_K = 16
+"""Children of a node that the draft phase in one launch expands at most."""
 
 
 class HeadState:
@@ -200,8 +202,9 @@ class FusedPhase:
     def of(cls, drafter: EagleDrafter) -> FusedPhase | None:
         """The phase of a drafter whose head, weights and backend allow it."""
         kernel, program = drafter.ops.fused, drafter.program
-        fits = kernel is not None and drafter.shape.top_k <= 16 and kernel.supports(program.config) and program.packed() is not None
-        return cls(drafter) if fits and type(program.head.__dict__["_embed_tokens"]) is torch.nn.Embedding else None
+        fits = kernel is not None and drafter.shape.top_k <= FUSED_TOP_K and kernel.supports(program.config)
+        plain = type(program.head.__dict__["_embed_tokens"]) is torch.nn.Embedding
+        return cls(drafter) if fits and plain and program.packed() is not None else None
 
     def keep(self, tokens: Tensor, features: Tensor, verdict: Verdict, active: Tensor) -> None:
         """Keep the accepted path's pairs: tokens [B, P] and the target's features of all nodes [B, N, F]."""
