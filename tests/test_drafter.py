@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_models import tiny_head, tiny_model
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -124,18 +124,41 @@ def row_of(tree: TokenTree, row: int) -> tuple[list[int], list[int], list[int]]:
     return tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.depths[row].tolist()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@given(shape=shapes(), rows=st.integers(1, 3), length=st.sampled_from([1, 2, 7, 33]), seed=st.integers(0, 99))
-@EXACT
-def test_frontier_generate_is_the_published_algorithm(variant, shape, rows, length, seed):
+IN_ONE_LAUNCH = "plain", "small vocabulary", "norm_output"
+"""The variants that the Triton backend runs."""
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device")
+FRONTIERS = given(
+    shape=shapes(), rows=st.integers(1, 3), length=st.sampled_from([1, 2, 7, 33]), apart=st.booleans(), seed=st.integers(0, 99)
+)
+
+
+def check_frontier(backend: str, variant: str, shape: fastspec.TreeShape, rows: int, length: int, apart: bool, seed: int) -> None:
+    """From features as one tensor, or `apart`, as one for each of the low, mid and high taps."""
     head = head_of(variant)
     ids, features = drawn(head, rows, length + 1, seed)
-    tree = fastspec.frontier_generate(head, ids, features[:, :length], shape=shape)
+    given = features[:, :length]
+    taps = given.chunk(max(1, len(head.config.taps)), -1) if apart else given
+    tree = fastspec.frontier_generate(head, ids, taps, shape=shape, backend=backend)
     for row in range(rows):
         assert row_of(tree, row) == published(head, ids[row].tolist(), features[row, :length], shape)
     rebuilt = TokenTree.from_parents(tree.tokens, tree.parents)
     assert torch.equal(rebuilt.ancestors, tree.ancestors)
     assert rebuilt.max_path <= tree.max_path == shape.max_path
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@FRONTIERS
+@EXACT
+def test_frontier_generate_is_the_published_algorithm(variant, shape, rows, length, apart, seed):
+    check_frontier("torch", variant, shape, rows, length, apart, seed)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("variant", IN_ONE_LAUNCH)
+@FRONTIERS
+@settings(EXACT, max_examples=4, phases=[Phase.generate])  # the interpreter is slow, and slower where an example is shrunk
+def test_frontier_generate_in_one_launch_is_too(variant, shape, rows, length, apart, seed):
+    check_frontier("triton", variant, shape, rows, length, apart, seed)
 
 
 def test_the_default_tree_has_the_published_size():
@@ -255,3 +278,30 @@ def test_bad_input_is_refused(rows, length, width, options):
     with pytest.raises(Unsupported, match="frontier_generate"):
         ids, features = torch.zeros(rows, length, dtype=torch.long), torch.zeros(rows, length - 1, width)
         fastspec.frontier_generate(head_of("plain"), ids, features, **options)
+
+
+def test_taps_that_are_apart_must_be_all_there():
+    head = head_of("plain")
+    ids, features = drawn(head, 1, 6, 0)
+    with pytest.raises(Unsupported, match=r"features \(1, 5, 128\) do not fit.*192"):
+        fastspec.frontier_generate(head, ids, features[:, :5].chunk(3, -1)[:2])
+
+
+@INTERPRETED
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in IN_ONE_LAUNCH])
+def test_a_head_that_one_launch_cannot_run_is_named_as_the_cause(variant):
+    head = head_of(variant)
+    ids, features = drawn(head, 1, 6, 0)
+    with pytest.raises(Unsupported, match=r"one-layer EAGLE-3 heads.*this head is"):
+        fastspec.frontier_generate(head, ids, features[:, :5], backend="triton", shape=fastspec.TreeShape(5, 1, 2))
+
+
+@INTERPRETED
+def test_top_k_is_named_as_the_cause_where_it_is():
+    head = head_of("plain")
+    ids, features = drawn(head, 1, 6, 0)
+    shape = fastspec.TreeShape(total_tokens=18, depth=0, top_k=17)
+    with pytest.raises(Unsupported, match=r"up to 16 children.*top_k=17"):
+        fastspec.frontier_generate(head, ids, features[:, :5], backend="triton", shape=shape)
+    tree = fastspec.frontier_generate(head, ids, features[:, :5], shape=shape)
+    assert row_of(tree, 0) == published(head, ids[0].tolist(), features[0, :5], shape)

@@ -25,6 +25,8 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.reference import Candidates
 
 PREFILL_CHUNK = 512
+FUSED_TOP_K = 16
+"""Children of a node that the draft phase in one launch expands at most."""
 
 
 class HeadState:
@@ -199,8 +201,9 @@ class FusedPhase:
     def of(cls, drafter: EagleDrafter) -> FusedPhase | None:
         """The phase of a drafter whose head, weights and backend allow it."""
         kernel, program = drafter.ops.fused, drafter.program
-        fits = kernel is not None and drafter.shape.top_k <= 16 and kernel.supports(program.config) and program.packed() is not None
-        return cls(drafter) if fits and type(program.head.__dict__["_embed_tokens"]) is torch.nn.Embedding else None
+        fits = kernel is not None and drafter.shape.top_k <= FUSED_TOP_K and kernel.supports(program.config)
+        plain = type(program.head.__dict__["_embed_tokens"]) is torch.nn.Embedding
+        return cls(drafter) if fits and plain and program.packed() is not None else None
 
     def run(self, drafter: EagleDrafter) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates, as `EagleDrafter._grow`."""
