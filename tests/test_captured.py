@@ -18,9 +18,11 @@ import fastspec
 from fastspec.generation import cache, loop, rounds
 from fastspec.generation.eagle import drafter
 from fastspec.generation.handover import TextVerifier
+from fastspec.generation.nasd import NasdDrafter
 from fastspec.generation.verify import measure
 from fastspec.patches import hf_model
 from fastspec.patches.assistants import Continued
+from fastspec.patches.backends import TORCH
 from fastspec.patches.engines import KEPT
 from fastspec.patches.session import session_of
 
@@ -90,6 +92,27 @@ def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
     assert len(held) == 2 and wide > 8
     assert set(judged.judges) == ({1, 4} if kind == "random" else {4})  # the longest path of rounds without drafts, and with
     assert {2, wide} <= fed <= {1, 2, wide} if kind == "random" else {2} <= fed <= {1, 2}
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k_filler": 1}], ids=str)
+def test_a_captured_round_teaches_nasd_what_any_round_does(captures, monkeypatch, options):
+    """What it counts comes with the round's own result, and `observe` is never asked."""
+    told, observed = {}, []
+    observe = NasdDrafter.observe
+    monkeypatch.setattr(NasdDrafter, "observe", lambda *given: (observed.append(True), observe(*given)))
+    for backend in ("stand-in", "torch"):
+        model = MAKERS["bigram"][0]()
+        if backend == "torch":
+            monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: TORCH)
+        fastspec.patch(model)
+        assert fastspec.report(model).backend == backend
+        storages = [fastspec.NgramStorage(3), fastspec.NgramStorage(3)]
+        for inputs, storage in zip((prompts(9), prompts(5, 8)), storages, strict=True):
+            for _ in range(2):
+                model.generate(**inputs, do_sample=False, max_new_tokens=30, assistant=fastspec.Nasd(storage=storage, **options))
+        assert bool(observed) == (backend == "torch")
+        told[backend] = [(storage.edges.keys, [storage.tallies.entries(i) for i in range(len(storage.tallies))]) for storage in storages]
+    assert told["stand-in"] == told["torch"]
 
 
 def test_a_second_call_captures_nothing(captures):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,9 +22,42 @@ from fastspec.generation.protocols import Ops
 from fastspec.generation.suffix import SuffixStorage
 from fastspec.generation.tree import TokenTree, Verdict
 
-# device type -> (nodes of the largest tree, cost of a pass over more than one node, what each node adds); a pass over one node is 1.
-# "cpu" is fitted to benchmarks/results/cpu_tree.jsonl; "cuda" is an estimate.
-COSTS = {"cpu": (16, 1.19, 0.0075), "cuda": (32, 1.0, 0.002)}
+SMOLLM2_BYTES = 269_030_016
+"""What a pass of SmolLM2-135M reads in bf16; a drafter that is not told of a model takes it for this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Milliseconds of a round by its nodes: of the host, of a pass over one node beside reading the weights, and what a pass over
+    several adds at once and for each node, both as milliseconds and as a share of the time of reading. `bytes_per_ms` is the reading."""
+
+    nodes: int
+    """The largest tree."""
+    bytes_per_ms: float
+    host: float
+    one: float
+    several: tuple[float, float]
+    each: tuple[float, float]
+
+    def of(self, nodes: int, weight_bytes: int) -> float:
+        """Milliseconds of a round of so many nodes, of all rows together."""
+        read = weight_bytes / self.bytes_per_ms
+        one = self.host + self.one + read
+        return one if nodes == 1 else one + self.several[0] + self.several[1] * read + nodes * (self.each[0] + self.each[1] * read)
+
+    def check(self, weight_bytes: int) -> float:
+        """What a pass over several nodes costs more than one over a single node, in such passes; the nodes' own part left out."""
+        read = weight_bytes / self.bytes_per_ms
+        return (self.several[0] + self.several[1] * read) / (self.one + read)
+
+
+COSTS = {
+    "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
+    "cuda": Cost(32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017)),
+}
+"""By device type. "cpu" is fitted to benchmarks/results/cpu_tree.jsonl, its host to the `draft` and `commit` of `nasd` in bench_cpu.jsonl;
+"cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to `draft` and `observe` in
+bench_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, of a model of 8 billion weights 1.1 times."""
 DOUBT, DOUBT_OF_ONE = 1.0, 4.0
 """Counts taken to have gone to tokens not seen yet: after a context of l tokens (over the root of l), and of one token."""
 SURELY_NOT = 99.0
@@ -57,7 +91,7 @@ def grow(storage: Storage, cursor: Any, root: int, *, gamma: int, nodes: int, en
             doubt = DOUBT_OF_ONE if length <= 1 else DOUBT / length**0.5
             if not known and guess:
                 known, doubt = [(tree.tokens[node], 1)], SURELY_NOT
-            share = tree.chances[node] / (sum(times for _, times in known) + doubt)
+            share = tree.chances[node] / (sum([times for _, times in known]) + doubt)
             for token, times in known:
                 heapq.heappush(queue, (-share * times, found, node, token))
                 found += 1
@@ -73,7 +107,10 @@ def grow(storage: Storage, cursor: Any, root: int, *, gamma: int, nodes: int, en
 
 def best_size(growths: list[Growth], costs: dict[int, float]) -> int:
     """The number of nodes that promises most tokens per cost to all rows together."""
-    promise = {size: sum(sum(growth.chances[:size]) for growth in growths) / cost for size, cost in costs.items()}
+    if all(len(growth.tokens) == 1 for growth in growths):
+        return min(costs)
+    sums = [[0.0, *accumulate(growth.chances)] for growth in growths]
+    promise = {size: sum([known[min(size, len(known) - 1)] for known in sums]) / cost for size, cost in costs.items()}
     return max(promise, key=promise.__getitem__)  # the first of the best: the smallest
 
 
@@ -85,21 +122,23 @@ def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.devi
     like any draft; a copy of a child is never walked, because the first of equal siblings is.
     """
     words = -(-nodes // 64)
-    rows = []
+    planes: tuple[list[int], ...] = ([], [], [], [])  # tokens, parents, depths, ancestors: each lies contiguous in the one tensor
     for growth in growths:
         tokens, parents = growth.tokens[:nodes], growth.parents[:nodes]
         spare = nodes - len(tokens)
-        tokens, parents = tokens + [tokens[min(1, len(tokens) - 1)]] * spare, parents + [0] * spare
-        depths, seen, laid = [0], [1], [[tokens[0], 0, 0, 1, *[0] * (words - 1)]]
+        parents = parents + [0] * spare
+        depths, seen = [0], [1]
         for node in range(1, nodes):
             parent = parents[node]
             depths.append(depths[parent] + 1)
             seen.append(seen[parent] | 1 << node)
-            laid.append([tokens[node], parent, depths[node], *_signed(seen[node], words)])
-        rows.append(laid)
-    packed = torch.tensor(rows, dtype=torch.long).to(device)
-    first, second, third, rest = (packed[..., part].contiguous() for part in (0, 1, 2, slice(3, None)))
-    return TokenTree(first, second, third, rest, max_path)
+        ancestors = [word for bits in seen for word in _signed(bits, words)] if nodes > 63 else seen
+        for plane, values in zip(planes, (tokens + [tokens[min(1, len(tokens) - 1)]] * spare, parents, depths, ancestors), strict=True):
+            plane += values
+    size = len(planes[0])
+    packed = torch.tensor([value for plane in planes for value in plane]).to(device)
+    first, second, third = (packed[part * size : (part + 1) * size].view(-1, nodes) for part in range(3))
+    return TokenTree(first, second, third, packed[3 * size :].view(-1, nodes, words), max_path)
 
 
 def _signed(bits: int, words: int) -> list[int]:
@@ -115,18 +154,17 @@ class NasdDrafter:
     most in this round. With `stop_if_unknown=False` it always has `nodes`.
     """
 
-    def __init__(self, config: Nasd, storages: list[Storage], device: torch.device) -> None:
-        largest, base, slope = COSTS.get(device.type, COSTS["cuda"])
+    def __init__(self, config: Nasd, storages: list[Storage], device: torch.device, weight_bytes: int = SMOLLM2_BYTES) -> None:
+        cost = COSTS.get(device.type, COSTS["cuda"])
         self.config, self.storages, self.device = config, storages, device
-        self.nodes = largest if config.total_tokens is None else config.total_tokens
+        self.nodes = cost.nodes if config.total_tokens is None else config.total_tokens
         self.max_path = min(config.gamma + 1, self.nodes)
         smaller = (1, 4, 8, 16, 32, 64, 128) if config.stop_if_unknown else ()
         sizes = [*(size for size in smaller if size < self.nodes), self.nodes]
-        rows = len(storages)
-        self.costs = {size: base + slope * size * rows if size * rows > 1 else 1.0 for size in sizes}
+        self.costs = {size: cost.of(size * len(storages), weight_bytes) for size in sizes}
         self.ends: frozenset[int] = frozenset()
         self.cursors: list[Any] = [storage.start() for storage in storages]
-        self.roots, self.active = [0] * rows, [True] * rows
+        self.roots, self.active = [0] * len(storages), [True] * len(storages)
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
         """Count a text per row that is no part of what the row says, such as another model's answer."""
@@ -158,26 +196,36 @@ class NasdDrafter:
         steps = tree.max_path
         if logits.device.type == "cpu":  # no wait for a device: rank what was accepted alone
             steps = int(verdict.accepted.max()) + 1
-        parts = [active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)[:, :steps]]
+        self.take(self._digest(tree, verdict, logits, active, steps).tolist(), steps)
+
+    def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor) -> Tensor:
+        """What `take` needs of a round, [B, D] int64: rounds that are captured read it with the rest, in place of `observe`."""
+        return self._digest(tree, verdict, logits, active, tree.max_path)
+
+    def _digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:
+        """[B, 2 + steps * (1 + likely)]: whether a row goes on, its accepted tokens, and for each step the likeliest tokens, the best of
+        them last, and the token said."""
+        said = verdict.tokens(tree)[:, :steps, None]
         likely = min(self.config.top_k_filler, logits.shape[2]) if self.config.top_k_filler > 1 else 0
         if likely:
             row = torch.arange(logits.shape[0], device=logits.device)[:, None]
-            parts.append(logits[row, verdict.path[:, :steps]].topk(likely).indices.flip(-1).flatten(1))  # the likeliest last
-        read_back = torch.cat(parts, 1).tolist()  # the drafter's only one
-        for b, (goes_on, accepted, *rest) in enumerate(read_back):
-            self.active[b] = bool(goes_on)
-            if goes_on:
-                self.roots[b] = rest[accepted]
-                self._count(b, rest[: accepted + 1], rest[steps:], likely)
+            best = logits[row, verdict.path[:, :steps]].topk(likely).indices
+            said = torch.cat((best.flip(-1), said), 2)
+        return torch.cat((active[:, None].long(), verdict.accepted[:, None], said.flatten(1)), 1)
 
-    def _count(self, row: int, tokens: list[int], likeliest: list[int], likely: int) -> None:
-        """Count tokens of a row, the k-th with the k-th group of the likeliest, up to its end token."""
-        storage, cursor = self.storages[row], self.cursors[row]
-        for place, token in enumerate(tokens):
-            cursor = storage.feed(cursor, token, likeliest[place * likely : (place + 1) * likely])
-            if token in self.ends:
-                break
-        self.cursors[row] = cursor
+    def take(self, digest: list[list[int]], steps: int) -> None:
+        """Count what a digest of so many steps, read back, says of the active rows, up to their end tokens."""
+        for row, (goes_on, accepted, *said) in enumerate(digest):
+            self.active[row] = bool(goes_on)
+            if not goes_on:
+                continue
+            storage, cursor, width = self.storages[row], self.cursors[row], len(said) // steps
+            for start in range(0, width * (accepted + 1), width):
+                *likeliest, token = said[start : start + width]
+                cursor = storage.feed(cursor, token, likeliest)
+                if token in self.ends:
+                    break
+            self.cursors[row], self.roots[row] = cursor, said[width * (accepted + 1) - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +233,14 @@ class NasdDecoding:
     """Decoding with n-grams; by default every row of every call has a storage of its own."""
 
     config: Nasd
+    weight_bytes: int = SMOLLM2_BYTES
+    """Bytes that a pass of the target reads: what several nodes cost beside one depends on them."""
     name: str = "nasd"
     taps: None = None
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Callable[[Tensor], Tensor] | None) -> NasdDrafter:
         """The drafter of one call."""
-        return NasdDrafter(self.config, [self._storage() for _ in range(rows)], torch.device(device))
+        return NasdDrafter(self.config, [self._storage() for _ in range(rows)], torch.device(device), self.weight_bytes)
 
     def _storage(self) -> Storage:
         kind, n = self.config.storage, self.config.n

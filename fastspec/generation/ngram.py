@@ -12,30 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fastspec.errors import Unsupported
-from fastspec.generation.storage_file import Columns, Damaged, pack_tallies, read_storage, unpack_tallies, write_storage
+from fastspec.generation.storage_file import Columns, Damaged, Entry, pack_tallies, read_storage, unpack_tallies, write_storage
+from fastspec.generation.tables import BITS, Edges, Tallies
 
-WIDTH = 8
-"""Continuations kept per context: a context such as a comma would else collect thousands, and drafting ranks them all."""
-BITS = 24
-"""Bits of a token in a packed context; vocabularies end far below 2**24 - 1."""
-
-Tally = dict[int, int]
-"""token -> count, the token that was counted last at the end."""
-
-
-def count(tally: Tally, token: int, weight: int = 1) -> None:
-    """Count a continuation. A new one in a full tally takes the place of the least counted, the oldest among equals."""
-    before = tally.pop(token, 0)
-    if not before and len(tally) == WIDTH:
-        del tally[min(tally, key=tally.__getitem__)]  # the first of the least: the oldest
-    tally[token] = before + weight
-
-
-def ranked(tally: Tally) -> list[tuple[int, int]]:
-    """(token, count) by falling count; among equals the one counted last comes first."""
-    if len(tally) == 1:
-        return list(tally.items())
-    return sorted(tally.items(), key=lambda item: item[1])[::-1]
+Context = tuple[int, ...]
+"""The last tokens of a text, the last one in front."""
 
 
 class Storage(Protocol):
@@ -65,8 +46,9 @@ class Storage(Protocol):
 class NgramStorage:
     """Counts of what followed each context of 1 to n - 1 tokens; the longest known context answers.
 
-    With `back_off=False` contexts of n - 1 tokens alone are kept ("one level"). A context is a packed integer, its last token in
-    the lowest bits, and the cursor is the packed last n - 1 tokens. Keeps the `WIDTH` best continuations of a context.
+    With `back_off=False` contexts of n - 1 tokens alone are kept ("one level"). Keeps the `tables.WIDTH` best continuations of a context.
+    The contexts are the nodes of a trie that is entered with the last token, so that a context lies behind all that are shorter: node 0
+    is the empty one, and every other has the number of the edge to it.
 
         storage = fastspec.NgramStorage(n=4)
         model.generate(**inputs, assistant=fastspec.Nasd(storage=storage))     # learns, and drafts from all earlier calls
@@ -79,48 +61,53 @@ class NgramStorage:
         if not isinstance(n, int) or isinstance(n, bool) or not 2 <= n <= 64:
             raise Unsupported(f"NgramStorage: n must be a whole number from 2 to 64, not {n!r}: a context has n - 1 tokens")
         self.n, self.back_off = n, back_off
-        # (length, mask) of each context in a cursor, the longest first
-        self._masks = [(k, (1 << BITS * k) - 1) for k in range(n - 1, 0 if back_off else n - 2, -1)]
-        self._all = (1 << BITS * (n - 1)) - 1
-        self.tallies: dict[int, Tally] = {}
+        self._least = 1 if back_off else n - 1
+        self.reset()
 
     def __repr__(self) -> str:
-        return f"NgramStorage(n={self.n}, back_off={self.back_off}): {len(self.tallies)} contexts"
+        contexts = sum(head >= 0 for head in self.tallies.heads)
+        return f"NgramStorage(n={self.n}, back_off={self.back_off}): {contexts} contexts"
 
-    def start(self) -> int:
+    def start(self) -> Context:
         """The cursor of an empty text."""
-        return 0
+        return ()
 
-    def step(self, cursor: int, token: int) -> int:
+    def step(self, cursor: Context, token: int) -> Context:
         """The cursor behind token."""
-        return (cursor << BITS | token + 1) & self._all  # token + 1: a context of k tokens differs from all shorter ones
+        return (token, *cursor[: self.n - 2])
 
-    def feed(self, cursor: int, token: int, fillers: Sequence[int] = ()) -> int:
+    def feed(self, cursor: Context, token: int, fillers: Sequence[int] = ()) -> Context:
         """Count token and fillers after every context at the cursor; at a text's start there are fewer of them."""
-        for length, mask in self._masks:
-            if cursor >> BITS * (length - 1):
-                tally = self.tallies.setdefault(cursor & mask, {})
-                for filler in fillers:
-                    count(tally, filler)
-                count(tally, token)
-        return self.step(cursor, token)
+        if len(cursor) >= self._least:
+            tallies, node, said = self.tallies, 0, (*fillers, token)
+            for length, known in enumerate(cursor, 1):
+                node = self._node(node, known)
+                if length >= self._least:
+                    tallies.count(node, said)
+        return (token, *cursor[: self.n - 2])
 
-    def look(self, cursor: int) -> tuple[int, list[tuple[int, int]]]:
+    def look(self, cursor: Context) -> tuple[int, list[tuple[int, int]]]:
         """The longest known context's continuations."""
-        for length, mask in self._masks:
-            tally = self.tallies.get(cursor & mask)
-            if tally is not None and cursor >> BITS * (length - 1):
-                return length, ranked(tally)
-        return 0, []
+        find, node, length = self.edges.find, 0, 0
+        for known in cursor:
+            deeper = find(node, known)
+            if not deeper:
+                break
+            node, length = deeper, length + 1
+        return (length, self.tallies.ranked(node)) if length >= self._least else (0, [])
 
     def reset(self) -> None:
         """Forget everything."""
-        self.tallies.clear()
+        self.edges, self.tallies = Edges(), Tallies()
+        self.tallies.append()
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file."""
-        contexts = [_unpack(context, self.n - 1) for context in self.tallies]
-        tensors: Columns = {"contexts": (contexts, self.n - 1), **pack_tallies(self.tallies.values())}
+        kept = [node for node, head in enumerate(self.tallies.heads) if head >= 0]
+        tensors: Columns = {
+            "contexts": ([self._tokens(node) for node in kept], self.n - 1),
+            **pack_tallies(self.tallies.entries(node)[::-1] for node in kept),
+        }
         write_storage(path, self.kind, {"n": self.n, "back_off": int(self.back_off)}, tensors)
 
     @classmethod
@@ -128,22 +115,35 @@ class NgramStorage:
         """Read what `save` wrote. Raises CheckpointError for a file that is missing, damaged, of another kind or a newer version."""
         with read_storage(path, cls.kind, ("n", "back_off"), {"contexts": 2}) as (options, tensors):
             storage = cls(options["n"], back_off=bool(options["back_off"]))
-            contexts, lengths = tensors["contexts"].tolist(), {length for length, _ in storage._masks}
-            tallies = unpack_tallies(tensors, len(contexts), WIDTH)
-            for context, tally in zip(contexts, tallies, strict=True):
-                tokens = [token for token in context if token >= 0]
-                padded = [-1] * (storage.n - 1 - len(tokens)) + tokens
-                if context != padded or len(tokens) not in lengths or max(tokens) >= (1 << BITS) - 1 or not tally:
-                    raise Damaged(f"{context} with continuations {tally} is no context of n={storage.n}")
-                packed = storage.start()
-                for token in tokens:
-                    packed = storage.step(packed, token)
-                storage.tallies[packed] = tally
-            if len(storage.tallies) != len(contexts):
-                raise Damaged("a context occurs twice")
+            contexts = tensors["contexts"].tolist()
+            for context, tally in zip(contexts, unpack_tallies(tensors, len(contexts)), strict=True):
+                storage._take(context, tally)
+            if storage.back_off and -1 in storage.tallies.heads[1:]:
+                raise Damaged("a context is there without a shorter one that it ends with")
         return storage
 
+    def _take(self, context: list[int], tally: list[Entry]) -> None:
+        """Add a context of a file, its tokens filled up with -1 on the left. Raises Damaged."""
+        tokens = [token for token in context if token >= 0]
+        padded = [-1] * (self.n - 1 - len(tokens)) + tokens
+        if context != padded or len(tokens) < self._least or max(tokens) >= 1 << BITS or not tally:
+            raise Damaged(f"{context} with continuations {tally} is no context of n={self.n}")
+        node = 0
+        for token in reversed(tokens):
+            node = self._node(node, token)
+        if self.tallies.heads[node] >= 0:
+            raise Damaged(f"the context {context} occurs twice")
+        self.tallies.put(node, tally)
 
-def _unpack(context: int, width: int) -> list[int]:
-    """A packed context as tokens, filled up with -1 on the left."""
-    return [(context >> BITS * (width - 1 - i) & (1 << BITS) - 1) - 1 for i in range(width)]
+    def _node(self, node: int, token: int) -> int:
+        """The context of one token more, which is made where there is none."""
+        longer = self.edges.add(node, token)
+        return self.tallies.append() if longer == len(self.tallies) else longer
+
+    def _tokens(self, node: int) -> list[int]:
+        """A context's tokens, the last one at the end, filled up with -1 on the left."""
+        tokens = []
+        while node:
+            node, token = self.edges.ends(node)
+            tokens.append(token)
+        return [-1] * (self.n - 1 - len(tokens)) + tokens

@@ -220,7 +220,12 @@ class Rounds:
                 self.clock.marks = [*drafted, ("copy", began), *rest]
             packed: list[list[int]] = self.packed.tolist()
         with timed(stats, "observe"):
-            self.drafter.observe(self.tree, self.verdict, self.logits, self.features, self.active, extent)
+            if hasattr(self.drafter, "digest"):
+                own = 1 + tree.max_path
+                self.drafter.take([row[own:] for row in packed], tree.max_path)
+                packed = [row[:own] for row in packed]
+            else:
+                self.drafter.observe(self.tree, self.verdict, self.logits, self.features, self.active, extent)
             self._mark("observe")
         return packed
 
@@ -238,6 +243,9 @@ class Rounds:
         self._score(extent)
         self._choose()
         self._commit()
+        if hasattr(self.drafter, "digest"):
+            told = self.drafter.digest(self.tree, self.verdict, self.logits, self.active)
+            self.packed = torch.cat((self.packed, told), 1)  # one tensor is read back, not two
 
     def _parts(self) -> list[Any]:
         return [part for part in (self.target, self.drafter) if part is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastspec.errors import CheckpointError, Unsupported
+from fastspec.generation.tables import BITS, MOST, WIDTH
 
 VERSION = 1
+Entry = tuple[int, int]
+"""A token, and how often it was counted."""
 TALLIES = {"sizes": 1, "tokens": 1, "counts": 1}
 Columns = dict[str, tuple[list[Any], int]]
 """Name of a tensor -> (values, columns), columns 0 for a flat list."""
@@ -24,26 +28,28 @@ class Damaged(Exception):
     """What a file says contradicts itself; becomes a CheckpointError that names the file."""
 
 
-def pack_tallies(tallies: Iterable[dict[int, int]]) -> Columns:
+def pack_tallies(tallies: Iterable[list[Entry]]) -> Columns:
     """Tallies as three flat lists: the size of each, then tokens and counts of all, in their order."""
     kept = list(tallies)
     return {
         "sizes": ([len(tally) for tally in kept], 0),
-        "tokens": ([token for tally in kept for token in tally], 0),
-        "counts": ([times for tally in kept for times in tally.values()], 0),
+        "tokens": ([token for tally in kept for token, _ in tally], 0),
+        "counts": ([times for tally in kept for _, times in tally], 0),
     }
 
 
-def unpack_tallies(tensors: dict[str, Tensor], expected: int, width: int) -> list[dict[int, int]]:
-    """The inverse of `pack_tallies`, for `expected` tallies of at most `width` continuations. Raises Damaged."""
+def unpack_tallies(tensors: dict[str, Tensor], expected: int) -> list[list[Entry]]:
+    """The inverse of `pack_tallies`, for `expected` tallies. Raises Damaged."""
     sizes, tokens, counts = (tensors[name].tolist() for name in TALLIES)
     if len(sizes) != expected or len(tokens) != len(counts) or sum(sizes) != len(tokens):
         raise Damaged(f"{len(sizes)} tallies of {sum(sizes)}, {expected} contexts, {len(tokens)} tokens, {len(counts)} counts")
-    if min(sizes, default=0) < 0 or max(sizes, default=0) > width or min(tokens, default=0) < 0 or min(counts, default=1) < 1:
-        raise Damaged(f"a tally with more than {width} continuations, a negative token or a count below 1")
+    if min(sizes, default=0) < 0 or max(sizes, default=0) > WIDTH:
+        raise Damaged(f"a tally with more than {WIDTH} continuations")
+    if not all(0 <= token < 1 << BITS for token in tokens) or not all(0 < times <= MOST for times in counts):
+        raise Damaged(f"a token that is negative or has more than {BITS} bits, or a count below 1 or above {MOST}")
     pairs = iter(zip(tokens, counts, strict=True))
-    tallies = [dict(next(pairs) for _ in range(size)) for size in sizes]
-    if any(len(tally) != size for tally, size in zip(tallies, sizes, strict=True)):
+    tallies = [list(islice(pairs, size)) for size in sizes]
+    if any(len({token for token, _ in tally}) != len(tally) for tally in tallies):
         raise Damaged("a continuation occurs twice")
     return tallies
 

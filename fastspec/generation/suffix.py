@@ -7,13 +7,14 @@ is what SuffixDecoding (arXiv 2411.04975) does with a suffix tree.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fastspec.errors import Unsupported
-from fastspec.generation.ngram import WIDTH, Tally, count, ranked
 from fastspec.generation.storage_file import Columns, Damaged, pack_tallies, read_storage, unpack_tallies, write_storage
+from fastspec.generation.tables import BITS, MOST, Edges, Tallies
 
 
 class Cursor(NamedTuple):
@@ -28,8 +29,9 @@ class Cursor(NamedTuple):
 class SuffixStorage:
     """Counts of what followed each text of `min_match` to `max_match` tokens, wherever it was seen; the longest match answers.
 
-    The four lists hold, per state: the length of its longest string, its suffix link (the state of its longest suffix that ends at
-    more places), its transitions, and the tally of what followed. State 0 is the empty text.
+    Held per state: the length of its longest string, its suffix link (the state of its longest suffix that ends at more places), its
+    transitions, and the tally of what followed. State 0 is the empty text. A transition is an edge: `targets` has the state that it leads
+    to, `newest` the last one of a state, and `older` the one that the same state got before it, 0 where there is none.
     """
 
     kind = "suffix"
@@ -48,9 +50,9 @@ class SuffixStorage:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.lengths, self.links = [0], [-1]
-        self.moves: list[dict[int, int]] = [{}]
-        self.tallies: list[Tally] = [{}]
+        self.lengths, self.links, self.tallies = array("i"), array("i"), Tallies()
+        self.edges, self.targets, self.newest, self.older = Edges(), array("i", [0]), array("i"), array("i", [0])
+        self._state(0, -1)
 
     def start(self) -> Cursor:
         """The cursor of an empty text."""
@@ -58,30 +60,28 @@ class SuffixStorage:
 
     def feed(self, cursor: Cursor, token: int, fillers: Sequence[int] = ()) -> Cursor:
         """Count token and fillers after every suffix of the text at the cursor, and append token to the text."""
+        said = (*fillers, token)
         for state, _ in self._suffixes(cursor):
-            tally = self.tallies[state]
-            for filler in fillers:
-                count(tally, filler)
-            count(tally, token)
+            self.tallies.count(state, said)
         last = self._append(cursor.last, token)
         return self.step(cursor, token)._replace(last=last)
 
     def step(self, cursor: Cursor, token: int) -> Cursor:
         """The cursor behind token: the longest suffix of text and token that was seen."""
         state, length = self._place(cursor)
-        while token not in self.moves[state]:
+        while not (edge := self.edges.find(state, token)):
             if state == 0:
                 return Cursor(0, 0, -1)
             state = self.links[state]
             length = self.lengths[state]
-        state, length = self.moves[state][token], min(length + 1, self.max_match)
+        state, length = self.targets[edge], min(length + 1, self.max_match)
         return Cursor(*self._place(Cursor(state, length, -1)), -1)
 
     def look(self, cursor: Cursor) -> tuple[int, list[tuple[int, int]]]:
         """The continuations of the longest match that has any."""
         for state, length in self._suffixes(cursor):
-            if self.tallies[state]:
-                return length, ranked(self.tallies[state])
+            if self.tallies.heads[state] >= 0:
+                return length, self.tallies.ranked(state)
         return 0, []
 
     def _place(self, cursor: Cursor) -> tuple[int, int]:
@@ -101,40 +101,60 @@ class SuffixStorage:
 
     def _append(self, last: int, token: int) -> int:
         """Append token to the text whose state is `last` -> the state of the longer text."""
-        known = self.moves[last].get(token)
-        if known is not None:  # another text has been here
-            return known if self.lengths[known] == self.lengths[last] + 1 else self._split(last, token, known)
-        new = self._state(self.lengths[last] + 1, 0, {}, {})
+        edge = self.edges.find(last, token)
+        if edge:  # another text has been here
+            return self._reached(last, token, edge)
+        new = self._state(self.lengths[last] + 1, 0)
         state = last
-        while state >= 0 and token not in self.moves[state]:
-            self.moves[state][token] = new
+        while state >= 0 and not (edge := self.edges.find(state, token)):
+            self._move(state, token, new)
             state = self.links[state]
         if state >= 0:
-            known = self.moves[state][token]
-            self.links[new] = known if self.lengths[known] == self.lengths[state] + 1 else self._split(state, token, known)
+            self.links[new] = self._reached(state, token, edge)
         return new
 
-    def _split(self, state: int, token: int, known: int) -> int:
-        """Give the strings of `known` that are no longer than those of `state` with token a state of their own."""
-        shorter = self._state(self.lengths[state] + 1, self.links[known], dict(self.moves[known]), dict(self.tallies[known]))
+    def _reached(self, state: int, token: int, edge: int) -> int:
+        """The state of the strings of `state` with token, to which the edge leads: that state, or one that is split from it."""
+        known = self.targets[edge]
+        if self.lengths[known] == self.lengths[state] + 1:
+            return known
+        shorter = self._state(self.lengths[state] + 1, self.links[known])
+        for taken in self._moves(known):
+            self._move(shorter, self.edges.ends(taken)[1], self.targets[taken])
+        self.tallies.put(shorter, reversed(self.tallies.entries(known)))
         self.links[known] = shorter
-        while state >= 0 and self.moves[state].get(token) == known:
-            self.moves[state][token] = shorter
+        while state >= 0 and (edge := self.edges.find(state, token)) and self.targets[edge] == known:
+            self.targets[edge] = shorter
             state = self.links[state]
         return shorter
 
-    def _state(self, length: int, link: int, moves: dict[int, int], tally: Tally) -> int:
+    def _state(self, length: int, link: int) -> int:
+        """A new state without transitions and counts."""
         self.lengths.append(length)
         self.links.append(link)
-        self.moves.append(moves)
-        self.tallies.append(tally)
-        return len(self.lengths) - 1
+        self.newest.append(0)
+        return self.tallies.append()
+
+    def _move(self, state: int, token: int, target: int) -> None:
+        """Lead from a state by a token, by which nothing leads yet, to another."""
+        edge = self.edges.add(state, token)
+        self.targets.append(target)
+        self.older.append(self.newest[state])
+        self.newest[state] = edge
+
+    def _moves(self, state: int) -> Iterator[int]:
+        """The edges of a state."""
+        edge = self.newest[state]
+        while edge:
+            yield edge
+            edge = self.older[edge]
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file."""
-        edges = [[state, *edge] for state, moves in enumerate(self.moves) for edge in moves.items()]
+        edges = [[*self.edges.ends(edge), self.targets[edge]] for edge in range(1, len(self.targets))]
+        tallies = (self.tallies.entries(state)[::-1] for state in range(len(self.tallies)))
         states = [list(pair) for pair in zip(self.lengths, self.links, strict=True)]
-        tensors: Columns = {"states": (states, 2), "edges": (edges, 3), **pack_tallies(self.tallies)}
+        tensors: Columns = {"states": (states, 2), "edges": (edges, 3), **pack_tallies(tallies)}
         write_storage(path, self.kind, {"min_match": self.min_match, "max_match": self.max_match}, tensors)
 
     @classmethod
@@ -147,13 +167,14 @@ class SuffixStorage:
                 raise Damaged("state 0 is not the empty text")
             lengths = [length for length, _ in states]
             for state, (length, link) in enumerate(states[1:], 1):
-                if not 0 <= link < len(states) or lengths[link] >= length:  # so that every chain of links ends
+                if not 0 <= link < len(states) or not lengths[link] < length < MOST:  # so that every chain of links ends
                     raise Damaged(f"state {state} of length {length} links to {link}")
-            storage.lengths, storage.links = lengths, [link for _, link in states]
-            storage.moves = [{} for _ in states]
+                storage._state(length, link)
             for state, token, target in edges:
-                if not 0 <= state < len(states) or not 0 <= target < len(states) or lengths[target] <= lengths[state] or token < 0:
+                led = 0 <= state < len(states) and 0 <= target < len(states) and lengths[state] < lengths[target]
+                if not led or not 0 <= token < 1 << BITS or storage.edges.find(state, token):
                     raise Damaged(f"state {state} leads by token {token} to {target}")
-                storage.moves[state][token] = target
-            storage.tallies = unpack_tallies(tensors, len(states), WIDTH)
+                storage._move(state, token, target)
+            for state, tally in enumerate(unpack_tallies(tensors, len(states))):
+                storage.tallies.put(state, tally)
         return storage

@@ -18,7 +18,7 @@ from fastspec.generation.protocols import Ops
 from fastspec.patches.compat import device_of
 from fastspec.patches.heads import moved
 from fastspec.patches.refusals import refuse_heads
-from fastspec.patches.speculative import resolve_speculative
+from fastspec.patches.speculative import read_parameters, resolve_speculative
 
 FUSED_BYTES = 400e6
 """The largest head, in bytes of its own weights, that is drafted with in one launch at batch 1, where the fused drafter can run it. On an
@@ -147,7 +147,7 @@ RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
     Eagle1: _eagle,
     Eagle2: _dynamic,
     Eagle3: _dynamic,
-    Nasd: lambda config, resources, model: NasdDecoding(config),
+    Nasd: lambda config, resources, model: NasdDecoding(config, sum(weight.nbytes for weight in read_parameters(model))),
     Speculative: resolve_speculative,
     Cascade: lambda config, resources, model: _cascade(resources).decoding(config),
 }

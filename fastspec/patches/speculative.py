@@ -54,7 +54,7 @@ class SpeculativeDecoding:
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> ChainDrafter:
         """The drafter of one call; with early exit it takes its cache from the target later, in `attach`."""
         config = self.config
-        length = Length(config.most, self.cost(), check(device, rows)) if config.gamma is None else Length(config.gamma)
+        length = Length(config.most, self.cost(), check(self.target, device, rows)) if config.gamma is None else Length(config.gamma)
         model: Any = None
         if config.early_exit is None:
             source = None if self.source is None else encode(self.draft, self.source)
@@ -109,7 +109,7 @@ class TextDecoding:
             return TextDrafter(lambda: model(1), gamma, room, self.pair.tokenizer, self.pair.draft_tokenizer, device)
         length = Length(gamma)
         if self.config.gamma is None:
-            length = Length(gamma, read_weights(draft) / read_weights(self.target), check(device, rows))
+            length = Length(gamma, read_weights(draft) / read_weights(self.target), check(self.target, device, rows))
         return SharedDrafter(
             model(rows), length, self.pair.shared, room=room, tokenizer=self.pair.tokenizer,
             draft_tokenizer=self.pair.draft_tokenizer, vocab=vocabulary(self.target), draft_vocab=vocabulary(draft), ops=ops,
@@ -131,10 +131,11 @@ class Pair:
         return shared_tokens(self.tokenizer, self.draft_tokenizer)
 
 
-def check(device: Any, rows: int) -> float:
-    """What a target pass over drafts costs more than one over a single token, in such passes; nothing in a batch, which has several."""
-    _, base, _ = COSTS.get(torch.device(device).type, COSTS["cuda"])
-    return base - 1 if rows == 1 else 0.0
+def check(model: Any, device: Any, rows: int) -> float:
+    """What a pass of the target over drafts costs more than one over a single token, in such passes; nothing in a batch, which has
+    several."""
+    cost = COSTS.get(torch.device(device).type, COSTS["cuda"])
+    return cost.check(sum(p.numel() * p.element_size() for p in read_parameters(model))) if rows == 1 else 0.0
 
 
 def vocabulary(model: Any) -> int:
