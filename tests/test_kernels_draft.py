@@ -161,7 +161,8 @@ def test_topk_expand_writes_into_the_candidates(device, rows, nodes, vocab, coun
     read = [each.to(device) for each in ((x, weight) if product else (x @ weight.t(), x))]
     inputs = read[0], read[1] if product else None, scores.to(device), count, ids_by_target(vocab, generator).to(device)
     wide, below, first = nodes * count, count * count, seed % 1000
-    buffers = [torch.full((rows, 3 + wide + below), -7, dtype=each, device=device) for each in (torch.float32, torch.int64, torch.int64)]
+    dtypes = torch.float32, torch.int64, torch.int64
+    buffers = [torch.full((rows, 5 - i + wide + below), -7, dtype=each, device=device) for i, each in enumerate(dtypes)]
     parts = [buffer[:, 3 : 3 + wide] for buffer in buffers[:2]]
     parents = None if last else buffers[2][:, 3 + wide :]
     wanted = topk_expand(*inputs)

@@ -67,26 +67,32 @@ def strided(values: Tensor, pad: int) -> Tensor:
 
 
 @EVERYWHERE
-@given(data=st.data(), seed=SEEDS, pad=st.sampled_from([0, 3, 16]), with_residual=st.booleans(), with_out=st.booleans())
+@given(
+    data=st.data(), seed=SEEDS, pad=st.sampled_from([0, 3, 16]), with_residual=st.booleans(), with_out=st.booleans(),
+    with_total=st.booleans(),
+)  # fmt: skip
 @DRAWN
-def test_rms_norm(device, data, seed, pad, with_residual, with_out):
+def test_rms_norm(device, data, seed, pad, with_residual, with_out, with_total):
     generator = torch.Generator().manual_seed(seed)
     dtype, size, rows = drawn(data, device, DTYPES), drawn(data, device, SIZES), drawn(data, device, ROWS)
     x, residual = (strided(normal(generator, 2, rows, size, dtype=dtype, device=device), pad) for _ in range(2))
     weight = normal(generator, size, dtype=dtype, device=device)
     out = strided(torch.full_like(x, torch.nan), pad) if with_out else None
-    normed, summed = rms_norm(x, weight, 1e-5, residual if with_residual else None, out)
+    given_total = strided(torch.full_like(x, torch.nan), pad) if with_total else None
+    normed, summed = rms_norm(x, weight, 1e-5, residual if with_residual else None, out, given_total)
     total = (x + residual) if with_residual else x
     assert torch.equal(summed, total)  # one addition, rounded once
-    assert (summed is x) is not with_residual and (out is None or normed is out)
+    assert (summed is x) is not (with_residual or with_total) and (out is None or normed is out)
+    assert given_total is None or summed is given_total
     # Half a unit for the rounding before the weight and half for the one after it; in fp32 the scale's own error besides, a few units.
     wide = total.double()
     expected = weight.double() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5))
     rounded_alike(normed, ops.rms_norm(x, weight, 1e-5, residual if with_residual else None)[0])
     unit, smallest = units(dtype)
     close(normed, expected, (8 if dtype == torch.float32 else 1.01) * unit * expected.abs() + smallest * (1 + weight.double().abs()))
-    if out is not None and pad:
-        assert bool(out.as_strided((2 * rows, size + pad), (size + pad, 1))[:, size:].isnan().all())
+    for written in (out, given_total):
+        if written is not None and pad:
+            assert bool(written.as_strided((2 * rows, size + pad), (size + pad, 1))[:, size:].isnan().all())
 
 
 @EVERYWHERE

@@ -267,9 +267,9 @@ def test_rms_norm_is_that_of_transformers(size, summed, seed):
     theirs.weight.data = torch.randn(size, generator=generator)
     whole = x + residual if summed else x
     wide = torch.full((2, 3, size + 4), torch.nan)
-    for out in (None, wide[..., 2 : 2 + size]):
-        normed, total = ops.rms_norm(x, theirs.weight.detach(), 1e-5, residual if summed else None, out)
-        assert torch.equal(normed, theirs(whole).detach()) and torch.equal(total, whole)
+    for out, where in ((None, None), (wide[..., 2 : 2 + size], torch.full_like(x, torch.nan))):
+        normed, total = ops.rms_norm(x, theirs.weight.detach(), 1e-5, residual if summed else None, out, where)
+        assert torch.equal(normed, theirs(whole).detach()) and torch.equal(total, whole) and (where is None or total is where)
     assert torch.equal(wide[..., 2 : 2 + size], normed) and bool(wide[..., :2].isnan().all())
 
 

@@ -17,7 +17,7 @@ from fastspec.generation.protocols import Ops
 Product = Callable[[Tensor], Any]
 """x [..., K] -> [..., M], or where a norm follows, its parts (`fastspec.kernels.reference.Parts`)."""
 Norm = Callable[..., tuple[Tensor, Tensor]]
-"""(x, residual=None, out=None) -> (the norm of their sum, the sum), as `Ops.rms_norm`."""
+"""(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum), as `Ops.rms_norm`; a model's own norms without `out`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ def attend(ops: Ops, part: LayerParts, cache: TreeCache, index: int, x: Tensor, 
 def rms(ops: Ops, weight: Tensor, eps: float) -> Norm:
     """A root-mean-square norm through the backend."""
 
-    def norm(x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return ops.rms_norm(x, weight, eps, residual, out)
+    def norm(x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return ops.rms_norm(x, weight, eps, residual, out, total)
 
     return norm
 

@@ -110,18 +110,18 @@ def joined(x: Tensor | Parts) -> Tensor:
 
 
 def rms_norm(
-    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Root-mean-square norm of x [..., H], or of x + residual [..., H], by weight [H] -> the norm, and what was normed.
 
     The sum is rounded to x's dtype before it is normed; the norm is computed in fp32 and rounded before the weight is applied, as the
-    Llama family does. `out` [..., H], whose last dimension is contiguous, receives the norm where it is given.
+    Llama family does. `out` and `total` [..., H], whose last dimension is contiguous, receive the norm and what was normed where given.
     """
     x = joined(x)
     summed = x if residual is None else x + residual
     wide = summed.float()
     normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return (normed, summed) if out is None else (out.copy_(normed), summed)
+    return normed if out is None else out.copy_(normed), summed if total is None else total.copy_(summed)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Root-mean-square norm, of a sum where there is a residual: one program per row, the whole row in registers.
 
-x, residual, out [..., H] with rows a fixed distance apart, weight [H]; R rows in all.
+x, residual, out, total [..., H] with rows a fixed distance apart, weight [H]; R rows in all.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def norm_row(b_x, b_weight, eps, SIZE: tl.constexpr):
 
 @triton.jit
 def _rms_norm(
-    p_x, p_residual, p_weight, p_out, p_sum, stride_x, stride_residual, stride_out, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    p_x, p_residual, p_weight, p_out, p_sum, stride_x, stride_residual, stride_out, stride_sum, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
@@ -53,8 +53,8 @@ def _rms_norm(
     if ADD:
         b_residual = tl.load(p_residual + row * stride_residual + o_h, mask=m_h, other=0.0)
         b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
-    if ADD or PARTS > 0:
-        tl.store(p_sum + row * SIZE + o_h, b_x, mask=m_h)
+    if SUM:
+        tl.store(p_sum + row * stride_sum + o_h, b_x, mask=m_h)
     tl.store(p_out + row * stride_out + o_h, norm_row(b_x, b_weight, eps, SIZE), mask=m_h)
 
 
@@ -72,13 +72,14 @@ def rows_of(x: Tensor, name: str) -> Tensor:
 
 
 def rms_norm(
-    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`reference.rms_norm`: the norm of x [..., H], or of x + residual, by weight [H] -> the norm and what was normed, both [..., H].
 
-    x may be the parts of a product, which are added up on the way. x, residual and out may be views whose last dimension is contiguous and
-    whose rows lie a fixed distance apart; all have the same dtype (fp32, fp16 or bf16), and H is at most 32768. Without a residual the
-    second result is x itself, or the sum of its parts. `out` must not overlap the inputs in part; it may be x or the residual.
+    x may be the parts of a product, which are added up on the way. x, residual, out and total may be views whose last dimension is
+    contiguous and whose rows lie a fixed distance apart; all have the same dtype (fp32, fp16 or bf16), and H is at most 32768. Without a
+    residual the second result is x itself, or the sum of its parts, unless `total` is given. `out` and `total` must not overlap the inputs
+    in part, nor each other; one may be x or the residual.
     """
     size = x.shape[-1]
     values, parts = (x.values, len(x.values)) if isinstance(x, Parts) else (x, 0)
@@ -87,22 +88,26 @@ def rms_norm(
     if weight.shape != (size,) or not weight.is_contiguous():
         raise ValueError(f"weight is {list(weight.shape)} with strides {weight.stride()}; [{size}] contiguous is accepted")
     normed = values.new_empty(x.shape, dtype=x.dtype) if out is None else out
-    for name, other in (("residual", residual), ("out", normed)):
+    for name, other in (("residual", residual), ("out", normed), ("total", total)):
         if other is not None and other.shape != x.shape:
             raise ValueError(f"{name} is {list(other.shape)}; it must have the shape of x, {list(x.shape)}")
-    for name, other in (("weight", weight), ("residual", residual), ("out", normed)):
+    for name, other in (("weight", weight), ("residual", residual), ("out", normed), ("total", total)):
         if other is not None and other.dtype != x.dtype:
             raise ValueError(f"{name} is {other.dtype}; it must have the dtype of x, {x.dtype}")
     x_rows, out_rows = rows_of(values, "x"), rows_of(normed, "out")
     residual_rows = out_rows if residual is None else rows_of(residual, "residual")
-    total = values.new_empty(x.shape, dtype=x.dtype) if parts or residual is not None else values
+    summing = bool(parts) or residual is not None or total is not None
+    if total is None:
+        total = values.new_empty(x.shape, dtype=x.dtype) if summing else values
+    total_rows = rows_of(total, "total") if summing else out_rows
     if normed.numel() == 0:
         return normed, total
     block = max(16, triton.next_power_of_2(size))
     _rms_norm[(len(out_rows),)](
-        x_rows, residual_rows, weight, out_rows, total, x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), eps,
-        SIZE=size, BLOCK=block, ADD=residual is not None, PARTS=parts, num_warps=row_warps(block, normed.element_size()),
-        **dependent(normed.device),
+        x_rows, residual_rows, weight, out_rows, total_rows,
+        x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
+        SIZE=size, BLOCK=block, ADD=residual is not None, PARTS=parts, SUM=summing,
+        num_warps=row_warps(block, normed.element_size()), **dependent(normed.device),
     )  # fmt: skip
     return normed, total
 

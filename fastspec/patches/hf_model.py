@@ -179,17 +179,26 @@ class HFModel:
         assert self.tables is not None
         places = Places(*self.tables, positions, slots, layout)
         change: Tensor | None = None  # what the last layer adds to the sum so far
+        taps, width = self.taps or (), total.shape[-1]
+        features = total.new_empty(*total.shape[:-1], len(taps) * width)
+        parts = [features[..., place * width : (place + 1) * width] for place in range(len(taps))]
         kept = {}
         for index, layer in enumerate(self.layers):
             assert layer.input_norm is not None
-            x, total = layer.input_norm(total) if change is None else layer.input_norm(change, total)
-            if self.taps and index in self.taps:
+            given = (total,) if change is None else (change, total)
+            if index in taps:  # the sum is written where it is wanted: joining the taps in the end would be a launch
+                x, total = layer.input_norm(*given, total=parts[taps.index(index)])
                 kept[index] = total
+            else:
+                x, total = layer.input_norm(*given)
             x, total = layer.mlp_norm(attend(self.ops, layer, self.cache, index, x, places), total)
             change = layer.mlp(x)
         hidden, _ = self.norm(change, total)
         kept[self.depth] = hidden
-        return self.vocabulary(hidden if pick is None else hidden[pick]), self._features(kept, hidden)
+        for tap, part in zip(taps, parts, strict=True):
+            if kept[tap] is not part:
+                part.copy_(kept[tap])
+        return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(kept, hidden)
 
     def _forward_generic(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None

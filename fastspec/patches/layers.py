@@ -45,9 +45,9 @@ def norm_of(module: Any, ops: Ops) -> Norm:
     if not is_foreign(module) and hasattr(module, "variance_epsilon") and type(module.weight) is nn.Parameter:
         return rms(ops, module.weight, module.variance_epsilon)
 
-    def norm(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        total = joined(x) if residual is None else joined(x) + residual
-        return module(total), total
+    def norm(x: Tensor, residual: Tensor | None = None, *, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        summed = joined(x) if residual is None else joined(x) + residual
+        return module(summed), summed if total is None else total.copy_(summed)
 
     return norm
 

@@ -125,9 +125,7 @@ class EagleDrafter(HeadState):
         self.shape, device = shape, self.last.device
         k, index = shape.top_k, torch.arange(shape.candidates, device=device)
         self.flat_depths = torch.where(index < k, 1, 2 + (index - k).clamp(min=0) // k**2)
-        level = torch.arange(shape.depth, device=device)[:, None, None]
-        slot = level * k + torch.arange(k, device=device)
-        self.steps = torch.stack((level.expand_as(slot), slot))  # [2, depth, 1, k]: positions and slots behind the committed pairs
+        self.fed_depths = (torch.arange(grown, device=device) // k).expand(rows, -1)  # of the nodes that the passes feed, in their order
         self.tokens = torch.zeros(rows, shape.candidates, dtype=torch.long, device=device)
         self.parents = torch.full((rows, shape.candidates), -1, device=device)
         """The candidate above each of the last tree's candidates [B, M], -1 for the root."""
@@ -168,7 +166,9 @@ class EagleDrafter(HeadState):
         """Candidates in order of growth, pass by pass: scores [B, M] fp32, tokens [B, M], parents [B, M] (candidates; the root: -1)."""
         shape, ops, k = self.shape, self.ops, self.shape.top_k
         lengths = self.cache.lengths
-        positions, slots = (lengths[:, None] + self.steps).unbind()  # [depth, B, k]
+        fed = self.fed_depths
+        places = ops.tree_input(fed, fed, lengths, self.cache.slots - 1, None)[:2]  # without a table no tokens are read
+        positions, slots = (x.unflatten(1, (shape.depth, k)).unbind(1) for x in places)  # depth times [B, k]
         _, tokens, scores, index = self.program.expand(self.readout[:, None], self.start, k, self.levels[0])
         hidden, words = self.last[:, None], self.no_words
         self.mark("draft 0")
