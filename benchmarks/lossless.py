@@ -87,7 +87,7 @@ def processors() -> LogitsProcessorList:
 @torch.no_grad()
 def law(model: Any, texts: Tensor) -> Tensor:
     """The processed distribution of what follows texts [R, T] -> [R, V] float64."""
-    rows = [processors()(part, model(part).logits[:, -1].float()).double().softmax(-1) for part in texts.split(64)]
+    rows = [processors()(part, model(part, logits_to_keep=1).logits[:, -1].float()).double().softmax(-1) for part in texts.split(64)]
     return torch.cat(rows)
 
 
