@@ -222,11 +222,12 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
     if request.watch is not None:
         request.watch(rounds.tree, verdict, rounds.logits)
     measures = rounds.measures.clone() if request.measure else None  # the next replay writes over them
+    drafted = getattr(rounds.drafter, "drafted", None)
     for row, (accepted, *said) in enumerate(packed):
         if not run.active[row]:
             continue
         stats.row_rounds += 1
-        stats.drafted += rounds.tree.tokens.shape[1] - 1
+        stats.drafted += rounds.tree.tokens.shape[1] - 1 if drafted is None else drafted[row]
         stats.accepted += accepted
         stats.count_accepted(accepted)
         stats.round_tokens += accepted + 1
