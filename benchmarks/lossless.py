@@ -161,19 +161,20 @@ def draw_rows(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 0.4 * len(rows) + 1.4), layout="constrained")
+    named = [(row["assistant"] + (", repetition penalty" if row["options"]["repetition_penalty"] != 1 else ""), row) for row in rows]
+    named.sort(key=lambda pair: pair[0])
+    figure, axes = plt.subplots(figsize=(8, 0.28 * len(rows) + 1.4), layout="constrained")
     most = max(len(row["positions"]) for row in rows)
     for index, colour in zip(range(most), COLOURS, strict=False):
-        dots = [(row["positions"][index]["p"], place) for place, row in enumerate(rows) if index < len(row["positions"])]
+        dots = [(row["positions"][index]["p"], place) for place, (_, row) in enumerate(named) if index < len(row["positions"])]
         axes.plot(*zip(*dots, strict=True), "o", color=colour, label=f"token {index + 1}")
-    names = [row["assistant"] + (", repetition penalty" if row["options"]["repetition_penalty"] != 1 else "") for row in rows]
     axes.axvline(SIGNIFICANCE, color="black", linewidth=1, label=f"significance {SIGNIFICANCE}")
-    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.set_yticks(range(len(rows)), [name for name, _ in named], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlim(1e-4, 1.2)
     axes.set_xlabel(f"p-value of {rows[0]['texts']} texts against the unpatched model's law")
-    axes.legend(fontsize=8, loc="upper left")
+    figure.legend(fontsize=8, loc="outside upper right", ncols=4, frameon=False)
     figure.savefig(path, dpi=130)
 
 

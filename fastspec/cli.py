@@ -81,7 +81,7 @@ def chat(
     debug: Annotated[bool, typer.Option("--debug", help="Draw the draft tree of every round.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --prompt: print one JSON object, and nothing else, on stdout.")] = False,
 ) -> None:
-    """Chat with a model while strategies answer side by side, drafted tokens in colour. See docs/chat.md."""
+    """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See docs/chat.md."""
     from fastspec.chat import make_settings, run_chat
 
     if as_json and not prompt:

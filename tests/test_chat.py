@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -19,12 +20,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import fastspec
+from fastspec.chat.columns import COLUMN
 from fastspec.chat.commands import COMMANDS, execute
 from fastspec.chat.loop import converse, respond
 from fastspec.chat.session import BEAMS, Answer, Chat, Turn
 from fastspec.chat.settings import PLAIN, Settings
 from fastspec.chat.terminal import CommandCompleter, terminal_lines
-from fastspec.chat.view import ACCEPTED, BONUS, OWN, RECOVERED, STYLES, AnswerStreamer, verdict_line
+from fastspec.chat.view import ACCEPTED, BONUS, OWN, RECOVERED, STYLES, AnswerStreamer, read_round, verdict_line
 from fastspec.cli import app
 from fastspec.errors import Unsupported
 from fastspec.generation.tree import TokenTree, Verdict
@@ -113,7 +115,10 @@ def test_beam_search_answers_besides_and_is_not_compared(chat: Chat) -> None:
     expected = chat.model.generate(ids, attention_mask=mask, max_new_tokens=12, num_beams=2, do_sample=False)
     assert turn.answers[1].tokens == expected[0, ids.shape[1] :].tolist()
     assert turn.identical(turn.answers[1]) is None
-    assert turn.answers[1].text in console.export_text()
+    text = console.export_text()
+    assert turn.answers[1].text in text
+    assert turn.answers[1].acceptance_length is None  # it has no rounds
+    assert next(line for line in text.splitlines() if line.startswith(f"{BEAMS}  ")).split()[-2:] == ["-", "-"]
 
 
 def drafted(chat: Chat, wrong: int | None, **settings: Any) -> tuple[AnswerStreamer, Answer, Console]:
@@ -179,6 +184,71 @@ def test_probabilities_of_a_tree_are_the_models(chat: Chat) -> None:
     at = ids.shape[1] + 1 + len(first.path) - 2  # the last accepted token: what follows it is the recovered one
     assert first.last == answer.tokens[4]
     assert first.notes[-1] == f"p={probabilities[at, first.last]:.2f}"
+
+
+def test_copies_that_fill_a_tree_up_are_neither_shown_nor_counted() -> None:
+    """Equal siblings stand once, whatever their order; what lies below a copy goes with it."""
+    # under the root 4, a copy of it, 8, and a copy again; 1 twice under 8, and 2 under a copy
+    tokens, parents = [9, 4, 4, 8, 1, 2, 4, 1], [0, 0, 0, 0, 3, 2, 0, 3]
+    tree = TokenTree.from_parents(torch.tensor([tokens]), torch.tensor([parents]))
+    verdict = Verdict(torch.tensor([[0, 3, 4]]), torch.tensor([2]), torch.tensor([6]))
+    logits = torch.randn(1, 8, 10, generator=torch.Generator().manual_seed(0))
+    found = read_round(tree, verdict, logits)
+    assert (found.tokens, found.parents, found.path, found.last) == ([9, 4, 8, 1], [0, 0, 0, 2], [0, 2, 3], 6)
+    p = logits[0].softmax(-1)
+    assert found.notes == [f"p={p[0, 9]:.2f}", f"p={p[0, 4]:.2f}", f"p={p[0, 8]:.2f}", f"p={p[3, 1]:.2f}", f"p={p[4, 6]:.2f}"]
+    assert read_round(tree, verdict).notes is None
+    late = read_round(tree, Verdict(torch.tensor([[0, 2, 5]]), torch.tensor([2]), torch.tensor([6])))  # a draw of its own, accepted
+    assert (late.tokens, late.parents, late.path) == ([9, 4, 4, 8, 1, 2], [0, 0, 0, 0, 3, 2], [0, 2, 5])
+
+
+def test_what_nasd_drafts_is_counted_without_copies(chat: Chat) -> None:
+    """A chain of two drafts, or a few branches, in trees of 16 nodes; statistics, streamer and screen agree."""
+    text = " ".join(["w10 w11 w12 w13 w14"] * 4)
+    chat.settings = chat.settings.replace(max_new_tokens=30, stop_if_unknown=False, gamma=2)
+    console, trees, plain = screen(), [], AnswerStreamer.on_tree
+    streamer = AnswerStreamer(chat.tokenizer, console, trees=True)
+    streamer.on_tree = lambda tree, *rest: (trees.append(tree), plain(streamer, tree, *rest))  # type: ignore[method-assign]
+    answer = chat.answer(text, "nasd", streamer)
+    nodes = sum(tree.tokens.shape[1] - 1 for tree in trees)
+    apart = sum(len(set(zip(tree.parents[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True))) for tree in trees)
+    assert answer.drafted == streamer.drafted == apart < nodes
+    assert [len(found.tokens) - 1 for found in streamer.trees or ()] == [
+        len(set(zip(tree.parents[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True))) for tree in trees
+    ]
+
+
+@pytest.mark.parametrize(("width", "beside"), [(2 * COLUMN - 1, False), (2 * COLUMN, True), (200, True)])
+def test_answers_stand_beside_each_other_where_there_is_room(chat: Chat, width: int, beside: bool) -> None:
+    console = Console(record=True, width=width, file=io.StringIO())
+    converse(chat, ["/columns on", "/beams 2", "/length 4", "w10 w11"], console)
+    text = console.export_text()
+    assert any("autoregressive" in line and BEAMS in line for line in text.splitlines()) == beside
+    for answer in chat.turns[0].answers:
+        assert answer.text in text
+    one = Console(record=True, width=width, file=io.StringIO())
+    converse(chat, ["/beams 1", "w10"], one)
+    assert "\nautoregressive\n" in one.export_text()  # a single answer has the whole width
+
+
+def test_columns_show_every_answer_and_its_trees_below(chat: Chat) -> None:
+    chat.settings = chat.settings.replace(assistants=("nasd", "autoregressive", PLAIN), debug=True, columns=True, max_new_tokens=20)
+    console = Console(record=True, width=120, file=io.StringIO())
+    turn = respond(chat, "w10 w11 w10 w11", console)
+    text = console.export_text()
+    top, below = text.split("round 1:", 1)
+    columns = [" ".join(line[at * 40 : at * 40 + 40].strip() for line in top.splitlines()[1:]) for at in range(3)]
+    for answer, shown in zip(turn.answers, columns, strict=True):
+        assert " ".join(answer.text.split()) in " ".join(shown.split())
+    assert top.rstrip().endswith("nasd") and "round 2:" in below and "\nautoregressive\nround 1:" in below
+
+
+def test_an_error_in_columns_leaves_the_terminal_usable(chat: Chat) -> None:
+    chat.settings = chat.settings.replace(assistants=("autoregressive", PLAIN), columns=True)
+    console = screen()
+    converse(chat, ["w9 " * 600, "w10"], console)
+    assert "max_position_embeddings" in console.export_text()
+    assert [turn.prompt for turn in chat.turns] == ["w10"]
 
 
 def interrupt_after(monkeypatch, count: int) -> None:

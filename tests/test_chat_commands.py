@@ -59,6 +59,10 @@ def chat() -> Chat:
         ("/cache on", "cache", True),
         ("/chat", "chat", False),
         ("/debug", "debug", True),
+        ("/columns", "columns", True),
+        ("/branches 2", "branches", 2),
+        ("/branches default", "branches", None),
+        ("/drafts sampled", "drafts", "sampled"),
         ("/debug off", "debug", False),
         ("/assistant autoregressive,transformers", "assistants", ("autoregressive", "transformers")),
     ],
@@ -120,6 +124,10 @@ def test_commands_set(chat: Chat, line: str, setting: str, value: Any) -> None:
         ("/cache maybe", "on or off"),
         ("/chat maybe", "on or off"),
         ("/debug 1 2", "0 to 1"),
+        ("/columns wide", "on or off"),
+        ("/branches 0", "at least 1"),
+        ("/branches 60", "at most 256"),
+        ("/drafts drawn", "greedy, sampled"),
         ("/seed -1", "between 0"),
         ("/seed x", "whole number"),
         ("/beams 0", "at least 1"),
@@ -158,7 +166,7 @@ def test_reset_clear_and_quit(chat: Chat) -> None:
 
 def test_settings_reach_the_configs_of_the_assistants() -> None:
     settings = Settings(gamma=3, ngram=3, top_k_filler=2, storage="onelevel")
-    assert settings.assistant("eagle3") == fastspec.Eagle3() and settings.assistant("eagle") == "eagle"
+    assert settings.assistant("eagle3") == fastspec.Eagle3() and settings.assistant("eagle") == fastspec.Eagle1()
     nasd = settings.assistant("nasd")
     assert (nasd.n, nasd.gamma, nasd.top_k_filler, nasd.storage) == (3, 3, 2, "one_level")
     assert settings.assistant("speculative").gamma == 3

@@ -108,7 +108,7 @@ def test_an_early_exit_that_another_model_has_not_leaves_speculative_out(chat: C
 def test_without_stop_if_unknown_nasd_always_drafts(chat: Chat) -> None:
     execute(chat, "/stop_if_unknown off")
     assert chat.settings.assistant("nasd").stop_if_unknown is False
-    assert set(answered(chat, "nasd")[1]) == {16}
+    assert min(answered(chat, "nasd")[1]) >= 9  # a chain of eight, or more
     execute(chat, "/stop_if_unknown on")
     assert 1 in answered(chat, "nasd")[1]
 

@@ -17,9 +17,10 @@ from rich.control import Control, ControlType
 from rich.table import Table
 from rich.text import Text
 
+from fastspec.chat.columns import COLUMN
 from fastspec.chat.resources import resource_names
 from fastspec.chat.session import Chat
-from fastspec.chat.settings import CONFIGS, KEPT_FOR, PROCESSORS, STORAGES
+from fastspec.chat.settings import CONFIGS, DRAFTS, KEPT_FOR, PROCESSORS, STORAGES
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 
@@ -188,6 +189,11 @@ def _tree_value(chat: Chat) -> str:
     return f"{'default: ' if config.total_tokens is None else ''}{shape.total_tokens} nodes, {grown}"
 
 
+def _drafts(chat: Chat, arguments: list[str]) -> str:
+    chat.change(drafts=arguments[0])
+    return f"drafts = {arguments[0]}"
+
+
 def _seed(chat: Chat, arguments: list[str]) -> str:
     value = None if arguments[0] == "off" else _number("seed", "seed", arguments[0], int)
     if value is not None and not 0 <= value < 2**63:
@@ -286,12 +292,17 @@ TABLE: tuple[Command, ...] = (
             lambda chat: str(chat.settings.early_exit or "off"), lambda chat: ["off"]),
     Command("tree", "N|auto|default [DEPTH] [TOP_K]", "nodes of the trees of eagle2 and eagle3, root counted; auto measures",
             _tree, _tree_value, lambda chat: ["auto", "default"]),
+    Command("branches", "N|default", "children that speculative drafts at every position", _count("branches", "branches"),
+            _shown("branches"), _default),
+    Command("drafts", "|".join(DRAFTS), "how eagle drafts in sampled answers", _drafts, _shown("drafts"), lambda chat: DRAFTS),
     Command("cache", "[on|off]",
             "keep keys and values from turn to turn; EAGLE heads then see the new turn alone. A cascade keeps its own, by its `memory`",
             _toggle("cache", Chat.drop_caches), _shown("cache"), _switch),
     Command("chat", "[on|off]", "the model's chat template; off: the texts as they stand", _toggle("chat"), _chat_value, _switch),
     Command("debug", "[on|off]", "draw the draft tree of every round after the answer; the stages of a cascade show none",
             _toggle("debug"), _shown("debug"), _switch),
+    Command("columns", "[on|off]", f"several answers beside each other, where the terminal has {COLUMN} characters for each",
+            _toggle("columns"), _shown("columns"), _switch),
     Command("reset", "", "forget the conversation", _reset, lambda chat: f"{len(chat.turns)} turns"),
     Command("save", "FILE", "write conversation and statistics as JSON", _save),
     Command("clear", "", "clear the screen", _clear),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
+from rich.tree import Tree
 
+from fastspec.chat.columns import Columns, fits
 from fastspec.chat.commands import execute
-from fastspec.chat.session import BEAMS, Chat, Turn
+from fastspec.chat.session import BEAMS, Answer, Chat, Turn
 from fastspec.chat.view import AnswerStreamer, legend, round_tree, stage_tree, turn_table, verdict_line
 from fastspec.errors import FastSpecError
 
@@ -51,21 +54,28 @@ def take(chat: Chat, line: str, console: Console) -> None:
 
 def respond(chat: Chat, prompt: str, console: Console) -> Turn:
     """Answer a prompt with every strategy in turn, and compare them. An interrupt ends the answer at hand and drops the ones after it."""
-    turn = Turn(prompt, chat.settings)
-    for name in chat.strategies():
-        console.print(f"\n[bold]{escape(name)}[/]")
-        streamer = AnswerStreamer(chat.tokenizer, console, trees=chat.settings.debug)
-        answer = chat.answer(prompt, name, streamer)
-        turn.answers.append(answer)
-        if name == BEAMS:
-            console.print(answer.text, markup=False, highlight=False)
-        for number, found in enumerate(streamer.trees or (), 1):
-            console.print(round_tree(chat.tokenizer, number, found), highlight=False)
-        if answer.explanation is not None:
-            console.print(stage_tree(answer.explanation), highlight=False)
-        if answer.stopped:
-            console.print("\nstopped", style="yellow")
-            break
+    turn, names = Turn(prompt, chat.settings), chat.strategies()
+    below: list[str | Tree] = []
+    beside = chat.settings.columns and fits(console, names)
+    with Columns(console, names) if beside else nullcontext() as columns:
+        for name in names:
+            if columns is None:
+                console.print(f"\n[bold]{escape(name)}[/]")
+            shown: Any = console if columns is None else columns.column(name)
+            streamer = AnswerStreamer(chat.tokenizer, shown, trees=chat.settings.debug)
+            answer = chat.answer(prompt, name, streamer)
+            turn.answers.append(answer)
+            if name == BEAMS:
+                shown.print(answer.text, markup=False, highlight=False)
+            trees = _trees(chat, answer, streamer)
+            if columns is None:
+                _print_all(console, trees)
+            elif trees:
+                below += [f"\n[bold]{escape(name)}[/]", *trees]
+            if answer.stopped:
+                shown.print("\nstopped", style="yellow")
+                break
+    _print_all(console, below)
     chat.keep(turn)
     console.print()
     console.print(turn_table(turn))
@@ -73,3 +83,14 @@ def respond(chat: Chat, prompt: str, console: Console) -> Turn:
     if told is not None:
         console.print(told, highlight=False)
     return turn
+
+
+def _trees(chat: Chat, answer: Answer, streamer: AnswerStreamer) -> list[Tree]:
+    """What stands below an answer: the draft tree of every round where they are kept, and what a cascade decided."""
+    trees = [round_tree(chat.tokenizer, number, found) for number, found in enumerate(streamer.trees or (), 1)]
+    return trees if answer.explanation is None else [*trees, stage_tree(answer.explanation)]
+
+
+def _print_all(console: Console, shown: Sequence[str | Tree]) -> None:
+    for each in shown:
+        console.print(each, highlight=False)

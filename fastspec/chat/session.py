@@ -29,7 +29,7 @@ class Answer:
     text: str
     seconds: float
     acceptance_length: float | None = 1.0
-    """None where a cascade's stages answered, each with an assistant of its own."""
+    """None for beam search, which has no rounds, and where a cascade's stages answered, each with an assistant of its own."""
     drafted: int = 0
     accepted: int = 0
     reused: int = 0
@@ -221,6 +221,8 @@ class Chat:
             self._caches[strategy] = (output.sequences[0].tolist(), output.past_key_values)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         answer = Answer(strategy, tokens, text, seconds, reused=reused, stopped=stopped)
+        if strategy == BEAMS:
+            answer.acceptance_length = None
         if stats is not None:
             answer.acceptance_length, answer.drafted, answer.accepted = stats.acceptance_length, stats.drafted, stats.accepted
         if cascade is not None:

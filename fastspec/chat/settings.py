@@ -25,6 +25,8 @@ STORAGES = {"basic": "ngram", "onelevel": "one_level", "suffix": "suffix"}
 """Name in the chat -> name in fastspec.Nasd."""
 KEPT_FOR = ("answer", "chat")
 """How long nasd's storage is kept."""
+DRAFTS = ("greedy", "sampled")
+"""How an EAGLE-1 head drafts in sampled answers."""
 
 # assistant -> (config class, field of it -> setting); a setting left at None keeps the class's default
 CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
@@ -32,7 +34,8 @@ CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
         "Nasd",
         {"n": "ngram", "gamma": "gamma", "top_k_filler": "top_k_filler", "stop_if_unknown": "stop_if_unknown", "storage": "storage"},
     ),
-    "speculative": ("Speculative", {"gamma": "gamma", "early_exit": "early_exit"}),
+    "speculative": ("Speculative", {"gamma": "gamma", "branches": "branches", "early_exit": "early_exit"}),
+    "eagle": ("Eagle1", {"drafts": "drafts"}),
     "eagle2": ("Eagle2", {"total_tokens": "tree_total_tokens", "depth": "tree_depth", "top_k": "tree_top_k"}),
     "eagle3": ("Eagle3", {"total_tokens": "tree_total_tokens", "depth": "tree_depth", "top_k": "tree_top_k"}),
 }
@@ -61,6 +64,8 @@ class Settings:
     storage: str | None = None
     storage_per: str = "answer"
     early_exit: int | None = None
+    branches: int | None = None
+    drafts: str | None = None
     tree_total_tokens: int | str | None = None
     tree_depth: int | None = None
     tree_top_k: int | None = None
@@ -69,9 +74,10 @@ class Settings:
     beams: int = 1
     seed: int | None = None
     debug: bool = False
+    columns: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "top_k", "gamma", "ngram", "top_k_filler", "early_exit", "beams"):
+        for name in ("max_new_tokens", "top_k", "gamma", "ngram", "top_k_filler", "early_exit", "branches", "beams"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise Unsupported(f"{name} must be at least 1, not {value}")
@@ -79,7 +85,7 @@ class Settings:
             raise Unsupported(f"temperature must be above 0 and finite, not {self.temperature:g}: /processor greedy does without sampling")
         if not 0 < self.top_p <= 1:
             raise Unsupported(f"top_p must lie above 0 and at most at 1, not {self.top_p:g}")
-        for name, accepted in (("processor", PROCESSORS), ("storage", STORAGES), ("storage_per", KEPT_FOR)):
+        for name, accepted in (("processor", PROCESSORS), ("storage", STORAGES), ("storage_per", KEPT_FOR), ("drafts", DRAFTS)):
             value = getattr(self, name)
             if value is not None and value not in accepted:
                 raise Unsupported(f"{name} {value!r} is unknown: accepted are {', '.join(accepted)}")

@@ -89,7 +89,8 @@ class AnswerStreamer(MarkedStreamer):
 
 
 def read_round(tree: Any, verdict: Any, logits: Any = None) -> Round:
-    """The round of row 0 on the host, with probabilities where the target's raw logits [B, N, V] are given."""
+    """The round of row 0 on the host, with probabilities where the target's raw logits [B, N, V] are given. Of equal siblings the first
+    stands for all, which are copies that fill a tree up."""
     tokens, parents = tree.tokens[0], tree.parents[0]
     path = verdict.path[0, : int(verdict.accepted[0]) + 1].tolist()
     last = int(verdict.bonus[0])
@@ -99,7 +100,22 @@ def read_round(tree: Any, verdict: Any, logits: Any = None) -> Round:
         p = [*scores[parents, tokens].exp().tolist(), float(scores[path[-1], last].exp())]
         q = [] if tree.q is None else tree.q[0].gather(1, tokens[:, None])[:, 0].tolist()
         notes = [f"p={x:.2f}" + (f" q={q[i]:.2f}" if i < len(q) else "") for i, x in enumerate(p)]
-    return Round(tokens.tolist(), parents.tolist(), path, last, notes)
+    return _without_copies(Round(tokens.tolist(), parents.tolist(), path, last, notes))
+
+
+def _without_copies(found: Round) -> Round:
+    """The round without nodes that are equal to an earlier sibling, or below one; a node on the path stays."""
+    number, seen = {0: 0}, set()  # node -> its number without copies
+    for node in range(1, len(found.tokens)):
+        parent, token = found.parents[node], found.tokens[node]
+        if parent in number and ((parent, token) not in seen or node in found.path):
+            seen.add((parent, token))
+            number[node] = len(number)
+    kept, notes = list(number), found.notes
+    return Round(
+        [found.tokens[node] for node in kept], [number[found.parents[node]] for node in kept], [number[node] for node in found.path],
+        found.last, None if notes is None else [notes[node] for node in (*kept, -1)],
+    )  # fmt: skip
 
 
 def legend() -> Text:

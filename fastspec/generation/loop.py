@@ -224,12 +224,14 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
     if request.watch is not None:
         request.watch(rounds.tree, verdict, rounds.logits)
     measures = rounds.measures.clone() if request.measure else None  # the next replay writes over them
+    drafted = getattr(rounds.drafter, "drafted", None)
     for row, (accepted, *said) in enumerate(packed):
         if not run.active[row]:
             continue
         stats.row_rounds += 1
-        stats.drafted += rounds.tree.tokens.shape[1] - 1
-        stats.draft_rounds += rounds.tree.tokens.shape[1] > 1
+        nodes = rounds.tree.tokens.shape[1] - 1
+        stats.drafted += nodes if drafted is None else drafted[row]
+        stats.draft_rounds += nodes > 0
         stats.accepted += accepted
         stats.count_accepted(accepted)
         stats.round_tokens += accepted + 1

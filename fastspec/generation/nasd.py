@@ -164,6 +164,8 @@ class NasdDrafter:
         self.costs = {size: cost.of(size * len(storages), weight_bytes) for size in sizes}
         self.ends: frozenset[int] = frozenset()
         self.cursors: list[Any] = [storage.start() for storage in storages]
+        self.drafted = [0] * len(storages)
+        """Nodes of the last tree that are no copies, root left out."""
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
@@ -189,6 +191,7 @@ class NasdDrafter:
             for storage, cursor, root, active in zip(self.storages, self.cursors, self.roots, self.active, strict=True)
         ]  # fmt: skip
         size = best_size(growths, self.costs)
+        self.drafted = [min(size, len(growth.tokens)) - 1 for growth in growths]
         return lay_out(growths, size, min(size, self.max_path), self.device)
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
