@@ -94,4 +94,5 @@ def test_capturing_takes_less_than_two_seconds(assistant, device) -> None:
         assert made.capture_seconds > 0 and made.first_run_seconds + made.capture_seconds < 2.0
     model.generate(**inputs, **options)
     found = fastspec.report(model).last
-    assert found.replays > 0 and found.first_run_seconds == found.capture_seconds == 0.0
+    assert found.first_run_seconds == found.capture_seconds == 0.0
+    assert found.replays > 0 or assistant == "nasd"  # whose host drafts: its graphs are not whole rounds, and are not counted
