@@ -51,8 +51,8 @@ class Launches(TorchDispatchMode):
 class Uncaptured(capture.Captured[Any]):
     """Runs the program every time."""
 
-    def __call__(self, key: Any) -> Any:
-        return self.program()
+    def __call__(self, program: Any, key: Any) -> Any:
+        return program()
 
 
 @pytest.fixture
