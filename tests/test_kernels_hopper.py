@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels_linear import gated, product
+from test_kernels_linear import check_chain, gated, product
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -93,27 +93,7 @@ def test_the_table_gives_whole_sums_and_the_bits_of_the_other_kernels(rows, shap
 @ON_HOPPER
 @pytest.mark.parametrize("rows", [3, 16, 61])
 def test_a_graph_of_dependent_products_says_what_torch_says(rows):
-    """A chain of products, each of which reads the one before it, replayed on changing inputs: rows read too early are found out."""
-    torch.manual_seed(1)
-    weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5 for _ in range(12)]
-    x = torch.zeros(rows, 2048, device="cuda", dtype=torch.bfloat16)
-
-    def chain() -> list[Tensor]:
-        outs = [x]
-        for i, weight in enumerate(weights):
-            outs.append(linear(outs[-1], weight, None, launch=LAUNCHES[i % len(LAUNCHES)]))
-        return outs
-
-    chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = chain()
-    for _ in range(20):
-        x.normal_()
-        graph.replay()
-        for before, after, weight in zip(outs[:-1], outs[1:], weights, strict=True):
-            exact, bound = product(before, weight, None)
-            assert bool(((after.double() - exact).abs() <= bound).all())
+    check_chain(rows, LAUNCHES)
 
 
 @pytest.mark.parametrize("rows", [2, 16, 17, 64])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -161,6 +163,11 @@ def test_what_does_not_fit_is_said(x, weight, swiglu, says):
         linear(x, weight, None, swiglu=swiglu)
 
 
+def test_a_gate_that_does_not_fit_is_said():
+    with pytest.raises(ValueError, match="does not fit"):
+        kernel.gate_up(torch.zeros(3, 8), torch.zeros(6, 9), None)
+
+
 def test_a_launch_for_one_row_takes_no_more():
     with pytest.raises(ValueError, match="multiplies one row, not 2"):
         linear(torch.zeros(2, 8), torch.zeros(6, 8), None, launch=ONE_ROW[0])
@@ -188,16 +195,19 @@ def test_every_launch_chosen_fits_the_device(most):
     ids=["plain", "pdl", "tma", "tma, pdl", "row"],
 )
 def test_a_graph_of_dependent_products_says_what_torch_says(device, launches):
+    check_chain(1 if isinstance(launches[0], RowLaunch) else 16, launches)
+
+
+def check_chain(rows: int, launches: list[Any]) -> None:
     """A chain of products, each of which reads the one before it, replayed on changing inputs: a launch that runs ahead is found out."""
     torch.manual_seed(1)
-    rows = 1 if isinstance(launches[0], RowLaunch) else 16
-    weights = [torch.randn(2048, 2048, device=device, dtype=torch.bfloat16) / 2048**0.5 for _ in range(9)]
-    x = torch.zeros(rows, 2048, device=device, dtype=torch.bfloat16)
+    weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5 for _ in range(12)]
+    x = torch.zeros(rows, 2048, device="cuda", dtype=torch.bfloat16)
 
     def chain() -> list[Tensor]:
         outs = [x]
         for i, weight in enumerate(weights):
-            outs.append(linear(outs[-1], weight, None, launch=launches[i % 3]))
+            outs.append(linear(outs[-1], weight, None, launch=launches[i % len(launches)]))
         return outs
 
     chain()

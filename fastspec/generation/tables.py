@@ -54,7 +54,7 @@ class Edges:
         return 0
 
     def add(self, node: int, token: int) -> int:
-        """The number of an edge, which is made where there is none."""
+        """The number of an edge, which is made where there is none. The search is that of `find`, written out: the slot is wanted too."""
         keys, slots, mask = self.keys, self.slots, self.mask
         key = node << BITS | token
         slot = key * MIX >> 32 & mask

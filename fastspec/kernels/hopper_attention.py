@@ -30,6 +30,7 @@ from fastspec.kernels.launch import dependent, is_hopper
 BLOCK_M, BLOCK_N, STAGES = 64, 128, 2  # of a half; registers and shared memory hold no more
 TILE = 2 * BLOCK_M
 MIN_BLOCKS = 2  # of a share
+MASKED_COST = 3  # what a masked block takes, in the time of a full one
 LONG = 8192  # slots from which this kernel is the faster one
 SIZES = (128,)  # head sizes
 
@@ -173,26 +174,6 @@ def _half(
         gl.store(p_out + o_out[:, None] + o_c[None, :], b_acc.to(dtype), mask=m_m[:, None])
 
 
-@gluon.jit
-def _first_half(
-    q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count, masked, prefix, width,
-    i_tile, i_split, i_head, nodes, splits, s_on, s_wn,
-    S_K: gl.constexpr, S_V: gl.constexpr, GROUP: gl.constexpr, CHAIN: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    _half(0, q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count, masked,
-          prefix, width, i_tile, i_split, i_head, nodes, splits, s_on, s_wn, S_K, S_V, GROUP, CHAIN, SPLIT)  # fmt: skip
-
-
-@gluon.jit
-def _second_half(
-    q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count, masked, prefix, width,
-    i_tile, i_split, i_head, nodes, splits, s_on, s_wn,
-    S_K: gl.constexpr, S_V: gl.constexpr, GROUP: gl.constexpr, CHAIN: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    _half(1, q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count, masked,
-          prefix, width, i_tile, i_split, i_head, nodes, splits, s_on, s_wn, S_K, S_V, GROUP, CHAIN, SPLIT)  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=_VARYING)
 def _hopper_kernel(
     p_q, p_k, p_v, d_k, d_v, p_out, p_part, p_lse, p_prefix, p_words, scale2, nodes, tail, extent, splits, kv_heads,
@@ -254,15 +235,12 @@ def _hopper_kernel(
     p_out += i_row.to(gl.int64) * s_ob
     p_words += i_row.to(gl.int64) * s_wb
     gl.warp_specialize([
-        (_first_half, (q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count,
+        (_half, (0, q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count,
                        masked, prefix, width, i_tile, i_split, i_head, nodes, splits, s_on, s_wn, S_K, S_V, GROUP, CHAIN, SPLIT)),
-        (_second_half, (q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count,
+        (_half, (1, q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count,
                         masked, prefix, width, i_tile, i_split, i_head, nodes, splits, s_on, s_wn, S_K, S_V, GROUP, CHAIN, SPLIT)),
         (_produce, (d_k, d_v, k_smem, v_smem, k_full, k_free, v_full, v_free, k_line + first * BLOCK_N, v_line + first * BLOCK_N, count)),
     ], [4, 1], [240, 24])  # fmt: skip
-
-
-MASKED_COST = 3  # what a masked block takes, in the time of a full one
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, rows: int, extent: int) -> bool:

@@ -208,17 +208,19 @@ def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu:
 
 def _chosen(x: Tensor, weight: Tensor, rows: int, channels: int, swiglu: bool) -> Launch | RowLaunch | HopperLaunch | None:
     """The launch of x [..., K] in so many rows, by its device too."""
-    depth = weight.shape[1]
-    launch = hopper_launch_for(rows, channels, depth, swiglu) if rows and takes(x.reshape(rows, depth), weight) else None
+    depth, launch = weight.shape[1], None
+    if rows and x.shape[-1] == depth and takes(x.reshape(rows, depth), weight):
+        launch = hopper_launch_for(rows, channels, depth, swiglu)
     return launch_for(rows, channels, depth, x.dtype, swiglu) if launch is None else launch
 
 
 def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`reference.gate_up`: silu(gate) * up of x [..., K] times a packed weight [2 * M, K], plus bias [2 * M] -> [..., M]."""
     rows = x.numel() // max(1, x.shape[-1])
-    if _chosen(x, weight, rows, weight.shape[0] // 2, swiglu=True) is None:
+    launch = _chosen(x, weight, rows, weight.shape[0] // 2, swiglu=True)
+    if launch is None:
         return swiglu_kernel.swiglu(linear(x, weight, bias))
-    return linear(x, weight, bias, swiglu=True)
+    return linear(x, weight, bias, swiglu=True, launch=launch)
 
 
 def linear(
