@@ -3,17 +3,20 @@
     python benchmarks/drafter.py --out rows.jsonl
 
 Ways: the fused launch (the candidates alone, without the re-ranking), and `EagleDrafter` on the ops of a backend (with it), each as calls
-from Python and, where rounds of the backend are captured, as the replay of a CUDA graph. Shapes are those of heads for Llama-3.2-1B, 3.1-8B
-and 3.1-70B; weights are random. The fused launch is checked against the head's own forward first. The floor is the time of reading every
-weight once a pass at --bandwidth.
+from Python and, where rounds of the backend are captured, as the replay of a CUDA graph. They are made and measured one after another, each
+with the MiB that it allocates at its peak beside the head's weights: the cache, its buffers, what a call and a graph need. Shapes are those
+of heads for SmolLM2-135M, Llama-3.2-1B, 3.1-8B and 3.1-70B; weights are random. The fused launch is checked against the head's own forward
+first. The floor is the time of reading every weight once a pass at --bandwidth.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from fastspec.kernels.drafter import DraftSpace, DraftWeights, draft, draft_spac
 from fastspec.patches.backends import choose_backend
 
 HEADS: dict[str, dict[str, int]] = {
+    "135M": {"hidden_size": 576, "intermediate_size": 1920, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
@@ -50,14 +54,21 @@ def make_head(name: str, vocabulary: int, device: str) -> EagleHead:
     return head
 
 
+def packed_weights(head: EagleHead) -> DraftWeights:
+    """The weights as the fused launch reads them: copies here, where `EagleDrafter` makes the head's parameters views of them."""
+    attn, mlp = head.layers[0].self_attn, head.layers[0].mlp
+    qkv = torch.cat([part.weight for part in (attn.q_proj, attn.k_proj, attn.v_proj)])
+    return draft_weights(head, qkv, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+
+
 class Fused:
     """Launches of one kind on a cache with a random prefix."""
 
-    def __init__(self, head: EagleHead, shape: TreeShape, rows: int, prefix: int, launch: dict[str, int], programs: int | None) -> None:
-        c, layer, weight = head.config, head.layers[0], head.fc.weight
-        attn, mlp = layer.self_attn, layer.mlp
-        qkv = torch.cat([part.weight for part in (attn.q_proj, attn.k_proj, attn.v_proj)])
-        self.weights: DraftWeights = draft_weights(head, qkv, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+    def __init__(
+        self, head: EagleHead, weights: DraftWeights, shape: TreeShape, rows: int, prefix: int, launch: dict[str, int], programs: int | None
+    ) -> None:
+        c, weight = head.config, head.fc.weight
+        self.weights = weights
         self.space: DraftSpace = draft_space(
             self.weights, rows=rows, pairs=PAIRS, top_k=shape.top_k, depth=shape.depth, programs=programs, launch=launch
         )  # fmt: skip
@@ -78,8 +89,10 @@ class Fused:
         return draft(self.weights, self.space, self.tokens, self.features, self.counts, *state)
 
 
-def check(head: EagleHead, fused: Fused, shape: TreeShape) -> None:
-    """The root's children are the best of the head's own logits, and every frontier the best of the launch's own scores."""
+def checked(head: EagleHead, shape: TreeShape, make: Callable[[], Fused]) -> Fused:
+    """A launch that was looked at: the root's children are the best of the head's own logits, and every frontier the best of the launch's
+    own scores."""
+    fused = make()
     scores, tokens, parents = fused()
     logp = head.logits(fused.last).float().log_softmax(-1)
     # bf16 logits of size 8 or less, rounded once by the head and not by the kernel, their inputs once more by both
@@ -94,6 +107,7 @@ def check(head: EagleHead, fused: Fused, shape: TreeShape) -> None:
             raise SystemExit(f"the frontier of level {level} is not the best of the level before")
     if not float(wrong) < 0.1 or not float(least) < 0.1 or not bool(scores.isfinite().all()):
         raise SystemExit(f"the root's children are off by {float(wrong)} and {float(least)}")
+    return fused
 
 
 def separate(backend: str, head: EagleHead, shape: TreeShape, rows: int, prefix: int) -> Callable[[], Any]:
@@ -134,17 +148,23 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def ways_of(name: str, call: Callable[[], Any], held: int, captures: bool = True) -> dict[str, tuple[Callable[[], Any], float]]:
-    """A way as calls and, where it is captured, as a graph, each with the MiB allocated beside the weights (the cache, buffers, and what a
-    call or graph needs) since `held` bytes were."""
-    torch.cuda.reset_peak_memory_stats()
+def measured(make: Callable[[], Callable[[], Any]], captures: bool, times: int) -> Iterator[tuple[str, list[float], float]]:
+    """A way as calls and, where it is captured, as a graph: (name, milliseconds, MiB at the peak)."""
+    held = settled()
+    call = make()
     call()
-    called = (torch.cuda.max_memory_allocated() - held) / 2**20
-    if not captures:
-        return {f"{name}, calls": (call, called)}
-    kept = torch.cuda.memory_allocated()
-    graph = captured(call)
-    return {f"{name}, calls": (call, called), f"{name}, graph": (graph, called + (torch.cuda.memory_allocated() - kept) / 2**20)}
+    yield "calls", milliseconds(call, times), (torch.cuda.max_memory_allocated() - held) / 2**20
+    if captures:
+        graph = captured(call)
+        yield "graph", milliseconds(graph, times), (torch.cuda.max_memory_allocated() - held) / 2**20
+
+
+def settled() -> int:
+    """Bytes that are allocated once everything dropped is freed; the peak starts there."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def milliseconds(call: Callable[[], Any], times: int) -> list[float]:
@@ -183,25 +203,25 @@ def main() -> None:
         head = make_head(name, options.vocabulary, "cuda")
         sizes = {key: weight.nbytes for key, weight in head.named_parameters()}
         read = sum(sizes.values()) + options.depth * (sum(sizes.values()) - sizes["fc.weight"])
+        weights = packed_weights(head)
         for rows in options.rows:
-            ways: dict[str, tuple[Callable[[], Any], float]] = {}
+            ways: dict[str, tuple[Callable[[], Callable[[], Any]], bool]] = {}
             for entries in options.launch:
                 launch = {key: int(value) for key, value in (entry.split("=") for entry in entries.split(",") if entry)}
-                held = torch.cuda.memory_allocated()
-                fused = Fused(head, shape, rows, options.prefix, launch, options.programs)
-                check(head, fused, shape)
                 way = f"fused {entries}".strip()
-                ways |= ways_of(way, fused, held)
+                fused = partial(Fused, head, weights, shape, rows, options.prefix, launch, options.programs)
+                ways[way] = partial(checked, head, shape, fused), True
             for backend in options.backends:
-                held = torch.cuda.memory_allocated()
                 captures = choose_backend(backend, "cuda").captures
-                ways |= ways_of(backend, separate(backend, head, shape, rows, options.prefix), held, captures)
-            for way, (call, mib) in ways.items():
-                row = {"head": name, "rows": rows, "way": way, "ms": milliseconds(call, options.times), "mib": round(mib, 1)}
+                ways[backend] = partial(separate, backend, head, shape, rows, options.prefix), captures
+            for way, kind, ms, mib in (
+                (way, *result) for way, (make, captures) in ways.items() for result in measured(make, captures, options.times)
+            ):
+                row = {"head": name, "rows": rows, "way": f"{way}, {kind}", "ms": ms, "mib": round(mib, 1)}
                 row["weights_mib"] = round(sum(sizes.values()) / 2**20, 1)
                 row |= {"floor": round(read / options.bandwidth / 1e9, 3), "prefix": options.prefix, "depth": options.depth}
                 row |= {"top_k": options.top_k, "vocabulary": options.vocabulary} | environment(head.fc.weight)
-                print(f"{name:4s} {rows} rows  {way:36s} {row['ms'][1]:8.3f} ms (floor {row['floor']:.3f})", flush=True)
+                print(f"{name:4s} {rows} rows  {row['way']:36s} {row['ms'][1]:8.3f} ms (floor {row['floor']:.3f})", flush=True)
                 if options.out:
                     with options.out.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")

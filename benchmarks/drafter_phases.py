@@ -1,6 +1,6 @@
 """Where the time of the fused draft phase goes: microseconds between its grid barriers, on a CUDA device.
 
-    python benchmarks/drafter_phases.py --heads 8B smollm2 --out rows.jsonl
+    python benchmarks/drafter_phases.py --heads 8B 135M --out rows.jsonl
 
 The barrier is replaced by one after which the first program notes the device's nanoseconds; a row has the median over launches of
 every phase of the pass that feeds the accepted pairs, and of the passes over the tree's levels, and the time of a launch with the notes
@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from drafter import HEADS, Fused, captured, check, make_head, milliseconds
+from drafter import HEADS, Fused, captured, checked, make_head, milliseconds, packed_weights
 from torch import Tensor
 
 from fastspec.bench.device import environment
@@ -30,9 +31,6 @@ from fastspec.kernels import drafter_phases
 PASS = ("gather", "qkv", "attention", "join", "out", "norm", "gate_up", "down", "last norm", "head", "children")
 """The phases of a pass over a level, in order; the pass over the pairs has "keep" before the head."""
 PAIRS = (*PASS[:9], "keep", *PASS[9:])
-SIZES = HEADS | {
-    "smollm2": {"hidden_size": 576, "intermediate_size": 1920, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
-}
 NOTES = tl.constexpr(16)  # words of the barrier's counter before the notes
 
 
@@ -85,7 +83,7 @@ def phases(fused: Fused, count: Tensor, depth: int, launches: int) -> tuple[dict
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", nargs="+", choices=SIZES, default=["8B", "smollm2"])
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=["8B", "135M"])
     parser.add_argument("--prefix", type=int, default=2048)
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--top-k", type=int, default=10)
@@ -95,16 +93,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     shape = TreeShape(total_tokens=60, depth=options.depth, top_k=options.top_k)
-    HEADS.update(SIZES)
     drafter_phases.grid_barrier = noting_barrier  # before the kernel is compiled
     for name in options.heads:
-        head = make_head(name, 10240 if name == "smollm2" else 32000, "cuda")
-        fused = Fused(head, shape, 1, options.prefix, {}, None)
+        head = make_head(name, 10240 if name == "135M" else 32000, "cuda")
+        fused = checked(head, shape, partial(Fused, head, packed_weights(head), shape, 1, options.prefix, {}, None))
         count = torch.zeros(4096, dtype=torch.int32, device="cuda")
         buffers = list(fused.space.buffers)
         buffers[-2] = count
         fused.space = dataclasses.replace(fused.space, buffers=tuple(buffers))
-        check(head, fused, shape)
+        fused()
         pairs, levels = phases(fused, count, options.depth, options.launches)
         row = {
             "head": name, "prefix": options.prefix, "depth": options.depth, "top_k": options.top_k, "ms": milliseconds(captured(fused), 30),

@@ -38,8 +38,9 @@ def call(model: Any, prompt: int, tokens: int, assistant: str | None) -> dict[st
         row["peak_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
     if assistant is not None:
         last = fastspec.report(model).last
-        rest = last.seconds - last.phases["prefill"]
-        row |= {"prefill_s": round(last.phases["prefill"], 3), "round_ms": round(1e3 * rest / last.rounds, 3)}
+        phases = dict(last.phases)
+        prefill = phases.pop("prefill")
+        row |= {"prefill_s": round(prefill, 3), "rounds": last.rounds, "round_ms": round(1e3 * sum(phases.values()) / last.rounds, 3)}
     layers, heads, size = cache_geometry(model.config)
     row["keys_and_values_mib"] = round(2 * layers * heads * size * (prompt + tokens) * model.dtype.itemsize / 2**20)
     return row

@@ -20,10 +20,10 @@ from fastspec.patches.heads import moved
 from fastspec.patches.refusals import refuse_heads
 from fastspec.patches.speculative import read_parameters, resolve_speculative
 
-FUSED_BYTES = 400e6
+FUSED_BYTES = 100e6
 """The largest head, in bytes of its own weights, that is drafted with in one launch at batch 1, where the fused drafter can run it. On an
-H200 one launch was faster for heads of SmolLM2's and the 1B shape (24 and 300 MB), a captured graph of separate kernels for one of the 8B
-shape (850 MB) and at batch 8 (docs/performance.md)."""
+H200 a captured graph of separate kernels was faster for heads of the 1B shape and larger (290 MB and more) and at batch 8, one launch, when
+it was last compared, for SmolLM2's (24 MB; docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)
