@@ -18,7 +18,7 @@ from fastspec.errors import Unsupported
 from fastspec.patches import assistants, generate, tree_size
 from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
-from fastspec.patches.tree_size import TreeChoice, choose_size, expected_tokens, monotone
+from fastspec.patches.tree_size import MOST_POWER, PRIOR, TreeChoice, choose_size, expected_tokens, monotone, power_of
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -74,6 +74,30 @@ def test_expected_tokens_sum_the_probabilities_of_the_best_paths():
     scores = torch.tensor([[0.5, 0.25, 0.125, 0.4], [1.0, 0.0, 0.0, 0.5]]).log()
     found = expected_tokens(scores, (2, 3, 5))
     assert torch.allclose(found, torch.tensor([[1.5, 1.9, 2.275], [2.0, 2.5, 2.5]]))
+
+
+CHANCES = torch.tensor([[0.5, 0.3, 0.1, 0.05, 0.04, 0.0], [0.9, 0.6, 0.2, 0.2, 0.1, 0.01], [0.02, 0.4, 0.2, 0.1, 0.05, 0.3]])
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 7])
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4, 6, 9])
+def test_confidences_are_raised_to_the_power_that_promises_what_came(nodes, accepted):
+    power = power_of(CHANCES.log(), nodes, accepted)
+    best = CHANCES.sort(1, descending=True).values[:, : nodes - 1].double()
+    rounds, promised = len(best), float(best.sum())
+    counted = float((best**power).sum()) * (1 + PRIOR / rounds)  # the prior's rounds promise what these do on average
+    goal = accepted + PRIOR * promised / rounds
+    if 1.001 / MOST_POWER < power < MOST_POWER / 1.001:
+        assert counted == pytest.approx(goal, rel=1e-6)
+    else:
+        assert (counted > goal) == (power > 1)
+    assert (power > 1) == (accepted < promised)
+
+
+def test_a_power_of_a_head_that_is_right_is_one():
+    chances = torch.tensor([[0.75, 0.25, 0.0], [0.5, 0.25, 0.25]])
+    assert power_of(chances.log(), 4, 2) == pytest.approx(1.0)
+    assert power_of(chances.log(), 4, 5) < 1 < power_of(chances.log(), 4, 1)
 
 
 def test_sizes_stay_within_what_a_tree_can_hold():
@@ -180,13 +204,31 @@ def test_rows_that_have_ended_do_not_count(monkeypatch):
     target, head = MAKERS["random"]
     model = target()
     fastspec.patch(model, eagle3=head(model))
-    counted = []
+    counted, taken = [], []
     monkeypatch.setattr(tree_size, "expected_tokens", lambda scores, sizes: counted.append(len(scores)) or expected_tokens(scores, sizes))
+    monkeypatch.setattr(tree_size, "power_of", lambda scores, nodes, accepted: taken.append(accepted) or power_of(scores, nodes, accepted))
     options = {"do_sample": False, "assistant": AUTO}
     model.generate(**prompts(5, 8), **options, max_new_tokens=200, eos_token_id=1000)
     model.generate(**prompts(5, 8, 3), **options, max_new_tokens=2)
     model.generate(**prompts(5), **options, max_new_tokens=200, eos_token_id=list(range(97)))
     assert counted == [2 * tree_size.COUNTED, 3, 1]
+    assert all(0 <= accepted <= 3 * rounds for accepted, rounds in zip(taken, counted, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["bigram", "random"])
+def test_the_largest_tree_is_expected_to_give_what_it_gave(kind, monkeypatch):
+    target, head = MAKERS[kind]
+    model = target()
+    fastspec.patch(model, eagle3=head(model))
+    taken = []
+    monkeypatch.setattr(tree_size, "power_of", lambda *given: taken.append(given) or power_of(*given))
+    model.generate(**prompts(6, 9, 4), do_sample=False, max_new_tokens=200, assistant=AUTO, eos_token_id=1000)
+    ((scores, nodes, accepted),) = taken
+    (choice,) = fastspec.report(model).trees.values()
+    rounds, promised = len(scores), float(scores.exp().sum())  # the largest tree keeps every candidate
+    assert rounds == 3 * tree_size.COUNTED and nodes == choice.sizes[-1] and choice.power == power_of(scores, nodes, accepted) != 1.0
+    assert choice.expected[-1] - 1 == pytest.approx((accepted + PRIOR * promised / rounds) / (rounds + PRIOR), rel=1e-4)
+    assert (accepted > rounds) == (kind == "bigram")  # one head knows its target, the other does not
 
 
 def test_the_report_shows_the_table(fresh):

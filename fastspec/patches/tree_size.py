@@ -24,8 +24,12 @@ from fastspec.generation.verify import choose
 
 WARM_UP = 2  # a captured round runs as it is, then is captured
 TIMED = 5
-COUNTED = 8
-"""Rounds of the largest tree whose confidences are averaged."""
+COUNTED = 24
+"""Rounds of the largest tree whose confidences are averaged, and held against what was accepted."""
+PRIOR = 4.0
+"""Rounds of a row that count besides as having accepted just what the head promised."""
+MOST_POWER = 4.0
+"""Confidences are raised to a power between its inverse and this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class TreeChoice:
     """What was measured by number of nodes, ascending, and the number chosen; `print` shows a table.
 
     `draft_ms` is what a round takes to draft and to observe, `verify_ms` all else of it, never more for fewer nodes. `expected` are the
-    tokens of a round, bonus included, by the head's own confidences.
+    tokens of a round, bonus included, by the head's own confidences, raised to `power`: see `power_of`.
     """
 
     sizes: tuple[int, ...]
@@ -41,9 +45,11 @@ class TreeChoice:
     verify_ms: tuple[float, ...]
     expected: tuple[float, ...]
     chosen: int
+    power: float = 1.0
 
     def __str__(self) -> str:
-        lines = [f"{self.chosen} nodes chosen; drafting {self.draft_ms:.3f} ms", "nodes  verify ms  expected  tokens/ms"]
+        lines = [f"{self.chosen} nodes chosen; drafting {self.draft_ms:.3f} ms, confidences to the power of {self.power:.2f}"]
+        lines.append("nodes  verify ms  expected  tokens/ms")
         rates = tokens_per_ms(self.expected, self.draft_ms, self.verify_ms)
         for size, verify, tokens, rate in zip(self.sizes, self.verify_ms, self.expected, rates, strict=True):
             lines.append(f"{size:5} {verify:10.3f} {tokens:9.3f} {rate:10.4f}{'  <' if size == self.chosen else ''}")
@@ -73,6 +79,23 @@ def expected_tokens(scores: Tensor, sizes: Sequence[int]) -> Tensor:
     return 1 + reached[:, [size - 2 for size in sizes]]
 
 
+def power_of(scores: Tensor, nodes: int, accepted: int) -> float:
+    """By which power of its candidates' probabilities a head promises what comes: scores [R, M] as above, of which the best `nodes` - 1
+    were judged in each of R rounds, and `accepted` drafts were accepted in all of them together.
+
+    A head that is too sure of itself gets a power above 1, one that is too modest a power below, which raises the chance of a node the more
+    the less likely the node is. One number is all that so few rounds can tell.
+    """
+    best = scores.double().sort(dim=1, descending=True).values[:, : nodes - 1]
+    rounds = len(best)
+    goal = (accepted + PRIOR * float(best.exp().sum()) / rounds) / (1 + PRIOR / rounds)
+    low, high = 1 / MOST_POWER, MOST_POWER
+    for _ in range(30):
+        power = (low * high) ** 0.5
+        low, high = (power, high) if float((power * best).exp().sum()) > goal else (low, power)
+    return (low * high) ** 0.5
+
+
 def choose_tree(fresh: Callable[[], tuple[Any, Any]], ops: Ops, request: Request, sizes: tuple[int, ...]) -> TreeChoice:
     """Measure greedy rounds of a call with trees of these sizes, ascending, and choose.
 
@@ -80,17 +103,18 @@ def choose_tree(fresh: Callable[[], tuple[Any, Any]], ops: Ops, request: Request
     are thrown away. Nothing is drawn at random, and nothing is said.
     """
     trial = _Trial(*fresh(), ops, request)
-    drafting, verifying, expected = [], [], [1.0] * len(sizes)
+    drafting, verifying, expected, power = [], [], [1.0] * len(sizes), 1.0
     for size in sizes:
         largest = size == sizes[-1]
-        times, scores = trial.run(size, max(COUNTED, WARM_UP + TIMED) if largest else WARM_UP + TIMED)
+        times, scores, accepted = trial.run(size, max(COUNTED, WARM_UP + TIMED) if largest else WARM_UP + TIMED)
         spent = [sum(ms for name, ms in each.items() if name.startswith("draft") or name == "observe") for each in times[-TIMED:]]
         drafting += spent
         verifying.append(statistics.median(sum(each.values()) - ms for each, ms in zip(times[-TIMED:], spent, strict=True)))
         if largest:
-            expected = expected_tokens(scores, sizes).mean(0).tolist()
+            power = power_of(scores, size, accepted)
+            expected = expected_tokens(scores * power, sizes).mean(0).tolist()
     draft_ms, verify_ms = statistics.median(drafting), monotone(verifying)
-    return TreeChoice(sizes, draft_ms, verify_ms, tuple(expected), sizes[choose_size(expected, draft_ms, verify_ms)])
+    return TreeChoice(sizes, draft_ms, verify_ms, tuple(expected), sizes[choose_size(expected, draft_ms, verify_ms)], power)
 
 
 class _Trial:
@@ -103,9 +127,9 @@ class _Trial:
         self.root = choose(logits[:, None], None, ops)[:, 0].clone()
         self.lengths = target.lengths.clone()
 
-    def run(self, size: int, count: int) -> tuple[list[dict[str, float]], Tensor]:
+    def run(self, size: int, count: int) -> tuple[list[dict[str, float]], Tensor, int]:
         """Rounds of trees with this many nodes -> the times of their parts, and the candidates' scores [R, M] of every row in every round
-        that it would come to in the call."""
+        that it would come to in the call, and how many drafts were accepted in these."""
         target, drafter, request = self.target, self.drafter, self.request
         target.rewind(self.lengths)
         target.alone = self.alone  # the rounds before this one took it for their own
@@ -117,12 +141,13 @@ class _Trial:
         rounds.clock = Clock(profile, target.lengths.device)
         rounds.begin(self.root)
         longest, stats = int(self.lengths.max()), Stats()
-        live, left, scores = list(range(rows)), [request.limit - 1] * rows, []
+        live, left, scores, gained = list(range(rows)), [request.limit - 1] * rows, [], 0
         for _ in range(count):
             packed = rounds.step(longest, stats)
             scores.append(drafter.scores[live])
             longest += max(accepted for accepted, *_ in packed) + 1
             for row in live:
+                gained += packed[row][0]
                 left[row] -= packed[row][0] + 1
             live = [row for row in live if left[row] > 0 and request.ends.isdisjoint(packed[row][1 : packed[row][0] + 2])]
-        return profile.rounds, torch.cat(scores)
+        return profile.rounds, torch.cat(scores), gained
