@@ -44,6 +44,12 @@ class Counted(ChainDrafter):
                 torch.testing.assert_close(tree.q[row, node].double(), torch.tensor(law, dtype=torch.float64), rtol=1e-5, atol=1e-6)
         return tree
 
+    def sat_out(self, tokens):
+        super().sat_out(tokens)
+        SEEN[0] += tokens.shape[1]
+        for said, more in zip(self.said, tokens.tolist(), strict=True):
+            said += more
+
     def observe(self, tree, verdict, logits, features, active, extent):
         super().observe(tree, verdict, logits, features, active, extent)
         for row, said in enumerate(self.said):
@@ -139,11 +145,6 @@ class NoDraftsAfterTheDraw(ChainDrafter):
         tree = super().propose(extent)
         return TokenTree.root_only(self.root) if int(tree.tokens[0, -1]) == 1 else tree
 
-    def observe(self, tree, *rest):
-        if tree.tokens.shape[1] == 1:
-            self.draft.rewind(self.base)
-        super().observe(tree, *rest)
-
 
 BUGS = [UnlikelyDraftsLeftOut, CutAfterTheDraw, QOfAnotherPrefix, UnprocessedQ, NoDraftsAfterTheDraw]
 
@@ -183,12 +184,14 @@ def test_a_draft_model_that_missed_a_round_is_found():
 
 def played(length: Length, gains: list[tuple[int, float]]) -> tuple[list[bool], float]:
     """Which rounds drafted, and what their drafts lost: each has a number of drafts and the share of it that is accepted."""
-    credit, drafted, lost = Credit(length, torch.device("cpu")), [], 0.0
+    credit, drafted, lost, sitting = Credit(length, torch.device("cpu")), [], 0.0, 0
     for count, share in gains:
-        drafted.append(credit.allows())
+        sitting = sitting or credit.rest()
+        drafted.append(not sitting)
+        sitting = max(0, sitting - 1)
         if drafted[-1]:
             lost += length.price(count) - count * share
-        credit.judge(torch.tensor(count * share * drafted[-1]), count * drafted[-1])
+            credit.judge(torch.tensor(count * share), count)
     return drafted, lost
 
 

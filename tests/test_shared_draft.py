@@ -248,7 +248,7 @@ def test_rows_are_drafted_for_while_the_shared_tokens_hold_enough():
 
     process, theirs = PROCESSES[1], PAIRS["some shared"]
     _, drafter = sharing(0, theirs, 3, process, SharedDrafter)(3, TORCH)
-    drafter.draft = Sure(0, "draft", 3, 3)
+    drafter.draft = drafter.passes.draft = Sure(0, "draft", 3, 3)
     drafter.begin(torch.tensor([[0], [0], [1]]), torch.ones(3, dtype=torch.long), torch.zeros(3, 1, 0), torch.tensor([0, 1, 1]))
     for seed in range(8):
         torch.manual_seed(seed)

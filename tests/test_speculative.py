@@ -246,15 +246,21 @@ def test_drafts_are_shorter_where_the_draft_model_is_unsure():
 def proposed() -> Iterator[list[int]]:
     """How many tokens each round's draft model drafted."""
     counts: list[int] = []
-    propose = ChainDrafter.propose
+    propose, rest = ChainDrafter.propose, ChainDrafter.rest
 
     def spy(self, extent):
         tree = propose(self, extent)
         counts.append((tree.tokens.shape[1] - 1) // self.branches)
         return tree
 
+    def idle(self):
+        rounds = rest(self)
+        counts.extend([0] * rounds)
+        return rounds
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChainDrafter, "propose", spy)
+        patch.setattr(ChainDrafter, "rest", idle)
         yield counts
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import fastspec
 from fastspec import Speculative
 from fastspec.errors import Unsupported
+from fastspec.generation.draft_length import Length
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -54,6 +55,9 @@ def test_a_pair_of_one_tokenizer_drafts_what_the_draft_model_says():
     assert stats(model).acceptance_length > 2  # less than 4 only where a text does not encode to the tokens it came from
 
 
+TEXTS: dict[str, Any] = {"tokenizer": TARGET, "draft_tokenizer": DRAFT, "known": {}, "device": torch.device("cpu")}
+
+
 class Script:
     """A draft model that writes the letters of one text over and over, and keeps what it was fed."""
 
@@ -80,29 +84,24 @@ class Script:
 
 
 def test_the_continuation_is_encoded_with_the_text_before_it():
-    made: list[Script] = []
-
-    def model() -> Script:
-        made.append(Script("xyabcdQ"))
-        return made[-1]
-
-    drafter = TextDrafter(model, 4, 100, TARGET, DRAFT, torch.device("cpu"))
+    script = Script("xyabcdQ")
+    drafter = TextDrafter(script, Length(4), room=100, **TEXTS)
     said = TARGET("Qxy")["input_ids"]
     drafter.begin(torch.tensor([said[:-1]]), torch.tensor([len(said) - 1]), torch.zeros(1, 1, 0), torch.tensor([said[-1]]))
     tree = drafter.propose(0)
     assert [TARGET.decode([token]) for token in tree.tokens[0].tolist()] == ["xy", "abcd", "Q", "x"]  # drafted as abc, d, Q, x
-    before = list(made[0].fed)
+    before = list(script.fed)
     verdict = Verdict(torch.tensor([[0, 1, *[1] * (tree.max_path - 2)]]), torch.tensor([1]), torch.tensor([LETTERS.index("x")]))
     drafter.observe(tree, verdict, torch.zeros(1, 1, 97), torch.zeros(1, 1, 0), torch.tensor([True]), 0)
     assert TARGET.decode(drafter.said[0]) == "Qxyabcdx"
     drafter.propose(0)
-    assert made[0].fed[: len(before) - 1] == before[:-1]  # what was read is not read again
+    assert script.fed[: len(before) - 1] == before[:-1]  # what was read is not read again
 
 
 def test_a_text_beyond_the_room_is_not_drafted_for():
-    drafter = TextDrafter(lambda: Script("ab"), 4, 6, TARGET, DRAFT, torch.device("cpu"))
+    drafter = TextDrafter(Script("ab"), Length(4), room=6, **TEXTS)
     drafter.begin(torch.tensor([[3, 4, 5]]), torch.tensor([3]), torch.zeros(1, 3, 0), torch.tensor([6]))
-    assert drafter.propose(0).tokens.tolist() == [[6, 0]]
+    assert drafter.propose(0).tokens.tolist() == [[6]]
 
 
 def test_what_does_not_fit_is_refused():

@@ -94,18 +94,16 @@ class Credit:
     def __init__(self, length: Length, device: torch.device) -> None:
         self.length = length
         self.left = torch.full((), CREDIT, device=device)
-        self.rested = 0
-        """Rounds without drafts, one after another, so far."""
+        self.due = False
+        """Whether the next round tries drafts again, whatever is left."""
 
-    def allows(self) -> bool:
-        """Whether the round that begins drafts; asked once a round. One read-back, none during a pause."""
-        if not self.length.cost or (self.rested == 0 and float(self.left) > 0):
-            return True
-        self.rested += 1
-        if self.rested <= self.length.pause:
-            return False
-        self.rested = 0
-        return True
+    def rest(self) -> int:
+        """Rounds that go without drafts from here on; asked before every round that may have some. One read-back, none behind a pause."""
+        if not self.length.cost or self.due or float(self.left) > 0:
+            self.due = False
+            return 0
+        self.due = True
+        return self.length.pause
 
     def judge(self, gained: Tensor, drafted: int) -> None:
         """Count a round: `gained` (a scalar) of `drafted` drafts were accepted. Nothing is waited for."""

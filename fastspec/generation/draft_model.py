@@ -7,15 +7,41 @@ distribution q, processed as the target's is, and judged by p / q; else they are
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastspec.generation.capture import CapturedByShape
 from fastspec.generation.draft_length import Credit, Length, Trust, mean_accepted
 from fastspec.generation.protocols import LanguageModel, Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
 Process = Callable[[Tensor], Tensor]
+
+
+class Passes:
+    """Passes of a draft model that append tokens to its text, each with its commit; captured by width where the model's passes are."""
+
+    def __init__(self, draft: LanguageModel) -> None:
+        self.draft: Any = draft
+        self.held: CapturedByShape[Tensor] = CapturedByShape()
+
+    def __call__(self, tokens: Tensor, extent: int) -> Tensor:
+        """Append tokens [B, T] -> logits of what follows [B, V], which the next pass may write over."""
+        if not getattr(self.draft, "alone", False):
+            return self._append(extent, tokens)
+        self.draft.reserve(extent)
+        bound, slots = self.draft.cache.bound, self.draft.cache.slots
+        return self.held(partial(self._append, bound), slots, tokens.shape[1], tokens)
+
+    def _append(self, extent: int, tokens: Tensor) -> Tensor:
+        tree = TokenTree.chain(tokens)
+        logits, _ = self.draft.score(tree, extent)
+        last = tree.depths[:, -1]
+        self.draft.commit(Verdict(tree.depths, last, last), torch.ones_like(last, dtype=torch.bool))
+        return logits[:, -1]
 
 
 class ChainDrafter:
@@ -32,6 +58,7 @@ class ChainDrafter:
         self, draft: LanguageModel, length: Length, *, branches: int, vocab: int, draft_vocab: int, ops: Ops, process: Process | None
     ) -> None:
         self.draft, self.length, self.branches, self.ops = draft, length, branches, ops
+        self.passes = Passes(draft)
         self.vocab, self.draft_vocab = vocab, draft_vocab
         self.whole: LanguageModel | None = None
         self.process = process if branches == 1 else None
@@ -39,7 +66,7 @@ class ChainDrafter:
 
     def share(self, draft: LanguageModel, whole: LanguageModel) -> None:
         """Draft with a model that writes behind the committed tokens of `whole`, the target, and has their keys and values already."""
-        self.draft, self.whole = draft, whole
+        self.draft, self.whole, self.passes = draft, whole, Passes(draft)
 
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows, of at most `capacity` tokens each."""
@@ -59,12 +86,21 @@ class ChainDrafter:
         self.trust, self.credit = Trust(root.device), Credit(self.length, root.device)
         self.draft.rewind(counts - 1 if self.whole is None else self.whole.lengths)
         self.unread = ids.gather(1, (counts - 1).clamp(min=0)[:, None])
-        """[B, n] the tokens before the root that the draft's own cache lacks; rounds without drafts add to them."""
+        """[B, n] the tokens before the root that the draft's own cache lacks; rounds that were sat out add to them."""
+
+    def rest(self) -> int:
+        """Rounds without drafts, where these do not pay."""
+        return self.credit.rest()
+
+    def sat_out(self, tokens: Tensor) -> None:
+        """Take what was said in rounds without drafts [B, n]; the draft model has to read it."""
+        self.unread = torch.cat((self._unread(), tokens[:, :-1]), 1)
+        self.root = tokens[:, -1].clone()
+        if self.whole is not None:
+            self.draft.rewind(self.whole.lengths)
 
     def propose(self, extent: int) -> TokenTree:
-        """A chain of drafts below the root, with their alternatives as leaves; the root alone where drafts do not pay."""
-        if not self.credit.allows():
-            return TokenTree.root_only(self.root)
+        """A chain of drafts below the root, with their alternatives as leaves."""
         self.base = self.draft.lengths.clone()
         extent += self.nodes + 1
         fed = self._unread() if self.whole is None else self.root[:, None]
@@ -106,9 +142,9 @@ class ChainDrafter:
         last = said.gather(1, verdict.accepted[:, None])
         if self.whole is not None:
             self.draft.rewind(self.whole.lengths)
-        elif drafted:
+        else:
             self.draft.rewind(torch.where(active, self.base + self.unread.shape[1] + verdict.accepted, self.base))
-        self.unread = last if drafted else torch.cat((self.unread, last), 1)
+        self.unread = last
         self.root = torch.where(active, verdict.bonus, self.root)
         self.alive = active
 
@@ -118,11 +154,7 @@ class ChainDrafter:
 
     def _feed(self, tokens: Tensor, extent: int) -> Tensor:
         """Append tokens [B, T] to the draft's text -> fp32 scores of what follows, over the target's vocabulary [B, V]."""
-        tree = TokenTree.chain(self._known(tokens))
-        logits, _ = self.draft.score(tree, extent)
-        last = tree.depths[:, -1]
-        self.draft.commit(Verdict(tree.depths, last, last), torch.ones_like(self.alive))
-        return self._fitted(logits[:, -1])
+        return self._fitted(self.passes(self._known(tokens), extent))
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """The draft model's logits [B, its vocabulary] as fp32 scores over the target's [B, V]."""

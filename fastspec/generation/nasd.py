@@ -38,6 +38,8 @@ class Cost:
     one: float
     several: tuple[float, float]
     each: tuple[float, float]
+    drafted: float = 0.0
+    """Of the host, for each token that a draft model writes."""
 
     def of(self, nodes: int, weight_bytes: int) -> float:
         """Milliseconds of a round of so many nodes, of all rows together."""
@@ -53,8 +55,10 @@ class Cost:
 
 COSTS = {
     "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
-    "cuda": Cost(32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017)),
+    "cuda": Cost(32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017), drafted=0.15),
 }
+LAYERS = 30
+"""Layers of the models that `one` is of; it grows with them."""
 """By device type. "cpu" is fitted to benchmarks/results/cpu_tree.jsonl, its host to the `draft` and `commit` of `nasd` in bench_cpu.jsonl;
 "cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to `draft` and `observe` in
 bench_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, of a model of 8 billion weights 1.1 times."""

@@ -91,6 +91,8 @@ class Drafter(Protocol):
     One that fills its trees up with copies has the nodes of the last tree that are none, root left out, in `drafted` (an int per row).
     One that the host drives may have `digest(tree, verdict, logits, active)` -> [B, D] int64 and `take(digest, max_path)`: a captured round
     then computes the digest, reads it back with its own result, and hands it to `take` in place of `observe`.
+    One that goes without drafts at times has `rest()` -> for how many rounds from here on, asked before each that may have some, and
+    `sat_out(tokens)`: what the rows said meanwhile, [B, n] int64; of a row that has ended what is behind its end may be anything.
     """
 
     nodes: int

@@ -13,60 +13,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.generation.draft_length import Credit, Length, Trust, mean_accepted
+from fastspec.generation.draft_length import Length
 from fastspec.generation.draft_model import Process
 from fastspec.generation.protocols import LanguageModel, Ops
-from fastspec.generation.text_draft import decoded, encoded
-from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.rereading import Rereading, decoded
+from fastspec.generation.tree import TokenTree
 
 SHARE = 0.1
 """A row is drafted for no further where the shared tokens hold less of the draft model's probability: what it would say cannot be said."""
 SPACES = str.maketrans({"Ġ": " ", "▁": " "})
 """How byte-level and SentencePiece vocabularies write a leading space."""
-LONGEST_CHARACTER = 4
-"""Bytes of the longest character in UTF-8, and so the most tokens that may end in the middle of one."""
 
 
-class SharedDrafter:
-    """Chains of target tokens drawn from a draft model with a cache of its own rows, `room` tokens each, and one node of a tree behind.
+class SharedDrafter(Rereading):
+    """Chains of target tokens drawn from a draft model.
 
     `shared` are pairs (target id, draft id) of tokens that mean the same, as `shared_tokens` finds them; pairs that one of the models has
-    no logit for are left out. A round begins by encoding every row's text anew with `draft_tokenizer`; after a drafted token the draft
-    model goes on with its own id of it. Nodes that are not drawn (a text that does not encode or outgrows `room`, shared tokens that hold
-    too little, a row that ended) have a q of zeros.
+    no logit for are left out. After a drafted token the draft model goes on with its own id of it. Nodes that are not drawn (a text that is
+    not drafted for, shared tokens that hold too little, a row that ended) have a q of zeros.
     """
 
     def __init__(
         self, draft: LanguageModel, length: Length, shared: Sequence[tuple[int, int]], *, room: int, tokenizer: Any, draft_tokenizer: Any,
         vocab: int, draft_vocab: int, ops: Ops, process: Process, device: torch.device,
     ) -> None:  # fmt: skip
-        self.draft, self.length, self.room, self.ops, self.process, self.device = draft, length, room, ops, process, device
-        self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
         pairs = [(ours, theirs) for ours, theirs in shared if ours < vocab and theirs < draft_vocab]
+        super().__init__(
+            draft, length, room=room, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer, known=dict(pairs), device=device
+        )  # fmt: skip
+        self.ops, self.process = ops, process
         self.ours, self.theirs = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
-        self.known = dict(pairs)
         self.own_id = torch.zeros(vocab, dtype=torch.long, device=device).scatter(0, self.ours, self.theirs)
         self.foreign = torch.ones(vocab, dtype=torch.bool, device=device).scatter(0, self.ours, False)
-        self.opening = _opening(draft_tokenizer)
-        self.nodes = self.max_path = length.most + 1
-
-    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        """Take the text ids [B, T] with counts [B] real tokens, and its first new token root [B]."""
-        self.said = [[*row[:count], first] for row, count, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
-        self.read: list[list[int]] = [[] for _ in self.said]
-        self.fed: list[list[int]] = [[] for _ in self.said]
-        """What the draft's cache holds."""
-        self.trust, self.credit = Trust(root.device), Credit(self.length, root.device)
-        self.active = torch.ones_like(root, dtype=torch.bool)
-        """Which rows go on: the rounds' own tensor after the first of them, which tells by the next one."""
 
     def propose(self, extent: int) -> TokenTree:
-        """A chain of drafts below the root; the root alone where no row can be drafted for, or drafts do not pay."""
-        self.alive: list[bool] = self.active.tolist()
-        root = torch.tensor([said[-1] for said in self.said], device=self.device)
-        if not self.credit.allows():
-            return TokenTree.root_only(root)
-        going = torch.tensor(self._encode_all(), device=self.device)
+        """A chain of drafts below the root; the root alone where no row can be drafted for."""
+        root = self._roots()
+        going = torch.tensor([able and bool(self.known) for able in self._encode_all()], device=self.device)
         alive, drafted = max(1, sum(self.alive)), 0
         tokens, q, own = [root], [], []
         survival, expected, mean, hope = going.float(), 1.0, 1.0, 0.0
@@ -90,66 +73,12 @@ class SharedDrafter:
                 break
             own.append(self.own_id[token])
             logits = self._feed(own[-1], drafted - 1)
+        self.written = drafted
         if logits is not None:
-            rows = torch.stack(own, 1).tolist() if own else [[]] * len(self.read)
-            self.fed = [[*read, *row] for read, row in zip(self.read, rows, strict=True)]
+            self._keep(torch.stack(own, 1).tolist() if own else [[]] * len(self.read))
         if not q:
             return TokenTree.root_only(root)
         return TokenTree.chain(torch.stack(tokens, 1), self.max_path, torch.stack((q[0], *q), 1))
-
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """Append what the target said."""
-        if self.length.cost:
-            gained = mean_accepted(verdict.accepted, active)
-            self.trust.judge(gained)
-            self.credit.judge(gained, tree.tokens.shape[1] - 1)
-        self.active = active
-        entries = zip(self.said, verdict.accepted.tolist(), verdict.tokens(tree).tolist(), active.tolist(), strict=True)
-        for said, count, tokens, going in entries:
-            said += tokens[: count + 1] if going else []
-
-    def _encode_all(self) -> list[bool]:
-        """Encode the texts of the rows that go on -> which rows can be drafted for; the others read some token."""
-        able = []
-        for row, going in enumerate(self.alive):
-            read = self._encoded(self.said[row]) if going and self.known else []
-            able.append(0 < len(read) <= self.room - self.length.most)
-            self.read[row] = read if able[row] else [0]
-        return able
-
-    def _encoded(self, said: Sequence[int]) -> list[int]:
-        """A text in the draft model's tokens, begun as its tokenizer begins one. Where it ends within a character, the last tokens are
-        their own counterparts, if they have any."""
-        said = said[1:] if said[0] == getattr(self.tokenizer, "bos_token_id", None) else said
-        for behind in range(LONGEST_CHARACTER):
-            end = len(said) - behind
-            text = decoded(self.tokenizer, said[:end]) if end > 0 else ""
-            if not text.endswith("\ufffd"):
-                break
-        rest = [self.known.get(token) for token in said[end:]]
-        if None in rest:
-            text, rest = decoded(self.tokenizer, said), []
-        ids = encoded(self.draft_tokenizer, text)
-        return [*self.opening, *ids, *(token for token in rest if token is not None)]
-
-    def _catch_up(self) -> Tensor:
-        """Feed what the draft's cache lacks of the rows' texts -> logits of what follows them [B, its vocabulary].
-
-        Every row feeds as many of its last tokens as any row lacks: then none is filled up beyond the room of the cache.
-        """
-        lacks = max(len(read) - _common(fed, read) for fed, read in zip(self.fed, self.read, strict=True))
-        parts = [read[-lacks:] for read in self.read]
-        starts = [len(read) - len(part) for read, part in zip(self.read, parts, strict=True)]
-        self.draft.rewind(torch.tensor(starts, device=self.device))
-        ids = torch.tensor([part + [0] * (lacks - len(part)) for part in parts], device=self.device)
-        return self.draft.prefill(ids, torch.tensor([len(part) for part in parts], device=self.device))[0]
-
-    def _feed(self, token: Tensor, behind: int) -> Tensor:
-        """Append the draft model's token [B], with `behind` drafts between the text and it -> logits of what follows."""
-        zero = torch.zeros_like(token)
-        logits, _ = self.draft.score(TokenTree.root_only(token), max(map(len, self.read)) + behind)
-        self.draft.commit(Verdict(zero[:, None], zero, zero), torch.ones_like(token, dtype=torch.bool))
-        return logits[:, 0]
 
     def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The draft model's logits [B, its vocabulary] -> processed fp32 scores over the target's [B, V], -inf where a token is not
@@ -210,17 +139,3 @@ def _added(tokenizer: Any, head: list[int], token: int) -> str:
     """What a token adds to the text of `head`; nothing where it changes that."""
     text, start = decoded(tokenizer, [*head, token]), decoded(tokenizer, head) if head else ""
     return text[len(start) :] if text.startswith(start) else ""
-
-
-def _opening(tokenizer: Any) -> list[int]:
-    """The begin token, if the tokenizer puts it before a text."""
-    first = getattr(tokenizer, "bos_token_id", None)
-    return [first] if first is not None and list(tokenizer("")["input_ids"])[:1] == [first] else []
-
-
-def _common(fed: Sequence[int], read: Sequence[int]) -> int:
-    """How many tokens of a text the cache holds, short of the last one, which is always fed."""
-    kept = 0
-    while kept < min(len(fed), len(read) - 1) and fed[kept] == read[kept]:
-        kept += 1
-    return kept

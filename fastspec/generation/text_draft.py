@@ -1,100 +1,67 @@
 """Drafts of a model with another tokenizer, handed over as text.
 
 The text so far is encoded anew for the draft model, its continuation is decoded and encoded for the target. The drafts are a function of
-the text, so that one draw per node keeps greedy and sampled calls exact, whatever the two encodings lose.
+the text and of rounds that are over, so that one draw per node keeps greedy and sampled calls exact, whatever the two encodings lose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fastspec.generation.protocols import LanguageModel
-from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.rereading import Rereading, decoded, encoded
+from fastspec.generation.tree import TokenTree
 
 OVERLAP = 8
 """Tokens of the text that are encoded again together with its continuation, since tokens merge across the seam."""
 
 
-class TextDrafter:
-    """Chains of at most `gamma` target tokens. Each row has a draft model of one row and `room` tokens, made by `model()`; a text that
-    outgrows it is drafted for no more. Prompts and answers are read with `tokenizer`, the target's, and `draft_tokenizer`; both decode
-    lists of ids and encode text when called.
-    """
-
-    def __init__(
-        self, model: Callable[[], LanguageModel], gamma: int, room: int, tokenizer: Any, draft_tokenizer: Any, device: torch.device
-    ) -> None:
-        self.model, self.gamma, self.room = model, gamma, room
-        self.tokenizer, self.draft_tokenizer, self.device = tokenizer, draft_tokenizer, device
-        self.nodes = self.max_path = gamma + 1
-
-    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        """Take the text ids [B, T] with counts [B] real tokens, and its first new token root [B]."""
-        self.said = [[*row[:count], first] for row, count, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
-        self.drafts = [self.model() for _ in self.said]
-        self.fed: list[list[int]] = [[] for _ in self.said]
-        self.active = [True] * len(self.said)
+class TextDrafter(Rereading):
+    """Chains of at most `length.most` target tokens, the text of as many of the draft model's most likely ones."""
 
     def propose(self, extent: int) -> TokenTree:
-        """One chain per row; a row whose continuation encodes to fewer tokens is filled up with token 0, a guess like any other."""
-        drafted = [self._draft(row) if going else [] for row, going in enumerate(self.active)]
-        width = max(1, *map(len, drafted))
+        """One chain per row; a row whose continuation encodes to fewer tokens is filled up with token 0, a guess like any other. The root
+        alone where no row can be drafted for."""
+        able = self._encode_all()
+        written = self._write(torch.tensor(able, device=self.device)) if any(able) else [[] for _ in able]
+        drafted = [self._as_target(*each) if each[0] else [] for each in zip(able, self.said, self.read, written, strict=True)]
+        width = max(map(len, drafted))
+        if not width:
+            return TokenTree.root_only(self._roots())
         tokens = [[said[-1], *draft, *[0] * (width - len(draft))] for said, draft in zip(self.said, drafted, strict=True)]
         return TokenTree.chain(torch.tensor(tokens, device=self.device), self.max_path)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """Append what the target said."""
-        self.active = active.tolist()
-        for row, (count, tokens) in enumerate(zip(verdict.accepted.tolist(), verdict.tokens(tree).tolist(), strict=True)):
-            if self.active[row]:
-                self.said[row] += tokens[: count + 1]
+    def _write(self, going: Tensor) -> list[list[int]]:
+        """The draft model's tokens behind every row's text, as many as pay over the rows that can be drafted for, going [B]."""
+        length, survival, expected, mean = self.length, going.float(), 1.0, 1.0
+        logits, alive = self._catch_up(), max(1, sum(self.alive))
+        own: list[Tensor] = []
+        while True:
+            if length.cost:
+                survival = survival * torch.softmax(logits.float(), -1).amax(-1)
+                hope, mean = self.trust.weigh(survival.sum() / alive)
+                if own and not length.goes_on(mean, expected, len(own)):
+                    break
+                self.trust.hoped += hope
+            own.append(logits.argmax(-1))
+            expected += mean
+            if len(own) == length.most or (length.cost and not length.goes_on(mean, expected, len(own))):
+                break  # the next token's chance is no higher than this one's: its pass need not be run to know
+            logits = self._feed(own[-1], len(own) - 1)
+        self.written = len(own)
+        rows: list[list[int]] = torch.stack(own, 1).tolist()
+        self._keep([row[:-1] for row in rows])
+        return rows
 
-    def _draft(self, row: int) -> list[int]:
-        """Target tokens that the draft model puts after a row's text."""
-        said = self.said[row]
-        read = encoded(self.draft_tokenizer, decoded(self.tokenizer, said))
-        if not read or len(read) + self.gamma > self.room:
-            return []
-        written = self._go_on(row, read)
-        before, after = (decoded(self.draft_tokenizer, ids) for ids in (read, read + written))
-        return self._joined(said, after[len(before) :])[: self.gamma] if after.startswith(before) else []
-
-    def _go_on(self, row: int, read: Sequence[int]) -> list[int]:
-        """The draft model's greedy continuation by gamma tokens; what it has read already is not read again."""
-        draft, fed = self.drafts[row], self.fed[row]
-        kept = 0
-        while kept < min(len(fed), len(read) - 1) and fed[kept] == read[kept]:
-            kept += 1
-        draft.rewind(torch.tensor([kept], device=self.device))
-        rest = torch.tensor([read[kept:]], device=self.device)
-        logits, _ = draft.prefill(rest, torch.tensor([rest.shape[1]], device=self.device))
-        written, length = [int(logits[0].argmax())], len(read)
-        yes, zero = torch.ones(1, dtype=torch.bool, device=self.device), torch.zeros(1, dtype=torch.long, device=self.device)
-        while len(written) < self.gamma:
-            tree = TokenTree.root_only(torch.tensor([written[-1]], device=self.device))
-            logits, _ = draft.score(tree, length)
-            draft.commit(Verdict(zero[None], zero, zero), yes)
-            written.append(int(logits[0, 0].argmax()))
-            length += 1
-        self.fed[row] = [*read, *written[:-1]]
-        return written
+    def _as_target(self, able: bool, said: Sequence[int], read: Sequence[int], written: Sequence[int]) -> list[int]:
+        """Target tokens of what the draft model wrote behind a row's text."""
+        before, after = (decoded(self.draft_tokenizer, ids) for ids in (read, [*read, *written]))
+        return self._joined(said, after[len(before) :])[: self.length.most] if after.startswith(before) else []
 
     def _joined(self, said: Sequence[int], more: str) -> list[int]:
         """`more` as target tokens after `said`: encoded together with the last of them where that gives these back."""
         tail = list(said[-OVERLAP:])
         whole = encoded(self.tokenizer, decoded(self.tokenizer, tail) + more)
         return whole[len(tail) :] if whole[: len(tail)] == tail else encoded(self.tokenizer, more)
-
-
-def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of tokens, special ones included."""
-    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def encoded(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text, nothing added."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []

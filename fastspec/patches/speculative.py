@@ -16,7 +16,7 @@ from fastspec.config import Speculative
 from fastspec.errors import Unsupported
 from fastspec.generation.draft_length import Length
 from fastspec.generation.draft_model import ChainDrafter
-from fastspec.generation.nasd import COSTS
+from fastspec.generation.nasd import COSTS, LAYERS
 from fastspec.generation.protocols import Ops
 from fastspec.generation.shared_draft import SharedDrafter, shared_tokens
 from fastspec.generation.stats import Stats
@@ -54,7 +54,9 @@ class SpeculativeDecoding:
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> ChainDrafter:
         """The drafter of one call; with early exit it takes its cache from the target later, in `attach`."""
         config = self.config
-        length = Length(config.most, self.cost(), check(self.target, device, rows)) if config.gamma is None else Length(config.gamma)
+        layers = config.early_exit
+        length = Length(config.most, cost(self.draft, self.target, device, layers), check(self.target, device, rows))
+        length = length if config.gamma is None else Length(config.gamma)
         model: Any = None
         if config.early_exit is None:
             source = None if self.source is None else encode(self.draft, self.source)
@@ -73,14 +75,6 @@ class SpeculativeDecoding:
                 HFModel(self.target, target.adapter, rows=0, capacity=limit, tail=0, taps=None, ops=target.ops, early=early), target
             )
 
-    def cost(self) -> float:
-        """A drafted token in units of a target pass: the ratio of the weights that each reads."""
-        if self.config.early_exit is None:
-            return read_weights(self.draft) / read_weights(self.target)
-        text = self.target.config.get_text_config()
-        head = self.target.get_output_embeddings().weight.numel()
-        return (head + (read_weights(self.target) - head) * self.config.early_exit / text.num_hidden_layers) / read_weights(self.target)
-
 
 @dataclass(frozen=True, slots=True)
 class TextDecoding:
@@ -98,23 +92,19 @@ class TextDecoding:
         With `process` drafts are drawn by the shared tokens, if there are any. Without it the call may be a sampled one too, one without
         any processor, which this does not tell from a greedy one: drafts are texts then.
         """
-        draft = self.pair.model
-        gamma = self.config.most if self.config.gamma is None else self.config.gamma
-        room = 2 * capacity + gamma + 2
-
-        def model(rows: int) -> HFModel:
-            return HFModel(draft, adapter_for(draft), rows=rows, capacity=room, tail=2, taps=None, ops=ops)
-
+        draft, config = self.pair.model, self.config
+        length = Length(config.most, cost(draft, self.target, device), check(self.target, device, rows))
+        length = length if config.gamma is None else Length(config.gamma)
+        room = 2 * capacity + length.most + 2
+        model = HFModel(draft, adapter_for(draft), rows=rows, capacity=room, tail=2, taps=None, ops=ops)
+        texts: dict[str, Any] = {
+            "room": room, "tokenizer": self.pair.tokenizer, "draft_tokenizer": self.pair.draft_tokenizer, "device": device,
+        }  # fmt: skip
         if process is None or not self.pair.shared:
-            return TextDrafter(lambda: model(1), gamma, room, self.pair.tokenizer, self.pair.draft_tokenizer, device)
-        length = Length(gamma)
-        if self.config.gamma is None:
-            length = Length(gamma, read_weights(draft) / read_weights(self.target), check(self.target, device, rows))
+            return TextDrafter(model, length, known=dict(self.pair.shared), **texts)
         return SharedDrafter(
-            model(rows), length, self.pair.shared, room=room, tokenizer=self.pair.tokenizer,
-            draft_tokenizer=self.pair.draft_tokenizer, vocab=vocabulary(self.target), draft_vocab=vocabulary(draft), ops=ops,
-            process=process, device=device,
-        )  # fmt: skip
+            model, length, self.pair.shared, vocab=vocabulary(self.target), draft_vocab=vocabulary(draft), ops=ops, process=process, **texts
+        )
 
 
 @dataclass(frozen=True)
@@ -136,6 +126,21 @@ def check(model: Any, device: Any, rows: int) -> float:
     several."""
     cost = COSTS.get(torch.device(device).type, COSTS["cuda"])
     return cost.check(sum(p.numel() * p.element_size() for p in read_parameters(model))) if rows == 1 else 0.0
+
+
+def cost(draft: Any, target: Any, device: Any, layers: int | None = None) -> float:
+    """A token of a draft model, or of its first `layers`, in units of a target pass: by the weights that both read, their layers, and what
+    the host does for a draft."""
+    times, size = COSTS.get(torch.device(device).type, COSTS["cuda"]), target.dtype.itemsize
+
+    def pass_ms(model: Any, layers: int | None = None) -> float:
+        whole, read = model.config.get_text_config().num_hidden_layers, read_weights(model)
+        if layers is not None:
+            head = model.get_output_embeddings().weight.numel()
+            read = head + (read - head) * layers / whole
+        return times.one * (layers or whole) / LAYERS + read * size / times.bytes_per_ms
+
+    return (times.drafted + pass_ms(draft, layers)) / pass_ms(target)
 
 
 def vocabulary(model: Any) -> int:
