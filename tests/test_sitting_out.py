@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers_captured import stand_in
-from helpers_generate import bigram, prompts, same, stats
+from helpers_generate import bigram, same, stats
+from helpers_generate import prompts as make_prompts
 from helpers_models import tiny_model
 from test_text_draft import DRAFT, TARGET
 
@@ -18,21 +19,31 @@ from fastspec.generation import draft_length, loop, rounds
 from fastspec.patches.session import session_of
 
 NEVER = 1000
+
+
+def prompts(device: str, *lengths: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in make_prompts(*lengths, seed=seed).items()}
+
+
 KINDS = {
     "draft model": lambda: tiny_model(seed=3, num_hidden_layers=1), "early exit": lambda: None,
     "another tokenizer": lambda: (tiny_model(seed=2, vocab_size=93), DRAFT, TARGET),
 }  # fmt: skip
 
 
-@pytest.fixture(params=["torch", "stand-in"])
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(params=["torch", "stand-in", pytest.param("cuda", marks=ON_CUDA)])
 def ahead(request, monkeypatch):
     """Rounds are launched ahead from the first on, where they are captured; how many were, and the rounds that were sat out."""
+    device = "cuda" if request.param == "cuda" else "cpu"
     if request.param == "stand-in":
         stand_in(monkeypatch)
     monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
     monkeypatch.setattr(draft_length, "CREDIT", 0.5)
     monkeypatch.setattr(draft_length, "LONGEST_PAUSE", 7)
-    seen = {"launched": 0, "sat out": 0, "captures": request.param == "stand-in"}
+    seen = {"launched": 0, "sat out": 0, "captures": request.param != "torch", "device": device}
     launch, sit = rounds.Rounds._launch, rounds.Rounds._sit_out
 
     def launching(self):
@@ -48,12 +59,17 @@ def ahead(request, monkeypatch):
     return seen
 
 
-def drafting(kind: str) -> tuple[Any, Any]:
+def moved(draft: Any, device: str) -> Any:
+    """A draft model, or one with its tokenizers, on a device."""
+    return (draft[0].to(device), *draft[1:]) if isinstance(draft, tuple) else draft.to(device)
+
+
+def drafting(kind: str, device: str) -> tuple[Any, Any]:
     """(the unpatched model, the same patched) with drafts that are mostly wrong."""
-    model, draft = tiny_model(), KINDS[kind]()
+    model, draft = tiny_model().to(device), KINDS[kind]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
-        return tiny_model(), fastspec.patch(model, **({} if draft is None else {"speculative": draft}))
+        return tiny_model().to(device), fastspec.patch(model, **({} if draft is None else {"speculative": moved(draft, device)}))
 
 
 def config(kind: str) -> Speculative:
@@ -63,16 +79,16 @@ def config(kind: str) -> Speculative:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
     """By an end token, by length and by a user's criterion, in calls one after another."""
-    pair = drafting(kind)
+    pair = drafting(kind, ahead["device"])
     plain, model = pair
     for seed in range(4):
-        inputs = prompts(9, 5, 7, seed=seed)
+        inputs = prompts(ahead["device"], 9, 5, 7, seed=seed)
         free = plain.generate(**inputs, do_sample=False, max_new_tokens=40, eos_token_id=None)
         options: dict[str, Any] = {"max_new_tokens": 40 + seed, "pad_token_id": 0, "eos_token_id": None}
         if seed % 3:
             options["eos_token_id"] = [int(free[0, 9 + 11]), int(free[1, 9 + 17])]
         if seed % 3 == 2:
-            options["stopping_criteria"] = [lambda ids, scores, **_: torch.tensor([row[9:].tolist().count(0) > 2 for row in ids])]
+            options["stopping_criteria"] = [lambda ids, scores, **_: (ids[:, 9:] == 0).sum(1) > 2]
         same(pair, config(kind), inputs, **options)
         assert all(held.flight is None and held.plain.flight is None for held in session_of(model).engines.held.values())
     assert ahead["sat out"] > 40
@@ -83,8 +99,9 @@ def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"output_scores": True, "output_logits": True}, {}], ids=str)
 def test_what_else_a_call_asks_for_is_that_of_its_rounds(ahead, kind, options):
     """Processors that look at the history decide in these rounds too, and scores and logits are theirs."""
-    plain, model = drafting(kind)
-    given = {**prompts(9, 5), "do_sample": False, "max_new_tokens": 30, "eos_token_id": None, "return_dict_in_generate": True, **options}
+    plain, model = drafting(kind, ahead["device"])
+    given = {**prompts(ahead["device"], 9, 5), "do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
+    given |= {"return_dict_in_generate": True, **options}
     for _ in range(2):
         want, got = plain.generate(**given), model.generate(**given, assistant=config(kind))
         assert got.sequences.tolist() == want.sequences.tolist()
@@ -96,21 +113,21 @@ def test_what_else_a_call_asks_for_is_that_of_its_rounds(ahead, kind, options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_says_the_same_whether_rounds_run_ahead_or_not(ahead, kind, monkeypatch):
-    model, said = drafting(kind)[1], []
+    model, said = drafting(kind, ahead["device"])[1], []
     for after in (0, 10**9, 0):
         monkeypatch.setattr(loop, "AHEAD_AFTER", after)
         torch.manual_seed(3)
         options = {"do_sample": True, "temperature": 0.3, "max_new_tokens": 40, "eos_token_id": None}
-        said.append(model.generate(**prompts(6, 4), **options, assistant=config(kind)).tolist())
+        said.append(model.generate(**prompts(ahead["device"], 6, 4), **options, assistant=config(kind)).tolist())
     assert said[0] == said[1] == said[2] and ahead["sat out"] > 20
 
 
 def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
     """The draft model is the target: whatever it drafts behind rounds that it sat out is right."""
-    model = bigram()
+    plain, model, draft = (bigram().to(ahead["device"]) for _ in range(3))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
-        fastspec.patch(model, speculative=(bigram(), TARGET, TARGET))
+        fastspec.patch(model, speculative=(draft, TARGET, TARGET))
     rest = fastspec.generation.rereading.Rereading.rest
     asked = []
 
@@ -120,21 +137,21 @@ def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fastspec.generation.rereading.Rereading, "rest", now_and_then)
-        same((bigram(), model), Speculative(gamma=3), prompts(4, 6), max_new_tokens=60, eos_token_id=NEVER)
+        same((plain, model), Speculative(gamma=3), prompts(ahead["device"], 4, 6), max_new_tokens=60, eos_token_id=NEVER)
     last = stats(model)
     assert ahead["sat out"] > 12 and last.draft_rounds < last.row_rounds
     assert last.accepted > 1.5 * last.draft_rounds  # less than 3 only where a text does not encode to the tokens it came from
 
 
 def test_a_profile_has_every_round(ahead):
-    model = drafting("draft model")[1]
+    model = drafting("draft model", ahead["device"])[1]
     with fastspec.profile(model) as profile:
-        model.generate(**prompts(5), do_sample=False, max_new_tokens=30, eos_token_id=None, assistant=Speculative(most=3))
+        model.generate(**prompts(ahead["device"], 5), do_sample=False, max_new_tokens=30, eos_token_id=None, assistant=Speculative(most=3))
     assert len(profile.rounds) == stats(model).rounds and ahead["sat out"] > 5
 
 
 def test_a_pause_is_cut_short_by_the_end_of_the_call_and_not_remembered(ahead):
-    pair = drafting("draft model")
+    pair = drafting("draft model", ahead["device"])
     for limit in range(2, 24):
-        same(pair, Speculative(most=2), prompts(6, 4), max_new_tokens=limit, eos_token_id=None)
+        same(pair, Speculative(most=2), prompts(ahead["device"], 6, 4), max_new_tokens=limit, eos_token_id=None)
     assert ahead["sat out"] > 20

@@ -26,10 +26,11 @@ from fastspec.errors import Unsupported
 from fastspec.generation import draft_length
 from fastspec.generation.draft_length import Length
 from fastspec.generation.draft_model import ChainDrafter
+from fastspec.generation.nasd import COSTS, LAYERS
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
-from fastspec.patches.speculative import SpeculativeDecoding
+from fastspec.patches.speculative import SpeculativeDecoding, cost
 
 CONFIGS = [
     Speculative(), Speculative(gamma=1), Speculative(gamma=5), Speculative(gamma=4, branches=3), Speculative(most=5, branches=2),
@@ -278,6 +279,18 @@ def test_a_draft_model_that_is_no_good_is_asked_seldom(config):
     with proposed() as counts:
         same((plain, model), replace(config, gamma=1), prompts(3, 9), max_new_tokens=30, eos_token_id=NEVER)
     assert all(counts)  # a number that was asked for is kept to
+
+
+def test_what_a_draft_costs_is_counted_by_weights_layers_and_the_host():
+    target, draft = tiny_model(num_hidden_layers=4), tiny_model(num_hidden_layers=1)
+    head = target.lm_head.weight.numel()
+    read, little = (sum(p.numel() for p in m.parameters()) - m.model.embed_tokens.weight.numel() for m in (target, draft))
+    assert cost(draft, target, "cpu") == pytest.approx(little / read)
+    assert cost(target, target, "cpu", 1) == pytest.approx((head + (read - head) / 4) / read)
+    times = COSTS["cuda"]
+    passes = [times.one * layers / LAYERS + 4 * count / times.bytes_per_ms for layers, count in ((1, little), (4, read))]
+    assert cost(draft, target, "cuda") == pytest.approx((times.drafted + passes[0]) / passes[1])
+    assert cost(target, target, "cuda", 4) > 1 > cost(target, target, "cpu", 3)
 
 
 def test_drafts_are_taken_up_again_behind_a_pause():
