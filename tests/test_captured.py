@@ -90,8 +90,8 @@ def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
     wide, fed = judged.drafter.length.unread, {shapes[0][1] for shapes in judged.drafter.draft.passes.held}
     assert len(held) == 2 and wide > 8
     assert set(judged.judges) == {4}  # the longest path
-    assert all((each.plain is not None) == (kind == "random") for each in held)
-    assert kind != "random" or all(each.plain.captured["round"].graph for each in held)  # rounds without drafts are replayed whole
+    assert all((each.aside.plain is not None) == (kind == "random") for each in held)
+    assert kind != "random" or all(each.aside.plain.captured["round"].graph for each in held)  # rounds without drafts are replayed whole
     assert {2, wide} <= fed <= {1, 2, wide} if kind == "random" else {2} <= fed <= {1, 2}
 
 
@@ -335,7 +335,7 @@ def test_rounds_that_are_dropped_are_freed_without_a_garbage_collection(existing
     for rows in range(1, KEPT + 3):
         model.generate(**prompts(*[5] * rows), **options, assistant=assistant)
     held = session_of(model).engines.held
-    within = sum(each.plain is not None for each in held.values())
+    within = sum(each.aside.plain is not None for each in held.values())
     assert len(held) == KEPT == existing()["Rounds"] - within and existing()["TreeCache"] >= KEPT
     with fastspec.profile(model):
         model.generate(**prompts(5), **options, assistant=assistant)

@@ -44,8 +44,8 @@ class Counted(ChainDrafter):
                 torch.testing.assert_close(tree.q[row, node].double(), torch.tensor(law, dtype=torch.float64), rtol=1e-5, atol=1e-6)
         return tree
 
-    def sat_out(self, tokens):
-        super().sat_out(tokens)
+    def sat_out(self, tokens, counts):
+        super().sat_out(tokens, counts)
         SEEN[0] += tokens.shape[1]
         for said, more in zip(self.said, tokens.tolist(), strict=True):
             said += more
@@ -184,14 +184,14 @@ def test_a_draft_model_that_missed_a_round_is_found():
 
 def played(length: Length, gains: list[tuple[int, float]]) -> tuple[list[bool], float]:
     """Which rounds drafted, and what their drafts lost: each has a number of drafts and the share of it that is accepted."""
-    credit, drafted, lost, sitting = Credit(length, torch.device("cpu")), [], 0.0, 0
+    credit, drafted, lost, sitting = Credit(length.pause, torch.device("cpu")), [], 0.0, 0
     for count, share in gains:
         sitting = sitting or credit.rest()
         drafted.append(not sitting)
         sitting = max(0, sitting - 1)
         if drafted[-1]:
             lost += length.price(count) - count * share
-            credit.judge(torch.tensor(count * share), count)
+            credit.judge(torch.tensor(count * share), length.price(count))
     return drafted, lost
 
 

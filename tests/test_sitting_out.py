@@ -15,7 +15,7 @@ from test_text_draft import DRAFT, TARGET
 
 import fastspec
 from fastspec import Speculative
-from fastspec.generation import draft_length, loop, rounds
+from fastspec.generation import aside, draft_length, loop, nasd, rounds
 from fastspec.patches.session import session_of
 
 NEVER = 1000
@@ -27,7 +27,7 @@ def prompts(device: str, *lengths: int, seed: int = 0) -> dict[str, torch.Tensor
 
 KINDS = {
     "draft model": lambda: tiny_model(seed=3, num_hidden_layers=1), "early exit": lambda: None,
-    "another tokenizer": lambda: (tiny_model(seed=2, vocab_size=93), DRAFT, TARGET),
+    "another tokenizer": lambda: (tiny_model(seed=2, vocab_size=93), DRAFT, TARGET), "nasd": lambda: None,
 }  # fmt: skip
 
 
@@ -41,10 +41,11 @@ def ahead(request, monkeypatch):
     if request.param == "stand-in":
         stand_in(monkeypatch)
     monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
+    monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])  # where a look-up costs more than a pass of a model this small
     monkeypatch.setattr(draft_length, "CREDIT", 0.5)
     monkeypatch.setattr(draft_length, "LONGEST_PAUSE", 7)
     seen = {"launched": 0, "sat out": 0, "captures": request.param != "torch", "device": device}
-    launch, sit = rounds.Rounds._launch, rounds.Rounds._sit_out
+    launch, sit = rounds.Rounds._launch, aside.Aside.step
 
     def launching(self):
         seen["launched"] += 1
@@ -55,7 +56,7 @@ def ahead(request, monkeypatch):
         return sit(self, *given)
 
     monkeypatch.setattr(rounds.Rounds, "_launch", launching)
-    monkeypatch.setattr(rounds.Rounds, "_sit_out", sitting)
+    monkeypatch.setattr(aside.Aside, "step", sitting)
     return seen
 
 
@@ -72,8 +73,8 @@ def drafting(kind: str, device: str) -> tuple[Any, Any]:
         return tiny_model().to(device), fastspec.patch(model, **({} if draft is None else {"speculative": moved(draft, device)}))
 
 
-def config(kind: str) -> Speculative:
-    return Speculative(most=3, early_exit=1 if kind == "early exit" else None)
+def config(kind: str) -> Any:
+    return fastspec.Nasd() if kind == "nasd" else Speculative(most=3, early_exit=1 if kind == "early exit" else None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +91,7 @@ def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
         if seed % 3 == 2:
             options["stopping_criteria"] = [lambda ids, scores, **_: (ids[:, 9:] == 0).sum(1) > 2]
         same(pair, config(kind), inputs, **options)
-        assert all(held.flight is None and held.plain.flight is None for held in session_of(model).engines.held.values())
+        assert all(held.flight is None and held.aside.plain.flight is None for held in session_of(model).engines.held.values())
     assert ahead["sat out"] > 40
     assert (ahead["launched"] > 20) == ahead["captures"]
 
@@ -155,3 +156,36 @@ def test_a_pause_is_cut_short_by_the_end_of_the_call_and_not_remembered(ahead):
     for limit in range(2, 24):
         same(pair, Speculative(most=2), prompts(ahead["device"], 6, 4), max_new_tokens=limit, eos_token_id=None)
     assert ahead["sat out"] > 20
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_a_storage_counts_what_was_said_all_the_same(ahead, kind, monkeypatch):
+    """Every token of every row up to its end, in rounds that were sat out and in others."""
+    make = {"ngram": lambda: fastspec.NgramStorage(3), "suffix": fastspec.SuffixStorage}[kind]
+    plain, model = drafting("nasd", ahead["device"])
+    for seed in range(3):
+        inputs = prompts(ahead["device"], 9, 5, 7, seed=seed)
+        free = plain.generate(**inputs, do_sample=False, max_new_tokens=40, eos_token_id=None)
+        options = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+        options["eos_token_id"] = [int(free[0, 9 + 11]), int(free[1, 9 + 17])]
+        told, before = [], ahead["sat out"]
+        for least in (0.25, 10.0):  # with pauses, and without
+            monkeypatch.setattr(nasd, "LEAST_LOOK", least)
+            storage = make()
+            assistant = fastspec.Nasd(storage=storage, top_k_filler=1)
+            assert model.generate(**inputs, **options, assistant=assistant).tolist() == plain.generate(**inputs, **options).tolist()
+            rests = ahead["sat out"] - before
+            assert (rests > 0) == (least < 1)
+            before = ahead["sat out"]
+            told.append(sorted(map(sorted, (storage.tallies.entries(each) for each in range(len(storage.tallies))))))
+        assert told[0] == told[1]
+
+
+def test_a_storage_that_knows_the_answer_is_asked_on(ahead):
+    """What is accepted pays for the look-ups."""
+    plain, model = drafting("nasd", ahead["device"])
+    storage = fastspec.NgramStorage()
+    for _ in range(3):
+        same((plain, model), fastspec.Nasd(storage=storage), prompts(ahead["device"], 9), max_new_tokens=60, eos_token_id=NEVER)
+        sat, ahead["sat out"] = ahead["sat out"], 0
+    assert sat < 12 and stats(model).acceptance_length > 2

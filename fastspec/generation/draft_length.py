@@ -23,6 +23,11 @@ LONGEST_PAUSE = 32
 """Rounds between two at most: a draft model has their tokens to read when it is tried again."""
 
 
+def pause_after(price: float) -> int:
+    """Rounds between two that try drafts of this price, in target passes, while they do not pay."""
+    return min(LONGEST_PAUSE, math.ceil(price / PROBES))
+
+
 @dataclass(frozen=True, slots=True)
 class Length:
     """How far a round drafts: `most` tokens, or fewer where going on does not pay.
@@ -49,7 +54,7 @@ class Length:
     @property
     def pause(self) -> int:
         """Rounds without drafts before they are tried again, where they do not pay."""
-        return min(LONGEST_PAUSE, math.ceil(self.price(1) / PROBES)) if self.cost else 0
+        return pause_after(self.price(1)) if self.cost else 0
 
     @property
     def unread(self) -> int:
@@ -86,28 +91,29 @@ class Trust:
 class Credit:
     """Whether a round of a call drafts at all: while drafts have brought more than they cost, but for a credit.
 
-    A round's drafts add what was accepted of them less their price. Where the credit is used up, `Length.pause` rounds go without drafts,
-    then one tries them again; it has no credit, so that it takes a gain to go on. Whatever the drafts are, a call loses no more than
-    CREDIT, once, and the price of a round's drafts every so many rounds; MOST_CREDIT bounds how long it takes to see that they got worse.
+    A round's drafts add what was accepted of them less their price. Where the credit is used up, `pause` rounds go without drafts (none:
+    never), then one tries them again; it has no credit, so that it takes a gain to go on. Whatever the drafts are, a call loses no more
+    than CREDIT, once, and the price of a round's drafts every so many rounds; MOST_CREDIT bounds how long it takes to see that they got
+    worse.
     """
 
-    def __init__(self, length: Length, device: torch.device) -> None:
-        self.length = length
+    def __init__(self, pause: int, device: torch.device) -> None:
+        self.pause = pause
         self.left = torch.full((), CREDIT, device=device)
         self.due = False
         """Whether the next round tries drafts again, whatever is left."""
 
     def rest(self) -> int:
         """Rounds that go without drafts from here on; asked before every round that may have some. One read-back, none behind a pause."""
-        if not self.length.cost or self.due or float(self.left) > 0:
+        if not self.pause or self.due or float(self.left) > 0:
             self.due = False
             return 0
         self.due = True
-        return self.length.pause
+        return self.pause
 
-    def judge(self, gained: Tensor, drafted: int) -> None:
-        """Count a round: `gained` (a scalar) of `drafted` drafts were accepted. Nothing is waited for."""
-        self.left = (self.left + gained - self.length.price(drafted)).clamp(0.0, MOST_CREDIT)
+    def judge(self, gained: Tensor | float, price: float) -> None:
+        """Count a round with drafts of this price, in target passes: `gained` (a scalar) of them were accepted. Nothing is waited for."""
+        self.left = (self.left + gained - price).clamp(0.0, MOST_CREDIT)
 
 
 def mean_accepted(accepted: Tensor, active: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ distribution q, processed as the target's is, and judged by p / q; else they are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,7 @@ class ChainDrafter:
         """Stand behind a text that the draft model has read, but for its last token."""
         self.root = root
         self.alive = torch.ones_like(root, dtype=torch.bool)
-        self.trust, self.credit = Trust(root.device), Credit(self.length, root.device)
+        self.trust, self.credit = Trust(root.device), Credit(self.length.pause, root.device)
         self.draft.rewind(counts - 1 if self.whole is None else self.whole.lengths)
         self.unread = ids.gather(1, (counts - 1).clamp(min=0)[:, None])
         """[B, n] the tokens before the root that the draft's own cache lacks; rounds that were sat out add to them."""
@@ -92,7 +92,7 @@ class ChainDrafter:
         """Rounds without drafts, where these do not pay."""
         return self.credit.rest()
 
-    def sat_out(self, tokens: Tensor) -> None:
+    def sat_out(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Take what was said in rounds without drafts [B, n]; the draft model has to read it."""
         self.unread = torch.cat((self._unread(), tokens[:, :-1]), 1)
         self.root = tokens[:, -1].clone()
@@ -137,7 +137,7 @@ class ChainDrafter:
         if self.length.cost:
             gained = mean_accepted(verdict.accepted, active)
             self.trust.judge(gained)
-            self.credit.judge(gained, drafted)
+            self.credit.judge(gained, self.length.price(drafted))
         said = tree.tokens.gather(1, verdict.path)
         last = said.gather(1, verdict.accepted[:, None])
         if self.whole is not None:

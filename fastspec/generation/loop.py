@@ -169,7 +169,7 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
         rounds.activate(run.active)
         decide = None if request.process_at is None else lambda: _decide(rounds, request, run)
         longest += _take(rounds.step(longest, stats, decide, run.goes_on(drafter)), rounds, run)
-    rounds.settle()
+    rounds.end()
     run.finish()
     stats.seconds = time.perf_counter() - began
     stats.first_run_seconds, stats.capture_seconds = SPENT.first_runs - first_runs, SPENT.captures - captures

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastspec.config import Nasd
+from fastspec.generation.draft_length import Credit, pause_after
 from fastspec.generation.ngram import NgramStorage, Storage
 from fastspec.generation.protocols import Ops
 from fastspec.generation.suffix import SuffixStorage
@@ -52,6 +53,10 @@ class Cost:
         read = weight_bytes / self.bytes_per_ms
         return (self.several[0] + self.several[1] * read) / (self.one + read)
 
+    def look(self, weight_bytes: int) -> float:
+        """What a round costs more whose drafts come from the host than one that is launched ahead of it, in passes over a single node."""
+        return self.host / (self.one + weight_bytes / self.bytes_per_ms)
+
 
 COSTS = {
     "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
@@ -64,6 +69,8 @@ LAYERS = 30
 bench_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, of a model of 8 billion weights 1.1 times."""
 DOUBT, DOUBT_OF_ONE = 1.0, 4.0
 """Counts taken to have gone to tokens not seen yet: after a context of l tokens (over the root of l), and of one token."""
+LEAST_LOOK = 0.25
+"""What a look-up must cost, in target passes, for rounds to go without."""
 SURELY_NOT = 99.0
 """The same for a token that is drafted although nothing is known."""
 
@@ -156,6 +163,10 @@ class NasdDrafter:
 
     `storages` holds one storage per row, or the same one for every row. A tree has 1, 4, 8, ... or `nodes` nodes: the number that promises
     most in this round. With `stop_if_unknown=False` it always has `nodes`.
+
+    A round whose drafts come from the host cannot be launched ahead of it. With a target so small that this costs much, rounds go without
+    look-ups for a while (`Credit`) where what was accepted does not pay for them; their tokens are counted behind the last one, without
+    the target's likeliest ones beside them.
     """
 
     def __init__(self, config: Nasd, storages: list[Storage], device: torch.device, weight_bytes: int = SMOLLM2_BYTES) -> None:
@@ -166,6 +177,9 @@ class NasdDrafter:
         smaller = (1, 4, 8, 16, 32, 64, 128) if config.stop_if_unknown else ()
         sizes = [*(size for size in smaller if size < self.nodes), self.nodes]
         self.costs = {size: cost.of(size * len(storages), weight_bytes) for size in sizes}
+        self.look = cost.look(weight_bytes)
+        dear = config.stop_if_unknown and self.look >= LEAST_LOOK
+        self.credit = Credit(pause_after(self.look) if dear else 0, torch.device("cpu"))
         self.ends: frozenset[int] = frozenset()
         self.cursors: list[Any] = [storage.start() for storage in storages]
         self.drafted = [0] * len(storages)
@@ -185,6 +199,18 @@ class NasdDrafter:
         for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
             for token in (*text[:real], self.roots[row]):
                 self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
+
+    def rest(self) -> int:
+        """Rounds without look-ups, where these do not pay."""
+        return self.credit.rest()
+
+    def sat_out(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Count what was said in rounds without look-ups [B, n], counts [B] of it."""
+        for row, (said, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
+            for token in said[:count]:
+                self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
+                self.roots[row] = token
+            self.active[row] = self.active[row] and count == len(said) and self.roots[row] not in self.ends
 
     def propose(self, extent: int) -> TokenTree:
         """Draft from what is known; the tree of a row that has ended is filled up with copies of its root."""
@@ -222,6 +248,9 @@ class NasdDrafter:
 
     def take(self, digest: list[list[int]], steps: int) -> None:
         """Count what a digest of so many steps, read back, says of the active rows, up to their end tokens."""
+        gains = [accepted for goes_on, accepted, *_ in digest if goes_on]
+        if gains:
+            self.credit.judge(sum(gains) / len(gains), self.look)
         for row, (goes_on, accepted, *said) in enumerate(digest):
             self.active[row] = bool(goes_on)
             if not goes_on:

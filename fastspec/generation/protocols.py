@@ -92,7 +92,7 @@ class Drafter(Protocol):
     One that the host drives may have `digest(tree, verdict, logits, active)` -> [B, D] int64 and `take(digest, max_path)`: a captured round
     then computes the digest, reads it back with its own result, and hands it to `take` in place of `observe`.
     One that goes without drafts at times has `rest()` -> for how many rounds from here on, asked before each that may have some, and
-    `sat_out(tokens)`: what the rows said meanwhile, [B, n] int64; of a row that has ended what is behind its end may be anything.
+    `sat_out(tokens, counts)`: what the rows said meanwhile, [B, n] int64, of which a row that ended said the first counts[b] (int).
     """
 
     nodes: int

@@ -43,7 +43,7 @@ class Rereading:
         self.read: list[list[int]] = [[] for _ in self.said]
         self.fed: list[list[int]] = [[] for _ in self.said]
         """What the draft's cache holds."""
-        self.trust, self.credit = Trust(root.device), Credit(self.length, root.device)
+        self.trust, self.credit = Trust(root.device), Credit(self.length.pause, root.device)
         self.active = torch.ones_like(root, dtype=torch.bool)
         """Which rows go on: the rounds' own tensor after the first of them, which tells by the next one."""
 
@@ -51,17 +51,17 @@ class Rereading:
         """Rounds without drafts, where these do not pay."""
         return self.credit.rest()
 
-    def sat_out(self, tokens: Tensor) -> None:
-        """Append what was said in rounds without drafts [B, n]."""
-        for said, more in zip(self.said, tokens.tolist(), strict=True):
-            said += more
+    def sat_out(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Append what was said in rounds without drafts [B, n], counts [B] of it."""
+        for said, more, count in zip(self.said, tokens.tolist(), counts, strict=True):
+            said += more[:count]
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Append what the target said."""
         if self.length.cost:
             gained = mean_accepted(verdict.accepted, active)
             self.trust.judge(gained)
-            self.credit.judge(gained, self.written)
+            self.credit.judge(gained, self.length.price(self.written))
         self.active = active
         entries = zip(self.said, verdict.accepted.tolist(), verdict.tokens(tree).tolist(), active.tolist(), strict=True)
         for said, count, tokens, going in entries:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastspec.generation.aside import Aside
 from fastspec.generation.capture import Captured, CapturedByShape
 from fastspec.generation.clock import Clock, unmarked
 from fastspec.generation.handover import TextVerifier
@@ -91,12 +92,7 @@ class Rounds:
         """The round that runs ahead of the host, see `step`."""
         self.spare: list[Tensor] = []
         """Where rounds that run ahead leave their small tensor on the host: two that take turns."""
-        self.plain: Rounds | None = None
-        """Rounds of one token on the same target, once the drafter sat some out."""
-        self.sitting = 0
-        """Rounds that it sits out from here on."""
-        self.unheard: list[list[int]] = []
-        """What the rows said in those that it did, a list for each round."""
+        self.aside = Aside()
         self.judges: dict[int, CapturedByShape[dict[str, Any]]] = {}
         """Longest path of a tree -> all of a round but its drafting, captured by the tree's size; for drafters that the host drives."""
 
@@ -121,7 +117,7 @@ class Rounds:
     def begin(self, root: Tensor) -> None:
         """Start after a prompt whose first new tokens are root [B]."""
         self.settle()
-        self.sitting, self.unheard = 0, []
+        self.aside.begin()
         self.root.copy_(root)
         self.activate([True] * len(self.running))
 
@@ -149,10 +145,8 @@ class Rounds:
         `decide` makes the verdict in place of the round's own choice. With `ahead` the next round is launched before this one is waited
         for, where it can be: rows that this round ends go on for one more, and only the tokens of this one can be read.
         """
-        if not self.sitting and hasattr(self.drafter, "rest"):
-            self.sitting = self.drafter.rest()
-        if self.sitting:
-            return self._sit_out(longest, stats, decide, ahead)
+        if self.aside.asked(self.drafter):
+            return self.aside.step(self, longest, stats, decide, ahead)
         if self.flight is None and not (ahead and decide is None and self._flies(longest)):
             return self._landed(longest, stats, decide)
         with timed(stats, "round"):
@@ -167,43 +161,17 @@ class Rounds:
         flight, self.flight = self.flight, None
         if flight is not None:
             flight.wait()
-        if self.plain is not None:
-            self.plain.settle()
+        if self.aside.plain is not None:
+            self.aside.plain.settle()
 
-    def _sit_out(self, longest: int, stats: Stats, decide: Decide | None, ahead: bool) -> list[list[int]]:
-        """A round of one token, without the drafter, which hears of it behind the last one."""
-        plain = self.plain or self._without_drafter()
-        if not self.unheard:
-            plain.clock = self.clock
-            plain.begin(self.root)
-        plain.activate(self.running)
-        packed = plain.step(longest, stats, None if decide is None else partial(self._decided, plain, decide), ahead and self.sitting > 1)
-        self._show(plain)
-        self.unheard.append([tokens[0] for _, *tokens in packed])
-        self.sitting -= 1
-        if not self.sitting:
-            self.root.copy_(plain.root)
-            self.drafter.sat_out(torch.tensor(self.unheard, device=self.root.device).T)
-            self.unheard = []
-        return packed
+    def show(self, other: Rounds) -> None:
+        """Take what a round of others has left for one's own."""
+        self.__dict__.update({name: other.__dict__[name] for name in SHOWN if name in other.__dict__})
 
-    def _without_drafter(self) -> Rounds:
-        alone = getattr(self.target, "alone", False)
-        self.target.alone = getattr(self.target, "captures", False)  # these rounds are captured by themselves
-        self.plain = Rounds(
-            self.target, None, self.ops, rows=len(self.root), sample=self.sample, process=self.process, whole=self.whole,
-            measure=self.measure, law=self.law,
-        )  # fmt: skip
-        self.target.alone = alone
-        return self.plain
-
-    def _decided(self, plain: Rounds, decide: Decide) -> tuple[Verdict, Tensor]:
-        self._show(plain)
-        return decide()
-
-    def _show(self, plain: Rounds) -> None:
-        """Take what a round of another kind has left for one's own."""
-        self.__dict__.update({name: plain.__dict__[name] for name in SHOWN if name in plain.__dict__})
+    def end(self) -> None:
+        """The call is over: nothing runs on, and the drafter has heard all of it."""
+        self.settle()
+        self.aside.tell(self)
 
     def _flies(self, longest: int) -> bool:
         """Whether a round can be launched without a wait: from its graph, in the buffers as they are."""
