@@ -43,6 +43,7 @@ def ahead(request, monkeypatch):
     monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
     monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])  # where a look-up costs more than a pass of a model this small
     monkeypatch.setattr(draft_length, "CREDIT", 0.5)
+    monkeypatch.setattr(nasd, "GRANTED", 0.5)
     monkeypatch.setattr(draft_length, "LONGEST_PAUSE", 7)
     seen = {"launched": 0, "sat out": 0, "captures": request.param != "torch", "device": device}
     launch, sit = rounds.Rounds._launch, aside.Aside.step

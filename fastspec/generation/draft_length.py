@@ -93,13 +93,13 @@ class Credit:
 
     A round's drafts add what was accepted of them less their price. Where the credit is used up, `pause` rounds go without drafts (none:
     never), then one tries them again; it has no credit, so that it takes a gain to go on. Whatever the drafts are, a call loses no more
-    than CREDIT, once, and the price of a round's drafts every so many rounds; MOST_CREDIT bounds how long it takes to see that they got
-    worse.
+    than `granted` (None: CREDIT), once, and the price of a round's drafts every so many rounds; MOST_CREDIT bounds how long it takes to
+    see that they got worse.
     """
 
-    def __init__(self, pause: int, device: torch.device) -> None:
+    def __init__(self, pause: int, device: torch.device, granted: float | None = None) -> None:
         self.pause = pause
-        self.left = torch.full((), CREDIT, device=device)
+        self.left = torch.full((), CREDIT if granted is None else granted, device=device)
         self.due = False
         """Whether the next round tries drafts again, whatever is left."""
 

@@ -41,6 +41,8 @@ class Cost:
     each: tuple[float, float]
     drafted: float = 0.0
     """Of the host, for each token that a draft model writes."""
+    ahead: bool = False
+    """Whether rounds without look-ups are launched ahead of the host, and do not wait for it."""
 
     def of(self, nodes: int, weight_bytes: int) -> float:
         """Milliseconds of a round of so many nodes, of all rows together."""
@@ -54,13 +56,13 @@ class Cost:
         return (self.several[0] + self.several[1] * read) / (self.one + read)
 
     def look(self, weight_bytes: int) -> float:
-        """What a round costs more whose drafts come from the host than one that is launched ahead of it, in passes over a single node."""
-        return self.host / (self.one + weight_bytes / self.bytes_per_ms)
+        """What a round with a look-up costs more than one without, in passes over a single node."""
+        return self.host / (self.one + weight_bytes / self.bytes_per_ms) if self.ahead else 0.0
 
 
 COSTS = {
     "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
-    "cuda": Cost(32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017), drafted=0.15),
+    "cuda": Cost(32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017), drafted=0.15, ahead=True),
 }
 LAYERS = 30
 """Layers of the models that `one` is of; it grows with them."""
@@ -71,6 +73,8 @@ DOUBT, DOUBT_OF_ONE = 1.0, 4.0
 """Counts taken to have gone to tokens not seen yet: after a context of l tokens (over the root of l), and of one token."""
 LEAST_LOOK = 0.25
 """What a look-up must cost, in target passes, for rounds to go without."""
+GRANTED = 4.0
+"""Target passes that look-ups may lose at the start of a call: what is copied seldom comes first."""
 SURELY_NOT = 99.0
 """The same for a token that is drafted although nothing is known."""
 
@@ -179,7 +183,7 @@ class NasdDrafter:
         self.costs = {size: cost.of(size * len(storages), weight_bytes) for size in sizes}
         self.look = cost.look(weight_bytes)
         dear = config.stop_if_unknown and self.look >= LEAST_LOOK
-        self.credit = Credit(pause_after(self.look) if dear else 0, torch.device("cpu"))
+        self.credit = Credit(pause_after(self.look) if dear else 0, torch.device("cpu"), GRANTED)
         self.ends: frozenset[int] = frozenset()
         self.cursors: list[Any] = [storage.start() for storage in storages]
         self.drafted = [0] * len(storages)
