@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,11 @@ import fastspec
 from fastspec import Speculative
 from fastspec.errors import Unsupported
 from fastspec.generation.draft_length import Length
+from fastspec.generation.nasd import COSTS
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.backends import TORCH
+from fastspec.patches.speculative import Pair, TextDecoding, check, cost, pass_ms
 
 LETTERS = [chr(code) for code in range(33, 123)]
 
@@ -96,6 +100,17 @@ def test_the_continuation_is_encoded_with_the_text_before_it():
     assert TARGET.decode(drafter.said[0]) == "Qxyabcdx"
     drafter.propose(0)
     assert script.fed[: len(before) - 1] == before[:-1]  # what was read is not read again
+
+
+def test_reading_texts_anew_is_part_of_the_price():
+    """A round's, whatever it drafts; a number that was asked for is kept to."""
+    target, draft = tiny_model(), tiny_model(seed=2, num_hidden_layers=1, vocab_size=93)
+    decoding = TextDecoding(Speculative(most=5), target, Pair(draft, DRAFT, TARGET))
+    length = decoding.drafter(rows=1, capacity=20, device="cpu", ops=TORCH, process=None).length
+    price = check(target, "cpu", 1) + COSTS["cpu"].reread / pass_ms(COSTS["cpu"], target) + 2 * cost(draft, target, "cpu")
+    assert length.price(2) == pytest.approx(price)
+    fixed = replace(decoding, config=Speculative(gamma=3)).drafter(rows=1, capacity=20, device="cpu", ops=TORCH, process=None).length
+    assert (fixed.most, fixed.cost, fixed.pause) == (3, 0.0, 0)
 
 
 def test_a_text_beyond_the_room_is_not_drafted_for():

@@ -41,6 +41,8 @@ class Cost:
     each: tuple[float, float]
     drafted: float = 0.0
     """Of the host, for each token that a draft model writes."""
+    reread: float = 1.5
+    """Of the host, for a round whose text is encoded anew for a draft model, and its drafts for the target; not measured by itself."""
     ahead: bool = False
     """Whether rounds without look-ups are launched ahead of the host, and do not wait for it."""
 

@@ -16,7 +16,7 @@ from fastspec.config import Speculative
 from fastspec.errors import Unsupported
 from fastspec.generation.draft_length import Length
 from fastspec.generation.draft_model import ChainDrafter
-from fastspec.generation.nasd import COSTS, LAYERS
+from fastspec.generation.nasd import COSTS, LAYERS, Cost
 from fastspec.generation.protocols import Ops
 from fastspec.generation.shared_draft import SharedDrafter, shared_tokens
 from fastspec.generation.stats import Stats
@@ -93,8 +93,9 @@ class TextDecoding:
         any processor, which this does not tell from a greedy one: drafts are texts then.
         """
         draft, config = self.pair.model, self.config
-        length = Length(config.most, cost(draft, self.target, device), check(self.target, device, rows))
-        length = length if config.gamma is None else Length(config.gamma)
+        times = COSTS.get(torch.device(device).type, COSTS["cuda"])
+        more = check(self.target, device, rows) + times.reread / pass_ms(times, self.target)
+        length = Length(config.most, cost(draft, self.target, device), more) if config.gamma is None else Length(config.gamma)
         room = 2 * capacity + length.most + 2
         model = HFModel(draft, adapter_for(draft), rows=rows, capacity=room, tail=2, taps=None, ops=ops)
         texts: dict[str, Any] = {
@@ -131,16 +132,17 @@ def check(model: Any, device: Any, rows: int) -> float:
 def cost(draft: Any, target: Any, device: Any, layers: int | None = None) -> float:
     """A token of a draft model, or of its first `layers`, in units of a target pass: by the weights that both read, their layers, and what
     the host does for a draft."""
-    times, size = COSTS.get(torch.device(device).type, COSTS["cuda"]), target.dtype.itemsize
+    times = COSTS.get(torch.device(device).type, COSTS["cuda"])
+    return (times.drafted + pass_ms(times, draft, layers)) / pass_ms(times, target)
 
-    def pass_ms(model: Any, layers: int | None = None) -> float:
-        whole, read = model.config.get_text_config().num_hidden_layers, read_weights(model)
-        if layers is not None:
-            head = model.get_output_embeddings().weight.numel()
-            read = head + (read - head) * layers / whole
-        return times.one * (layers or whole) / LAYERS + read * size / times.bytes_per_ms
 
-    return (times.drafted + pass_ms(draft, layers)) / pass_ms(target)
+def pass_ms(times: Cost, model: Any, layers: int | None = None) -> float:
+    """Milliseconds of a pass over one node of a model, or of its first `layers` and its LM head."""
+    whole, read = model.config.get_text_config().num_hidden_layers, read_weights(model)
+    if layers is not None:
+        head = model.get_output_embeddings().weight.numel()
+        read = head + (read - head) * layers / whole
+    return times.one * (layers or whole) / LAYERS + read * model.dtype.itemsize / times.bytes_per_ms
 
 
 def vocabulary(model: Any) -> int:
