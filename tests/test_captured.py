@@ -87,7 +87,7 @@ def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
             assert model.generate(**options, **extra, assistant=fastspec.Speculative(most=3)).tolist() == want.tolist()
     held = list(session.engines.held.values())
     judged = next(each for each in held if each.judges)  # drafts that were drawn are judged outside a graph
-    wide, fed = judged.drafter.length.unread, {shapes[0][1] for shapes in judged.drafter.draft.passes.held}
+    wide, fed = judged.drafter.length.unread, {shapes[0][1] for shapes in judged.drafter.passes.held.held}
     assert len(held) == 2 and wide > 8
     assert set(judged.judges) == {4}  # the longest path
     assert all((each.aside.plain is not None) == (kind == "random") for each in held)

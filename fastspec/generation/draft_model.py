@@ -34,7 +34,11 @@ class Passes:
             return self._append(extent, tokens)
         self.draft.reserve(extent)
         bound, slots = self.draft.cache.bound, self.draft.cache.slots
-        return self.held(partial(self._append, bound), slots, tokens.shape[1], tokens)
+        self.draft.alone = False  # not a graph in a graph
+        try:
+            return self.held(partial(self._append, bound), slots, tokens.shape[1], tokens)
+        finally:
+            self.draft.alone = True
 
     def _append(self, extent: int, tokens: Tensor) -> Tensor:
         tree = TokenTree.chain(tokens)
