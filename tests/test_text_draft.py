@@ -18,8 +18,10 @@ from transformers import PreTrainedTokenizerFast
 import fastspec
 from fastspec import Speculative
 from fastspec.errors import Unsupported
+from fastspec.generation import rereading
 from fastspec.generation.draft_length import Length
 from fastspec.generation.nasd import COSTS
+from fastspec.generation.rereading import ANEW, TRIES, decoded, encoded
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
@@ -111,6 +113,35 @@ def test_reading_texts_anew_is_part_of_the_price():
     assert length.price(2) == pytest.approx(price)
     fixed = replace(decoding, config=Speculative(gamma=3)).drafter(rows=1, capacity=20, device="cpu", ops=TORCH, process=None).length
     assert (fixed.most, fixed.cost, fixed.pause) == (3, 0.0, 0)
+
+
+class Spaced(PreTrainedTokenizerFast):
+    """Drops what is in front of a text, as SentencePiece's do with a space: parts of a text are not the whole."""
+
+    def decode(self, *given: Any, **options: Any) -> str:
+        return super().decode(*given, **options)[1:]
+
+
+@pytest.mark.parametrize("kind", ["plain", "drops what is in front"])
+def test_a_long_text_is_encoded_as_a_whole_a_part_at_a_time(kind, monkeypatch):
+    target = TARGET if kind == "plain" else Spaced(tokenizer_object=TARGET.backend_tokenizer)
+    drafter = TextDrafter(Script("ab"), Length(4), room=10**4, **{**TEXTS, "tokenizer": target})
+    torch.manual_seed(0)
+    said = torch.randint(0, 97, (2, 700)).tolist()
+    firsts = torch.tensor([said[0][300], said[1][200]])
+    drafter.begin(torch.tensor([row[:300] for row in said]), torch.tensor([300, 200]), torch.zeros(2, 1, 0), firsts)
+    spent = []
+    monkeypatch.setattr(rereading, "encoded", lambda tokenizer, text: (spent.append(len(text)), encoded(tokenizer, text))[1])
+    for count in range(1, 300):
+        drafter.said = [said[0][: 300 + count], said[1][: 200 + count]]
+        for row, text in enumerate(drafter.said):
+            assert drafter._encoded(row) == encoded(DRAFT, decoded(target, text))
+    settled = [start for start, _ in drafter.settled]
+    if kind == "plain":
+        assert all(len(text) - 3 * ANEW < start < len(text) - ANEW + 1 for text, start in zip(drafter.said, settled, strict=True))
+        assert sum(spent) / len(spent) < 3 * ANEW  # letters: a token has one or two
+    else:
+        assert settled == [0, 0] and len(spent) < 2 * 299 + 2 * 2 * TRIES * 6  # tried a few times, each time twice as late
 
 
 def test_a_text_beyond_the_room_is_not_drafted_for():

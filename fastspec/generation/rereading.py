@@ -1,5 +1,5 @@
-"""What drafters have in common whose draft model has another tokenizer: every row's text is encoded anew for it, and read from where the
-draft model's cache stops to agree."""
+"""What drafters have in common whose draft model has another tokenizer: the end of every row's text is encoded anew for it, and read from
+where the draft model's cache stops to agree."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from fastspec.generation.tree import TokenTree, Verdict
 
 LONGEST_CHARACTER = 4
 """Bytes of the longest character in UTF-8, and so the most tokens that may end in the middle of one."""
+ANEW, TRIES = 64, 8
+"""Tokens at the end of a text that are always encoded anew, and places that are tried as the cut before them."""
 
 
 class Rereading:
@@ -43,6 +45,11 @@ class Rereading:
         self.read: list[list[int]] = [[] for _ in self.said]
         self.fed: list[list[int]] = [[] for _ in self.said]
         """What the draft's cache holds."""
+        starts = [int(said[0] == getattr(self.tokenizer, "bos_token_id", None)) for said in self.said]
+        self.settled: list[tuple[int, list[int]]] = [(start, []) for start in starts]
+        """How many of a text's tokens are encoded for good, and as what."""
+        self.due = [start + 2 * ANEW for start in starts]
+        """How long a text is when more of it shall be."""
         self.trust, self.credit = Trust(root.device), Credit(self.length.pause, root.device)
         self.active = torch.ones_like(root, dtype=torch.bool)
         """Which rows go on: the rounds' own tensor after the first of them, which tells by the next one."""
@@ -76,15 +83,35 @@ class Rereading:
         self.alive: list[bool] = self.active.tolist()
         able = []
         for row, going in enumerate(self.alive):
-            read = self._encoded(self.said[row]) if going else []
+            read = self._encoded(row) if going else []
             able.append(0 < len(read) <= self.room - self.length.most)
             self.read[row] = read if able[row] else [0]
         return able
 
-    def _encoded(self, said: Sequence[int]) -> list[int]:
-        """A text in the draft model's tokens, begun as its tokenizer begins one. Where it ends within a character, the last tokens are
-        their own counterparts, if they have any."""
-        said = said[1:] if said[0] == getattr(self.tokenizer, "bos_token_id", None) else said
+    def _encoded(self, row: int) -> list[int]:
+        """A row's text in the draft model's tokens, begun as its tokenizer begins one. What lies far behind is not encoded again."""
+        said = self.said[row]
+        if len(said) > self.due[row]:
+            self._settle(row)
+        start, ids = self.settled[row]
+        return [*self.opening, *ids, *self._end(said[start:])]
+
+    def _settle(self, row: int) -> None:
+        """Encode more of a row's text for good, where it can be cut so that the parts are the whole; else try again much later."""
+        said, (start, ids) = self.said[row], self.settled[row]
+        whole = decoded(self.tokenizer, said[start:])
+        want, last = encoded(self.draft_tokenizer, whole), len(said) - ANEW
+        self.due[row] = 2 * len(said)
+        for cut in range(last, last - TRIES, -1):
+            front, back = decoded(self.tokenizer, said[start:cut]), decoded(self.tokenizer, said[cut:])
+            first = encoded(self.draft_tokenizer, front)
+            if front + back == whole and [*first, *encoded(self.draft_tokenizer, back)] == want:
+                self.settled[row], self.due[row] = (cut, [*ids, *first]), cut + 2 * ANEW
+                return
+
+    def _end(self, said: Sequence[int]) -> list[int]:
+        """A text's end in the draft model's tokens. Where it ends within a character, the last tokens are their own counterparts, if they
+        have any."""
         for behind in range(LONGEST_CHARACTER):
             end = len(said) - behind
             text = decoded(self.tokenizer, said[:end]) if end > 0 else ""
@@ -94,7 +121,7 @@ class Rereading:
         if None in rest:
             text, rest = decoded(self.tokenizer, said), []
         ids = encoded(self.draft_tokenizer, text)
-        return [*self.opening, *ids, *(token for token in rest if token is not None)]
+        return [*ids, *(token for token in rest if token is not None)]
 
     def _catch_up(self) -> Tensor:
         """Feed what the draft's cache lacks of the rows' texts -> logits of what follows them [B, its vocabulary].
