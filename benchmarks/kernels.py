@@ -198,7 +198,8 @@ def small_cases() -> Iterator[Case]:
     for vocab, hidden in ((32000, 4096), (16384, 576)):
         d2t, scores = torch.zeros(vocab, dtype=torch.long, device="cuda"), -torch.rand(1, 10, device="cuda")
         yield Case(
-            "topk_expand", f"10 x {hidden}, vocabulary {vocab}, top 10", lambda v=vocab, h=hidden: (random(1, 10, h), random(v, h)),
+            "topk_expand", f"10 x {hidden}, vocabulary {vocab}, top 10",
+            lambda v=vocab, h=hidden: (random(1, 10, h), random(v, h) * h**-0.5),  # logits of a few units
             {way: lambda x, w, op=op, s=scores, d=d2t: op(x, w, s, 10, d)[0]
              for way, op in both(reference.topk_expand, topk_expand.topk_expand)},
             2 * vocab * hidden,

@@ -23,7 +23,7 @@ from fastspec.patches.speculative import read_parameters, resolve_speculative
 FUSED_BYTES = 100e6
 """The largest head, in bytes of its own weights, that is drafted with in one launch at batch 1, where the fused drafter can run it. On an
 H200 a captured graph of separate kernels was faster for heads of the 1B shape and larger (290 MB and more) and at batch 8, one launch, when
-it was last compared, for SmolLM2's (24 MB; docs/performance.md)."""
+it was last compared, for SmolLM2's shape (47 MB; docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)
