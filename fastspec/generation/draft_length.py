@@ -88,6 +88,32 @@ class Trust:
         self.hoped = 0.0
 
 
+class Pace:
+    """How far one round drafts, token by token: it is asked before a token is drawn and told that it was."""
+
+    def __init__(self, length: Length, trust: Trust) -> None:
+        self.length, self.trust = length, trust
+        self.drafted, self.expected = 0, 1.0
+        self.hope, self.mean = 0.0, 1.0
+
+    def allows(self, survival: Tensor, rows: Tensor | int) -> bool:
+        """Whether one more token is drafted: `survival` [B] are the products of the highest probabilities so far, this token's included,
+        and `rows` how many rows are still running. One read-back where the length is adaptive."""
+        if not self.length.cost:
+            return True
+        self.hope, self.mean = self.trust.weigh(survival.sum() / rows)
+        return not self.drafted or self._pays()
+
+    def take(self) -> bool:
+        """Count the token -> whether another may follow. Its chance is no higher than this one's, so its pass need not be run to know."""
+        self.trust.hoped += self.hope
+        self.drafted, self.expected = self.drafted + 1, self.expected + self.mean
+        return self.drafted < self.length.most and (not self.length.cost or self._pays())
+
+    def _pays(self) -> bool:
+        return self.length.goes_on(self.mean, self.expected, self.drafted)
+
+
 class Credit:
     """Whether a round of a call drafts at all: while drafts have brought more than they cost, but for a credit.
 

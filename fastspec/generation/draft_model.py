@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.capture import CapturedByShape
-from fastspec.generation.draft_length import Credit, Length, Trust, mean_accepted
+from fastspec.generation.draft_length import Credit, Length, Pace, Trust, mean_accepted
 from fastspec.generation.protocols import LanguageModel, Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -109,26 +109,23 @@ class ChainDrafter:
         extent += self.nodes + 1
         fed = self._unread() if self.whole is None else self.root[:, None]
         tokens, parents, q = [self.root[:, None]], [0], []
-        survival, expected, node, drafted = self.alive.float(), 1.0, 0, 0
+        survival, node, pace = self.alive.float(), 0, Pace(self.length, self.trust)
         while True:
             scores = self._feed(fed, extent)
             scores = scores if self.process is None else self.process(scores)
             law = torch.softmax(scores, -1)
-            mean = 1.0
             if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its law
                 survival = survival * law.amax(-1)
-                hope, mean = self.trust.weigh(survival.sum() / self.alive.sum().clamp(min=1))
-                if drafted and not self.length.goes_on(mean, expected, drafted):
-                    break
-                self.trust.hoped += hope
+            if not pace.allows(survival, self.alive.sum().clamp(min=1)):
+                break
             chosen = self._choose(scores)
             tokens.append(chosen)
             parents += [node] * self.branches
-            node, drafted, expected = len(parents) - self.branches, drafted + 1, expected + mean
+            node = len(parents) - self.branches
             if self.process is not None:
                 q.append(law)
-            if drafted == self.length.most or (self.length.cost and not self.length.goes_on(mean, expected, drafted)):
-                break  # the next token's chance is no higher than this one's: its pass need not be run to know
+            if not pace.take():
+                break
             fed = chosen[:, :1]
         if self.branches == 1:
             return TokenTree.chain(torch.cat(tokens, 1), self.max_path, torch.stack((q[0], *q), 1) if q else None)

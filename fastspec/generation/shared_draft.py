@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.generation.draft_length import Length
+from fastspec.generation.draft_length import Length, Pace
 from fastspec.generation.draft_model import Process
 from fastspec.generation.protocols import LanguageModel, Ops
 from fastspec.generation.rereading import Rereading, decoded
@@ -50,9 +50,8 @@ class SharedDrafter(Rereading):
         """A chain of drafts below the root; the root alone where no row can be drafted for."""
         root = self._roots()
         going = torch.tensor([able and bool(self.known) for able in self._encode_all()], device=self.device)
-        alive, drafted = max(1, sum(self.alive)), 0
         tokens, q, own = [root], [], []
-        survival, expected, mean, hope = going.float(), 1.0, 1.0, 0.0
+        survival, pace = going.float(), Pace(self.length, self.trust)
         logits = self._catch_up() if bool(going.any()) else None
         while logits is not None:
             scores, share = self._scores(logits)
@@ -61,19 +60,16 @@ class SharedDrafter(Rereading):
             law = torch.softmax(scores, -1) * going[:, None]
             if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its law
                 survival = survival * law.amax(-1) * share
-                hope, mean = self.trust.weigh(survival.sum() / alive)
-            if not bool(going.any()) or (drafted and self.length.cost and not self.length.goes_on(mean, expected, drafted)):
+            if not pace.allows(survival, max(1, sum(self.alive))) or not bool(going.any()):
                 break
             token = torch.where(going, self.ops.pick(scores, torch.rand(len(scores), device=self.device)), 0)
             tokens.append(token)
             q.append(law)
-            drafted, expected = drafted + 1, expected + mean
-            self.trust.hoped += hope
-            if drafted == self.length.most or (self.length.cost and not self.length.goes_on(mean, expected, drafted)):
+            if not pace.take():
                 break
             own.append(self.own_id[token])
-            logits = self._feed(own[-1], drafted - 1)
-        self.written = drafted
+            logits = self._feed(own[-1], pace.drafted - 1)
+        self.written = pace.drafted
         if logits is not None:
             self._keep(torch.stack(own, 1).tolist() if own else [[]] * len(self.read))
         if not q:

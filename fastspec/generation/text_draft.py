@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastspec.generation.draft_length import Pace
 from fastspec.generation.rereading import Rereading, decoded, encoded
 from fastspec.generation.tree import TokenTree
 
@@ -35,20 +36,16 @@ class TextDrafter(Rereading):
 
     def _write(self, going: Tensor) -> list[list[int]]:
         """The draft model's tokens behind every row's text, as many as pay over the rows that can be drafted for, going [B]."""
-        length, survival, expected, mean = self.length, going.float(), 1.0, 1.0
-        logits, alive = self._catch_up(), max(1, sum(self.alive))
+        logits, survival, pace = self._catch_up(), going.float(), Pace(self.length, self.trust)
         own: list[Tensor] = []
         while True:
-            if length.cost:
+            if self.length.cost:
                 survival = survival * torch.softmax(logits.float(), -1).amax(-1)
-                hope, mean = self.trust.weigh(survival.sum() / alive)
-                if own and not length.goes_on(mean, expected, len(own)):
-                    break
-                self.trust.hoped += hope
+            if not pace.allows(survival, max(1, sum(self.alive))):
+                break
             own.append(logits.argmax(-1))
-            expected += mean
-            if len(own) == length.most or (length.cost and not length.goes_on(mean, expected, len(own))):
-                break  # the next token's chance is no higher than this one's: its pass need not be run to know
+            if not pace.take():
+                break
             logits = self._feed(own[-1], len(own) - 1)
         self.written = len(own)
         rows: list[list[int]] = torch.stack(own, 1).tolist()
