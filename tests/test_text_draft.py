@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers_generate import bigram, prompts, same, stats
 from helpers_models import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from torch import Tensor
@@ -113,6 +115,13 @@ def test_reading_texts_anew_is_part_of_the_price():
     assert length.price(2) == pytest.approx(price)
     fixed = replace(decoding, config=Speculative(gamma=3)).drafter(rows=1, capacity=20, device="cpu", ops=TORCH, process=None).length
     assert (fixed.most, fixed.cost, fixed.pause) == (3, 0.0, 0)
+
+
+@given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), min_size=1, max_size=12))
+def test_what_two_texts_have_in_common(fed, read):
+    kept = rereading._common(fed, read)
+    assert fed[:kept] == read[:kept] and kept < len(read)
+    assert kept == len(fed) or kept == len(read) - 1 or fed[kept] != read[kept]
 
 
 class Spaced(PreTrainedTokenizerFast):

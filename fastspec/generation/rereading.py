@@ -162,7 +162,8 @@ def _opening(tokenizer: Any) -> list[int]:
 
 def _common(fed: Sequence[int], read: Sequence[int]) -> int:
     """How many tokens of a text the cache holds, short of the last one, which is always fed."""
-    kept = 0
-    while kept < min(len(fed), len(read) - 1) and fed[kept] == read[kept]:
-        kept += 1
+    kept, end = 0, min(len(fed), len(read) - 1)
+    while kept < end:  # parts are compared much faster than tokens one by one
+        half = (kept + end + 1) // 2
+        kept, end = (half, end) if fed[kept:half] == read[kept:half] else (kept, half - 1)
     return kept

@@ -25,9 +25,9 @@ class TextDrafter(Rereading):
     def propose(self, extent: int) -> TokenTree:
         """One chain per row; a row whose continuation encodes to fewer tokens is filled up with token 0, a guess like any other. The root
         alone where no row can be drafted for."""
-        able = self._encode_all()
-        written = self._write(torch.tensor(able, device=self.device)) if any(able) else [[] for _ in able]
-        drafted = [self._as_target(*each) if each[0] else [] for each in zip(able, self.said, self.read, written, strict=True)]
+        able, self.written = self._encode_all(), 0
+        written = self._write(torch.tensor(able, device=self.device)) if any(able) else []
+        drafted = [self._as_target(row, written[row]) if going else [] for row, going in enumerate(able)]
         width = max(map(len, drafted))
         if not width:
             return TokenTree.root_only(self._roots())
@@ -52,10 +52,11 @@ class TextDrafter(Rereading):
         self._keep([row[:-1] for row in rows])
         return rows
 
-    def _as_target(self, able: bool, said: Sequence[int], read: Sequence[int], written: Sequence[int]) -> list[int]:
-        """Target tokens of what the draft model wrote behind a row's text."""
-        before, after = (decoded(self.draft_tokenizer, ids) for ids in (read, [*read, *written]))
-        return self._joined(said, after[len(before) :])[: self.length.most] if after.startswith(before) else []
+    def _as_target(self, row: int, written: Sequence[int]) -> list[int]:
+        """Target tokens of what the draft model wrote behind a row's text, by the end of it that was encoded anew."""
+        end = self.read[row][len(self.opening) + len(self.settled[row][1]) :]
+        before, after = (decoded(self.draft_tokenizer, ids) for ids in (end, [*end, *written]))
+        return self._joined(self.said[row], after[len(before) :])[: self.length.most] if after.startswith(before) else []
 
     def _joined(self, said: Sequence[int], more: str) -> list[int]:
         """`more` as target tokens after `said`: encoded together with the last of them where that gives these back."""
