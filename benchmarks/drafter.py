@@ -152,6 +152,7 @@ def measured(make: Callable[[], Callable[[], Any]], captures: bool, times: int) 
     """A way as calls and, where it is captured, as a graph: (name, milliseconds, MiB at the peak)."""
     held = settled()
     call = make()
+    torch.cuda.reset_peak_memory_stats()  # what it took to make it, such as weights laid out anew, is no part of it
     call()
     yield "calls", milliseconds(call, times), (torch.cuda.max_memory_allocated() - held) / 2**20
     if captures:
@@ -160,10 +161,9 @@ def measured(make: Callable[[], Callable[[], Any]], captures: bool, times: int) 
 
 
 def settled() -> int:
-    """Bytes that are allocated once everything dropped is freed; the peak starts there."""
+    """Bytes that are allocated once everything dropped is freed."""
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
 
 
