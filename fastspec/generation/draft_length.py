@@ -89,19 +89,19 @@ class Trust:
 
 
 class Pace:
-    """How far one round drafts, token by token: it is asked before a token is drawn and told that it was."""
+    """How far one round drafts, token by token: it is asked before a token is drawn and told that it was. `rows` are still running."""
 
-    def __init__(self, length: Length, trust: Trust) -> None:
-        self.length, self.trust = length, trust
+    def __init__(self, length: Length, trust: Trust, rows: Tensor | int) -> None:
+        self.length, self.trust, self.rows = length, trust, rows
         self.drafted, self.expected = 0, 1.0
         self.hope, self.mean = 0.0, 1.0
 
-    def allows(self, survival: Tensor, rows: Tensor | int) -> bool:
-        """Whether one more token is drafted: `survival` [B] are the products of the highest probabilities so far, this token's included,
-        and `rows` how many rows are still running. One read-back where the length is adaptive."""
+    def allows(self, survival: Tensor) -> bool:
+        """Whether one more token is drafted: `survival` [B] are the products of the highest probabilities so far, this token's included.
+        One read-back where the length is adaptive."""
         if not self.length.cost:
             return True
-        self.hope, self.mean = self.trust.weigh(survival.sum() / rows)
+        self.hope, self.mean = self.trust.weigh(survival.sum() / self.rows)
         return not self.drafted or self._pays()
 
     def take(self) -> bool:

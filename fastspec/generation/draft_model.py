@@ -109,14 +109,14 @@ class ChainDrafter:
         extent += self.nodes + 1
         fed = self._unread() if self.whole is None else self.root[:, None]
         tokens, parents, q = [self.root[:, None]], [0], []
-        survival, node, pace = self.alive.float(), 0, Pace(self.length, self.trust)
+        survival, node, pace = self.alive.float(), 0, Pace(self.length, self.trust, self.alive.sum().clamp(min=1))
         while True:
             scores = self._feed(fed, extent)
             scores = scores if self.process is None else self.process(scores)
             law = torch.softmax(scores, -1)
             if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its law
                 survival = survival * law.amax(-1)
-            if not pace.allows(survival, self.alive.sum().clamp(min=1)):
+            if not pace.allows(survival):
                 break
             chosen = self._choose(scores)
             tokens.append(chosen)

@@ -40,9 +40,9 @@ class Cost:
     several: tuple[float, float]
     each: tuple[float, float]
     drafted: float = 0.0
-    """Of the host, for each token that a draft model writes."""
+    """Of the host, for each token that a draft model writes; estimated."""
     reread: float = 1.5
-    """Of the host, for a round whose text is encoded anew for a draft model, and its drafts for the target; not measured by itself."""
+    """Of the host, for a round whose text is encoded anew for a draft model, and its drafts for the target; estimated."""
     ahead: bool = False
     """Whether rounds without look-ups are launched ahead of the host, and do not wait for it."""
 

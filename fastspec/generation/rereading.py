@@ -70,8 +70,8 @@ class Rereading:
             self.trust.judge(gained)
             self.credit.judge(gained, self.length.price(self.written))
         self.active = active
-        entries = zip(self.said, verdict.accepted.tolist(), verdict.tokens(tree).tolist(), active.tolist(), strict=True)
-        for said, count, tokens, going in entries:
+        told = torch.cat((active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1).tolist()  # one read-back
+        for said, (going, count, *tokens) in zip(self.said, told, strict=True):
             said += tokens[: count + 1] if going else []
 
     def _roots(self) -> Tensor:

@@ -51,7 +51,7 @@ class SharedDrafter(Rereading):
         root = self._roots()
         going = torch.tensor([able and bool(self.known) for able in self._encode_all()], device=self.device)
         tokens, q, own = [root], [], []
-        survival, pace = going.float(), Pace(self.length, self.trust)
+        survival, pace = going.float(), Pace(self.length, self.trust, max(1, sum(self.alive)))
         logits = self._catch_up() if bool(going.any()) else None
         while logits is not None:
             scores, share = self._scores(logits)
@@ -60,7 +60,7 @@ class SharedDrafter(Rereading):
             law = torch.softmax(scores, -1) * going[:, None]
             if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its law
                 survival = survival * law.amax(-1) * share
-            if not pace.allows(survival, max(1, sum(self.alive))) or not bool(going.any()):
+            if not pace.allows(survival) or not bool(going.any()):
                 break
             token = torch.where(going, self.ops.pick(scores, torch.rand(len(scores), device=self.device)), 0)
             tokens.append(token)

@@ -36,12 +36,12 @@ class TextDrafter(Rereading):
 
     def _write(self, going: Tensor) -> list[list[int]]:
         """The draft model's tokens behind every row's text, as many as pay over the rows that can be drafted for, going [B]."""
-        logits, survival, pace = self._catch_up(), going.float(), Pace(self.length, self.trust)
+        logits, survival, pace = self._catch_up(), going.float(), Pace(self.length, self.trust, max(1, sum(self.alive)))
         own: list[Tensor] = []
         while True:
             if self.length.cost:
                 survival = survival * torch.softmax(logits.float(), -1).amax(-1)
-            if not pace.allows(survival, max(1, sum(self.alive))):
+            if not pace.allows(survival):
                 break
             own.append(logits.argmax(-1))
             if not pace.take():

@@ -102,7 +102,7 @@ class TextDecoding:
             "room": room, "tokenizer": self.pair.tokenizer, "draft_tokenizer": self.pair.draft_tokenizer, "device": device,
         }  # fmt: skip
         if process is None or not self.pair.shared:
-            return TextDrafter(model, length, known=dict(self.pair.shared), **texts)
+            return TextDrafter(model, length, known={}, **texts)  # greedy calls need not compare vocabularies
         return SharedDrafter(
             model, length, self.pair.shared, vocab=vocabulary(self.target), draft_vocab=vocabulary(draft), ops=ops, process=process, **texts
         )
