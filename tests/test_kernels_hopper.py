@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,6 +27,7 @@ ON_HOPPER = pytest.mark.skipif(not HAS_HOPPER, reason="the kernel is for compute
 HALVES = [torch.float16, torch.bfloat16]
 LAUNCHES = [HopperLaunch(64, 128, 4, 2), HopperLaunch(128, 64, 4, 1), HopperLaunch(64, 128, 6, 6), HopperLaunch(64, 128, 6, 3)]
 LAUNCHES += [HopperLaunch(64, 64, 2, 0), HopperLaunch(128, 64, 3, 3)]
+LAUNCHES += [HopperLaunch(64, 64, 4, 3, rows=16), HopperLaunch(64, 128, 3, 3, rows=128)]
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (4096, 4096), (6144, 8192), (4096, 12288), (17920, 1536), (1536, 8960), (1536, 1536)]
 GATED, SPLIT = [(28672, 4096), (17920, 1536)], [(4096, 4096), (4096, 14336), (4096, 12288), (1536, 8960), (1536, 1536)]
 
@@ -42,7 +45,7 @@ def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, biased: bool
 @ON_HOPPER
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 @given(
-    rows=st.sampled_from([1, 2, 7, 16, 17, 33, 61, 64]), channels=st.sampled_from([1, 63, 576, 1000, 4096]),
+    rows=st.sampled_from([1, 2, 7, 16, 17, 33, 61, 64, 65, 256, 300]), channels=st.sampled_from([1, 63, 576, 1000, 4096]),
     depth=st.sampled_from([8, 64, 72, 576, 1544, 4096]), dtype=st.sampled_from(HALVES), swiglu=st.booleans(),
     biased=st.booleans(), sliced=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
@@ -50,7 +53,9 @@ def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, biased: bool
 def test_every_launch_gives_the_product(launch, rows, channels, depth, dtype, swiglu, biased, sliced, seed):
     torch.manual_seed(seed)
     if swiglu and launch.stages * launch.channels * launch.depth > 4 * 128 * 64:
-        launch = HopperLaunch(64, 64, 4, 2)  # what fits into shared memory
+        launch = HopperLaunch(64, 64, 4, 2, rows=launch.rows)  # what fits into shared memory
+    if rows > 64 and not launch.rows:
+        launch = replace(launch, rows=64)
     x, weight, bias = drawn(rows, channels * (1 + swiglu), depth, dtype, biased, sliced)
     assert takes(x, weight)
     exact, bound = (gated if swiglu else product)(x, weight, bias)
@@ -121,3 +126,15 @@ def test_what_it_does_not_take():
         patch.setattr(kernel, "is_hopper", lambda device: True)
         assert takes(x, weight) and not takes(x.float(), weight.float()) and not takes(x.short(), weight.short())
         assert not takes(x[:, 1:], weight[:, 1:]) and not takes(x[:, :60], torch.zeros(8, 60, dtype=torch.float16))
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("rows", [65, 256, 300])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_of_tiles_of_rows_are_those_of_all_rows(rows, parts):
+    torch.manual_seed(rows)
+    x, weight, bias = drawn(rows, 576, 1536, torch.bfloat16, True, False)
+    got = linear_parts(x, weight, bias, launch=HopperLaunch(64, 64, 4, 3, parts, rows=64)).values
+    each = [linear_parts(few, weight, bias, launch=HopperLaunch(64, 64, 4, 3, parts)).values for few in x.split(64)]
+    assert torch.equal(got, torch.cat(each, 1))

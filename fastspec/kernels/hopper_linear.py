@@ -42,7 +42,8 @@ def _hopper_linear(
     BM: gl.constexpr, BK: gl.constexpr, BR: gl.constexpr, S: gl.constexpr, GATES: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr,
     STAGES: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Out [R, M] in d_x's dtype, or with PARTS [S, R, M] fp32: part s is over the s-th share of the steps."""
+    """Out [R, M] in d_x's dtype, or with PARTS [S, R, M] fp32: part s is over the s-th share of the steps. The grid's second side counts
+    tiles of BR rows."""
     dtype: gl.constexpr = d_w.dtype
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BR, 16])
     VECTOR: gl.constexpr = 4 if PARTS else 8  # 16 bytes a thread
@@ -50,7 +51,7 @@ def _hopper_linear(
     BYTES: gl.constexpr = (GATES * BM + BR) * BK * 2
     tile, part = gl.program_id(0) // S, gl.program_id(0) % S
     first, last = steps * part // S, steps * (part + 1) // S
-    count, line = last - first, tile * BM
+    count, line, row = last - first, tile * BM, gl.program_id(1) * BR
     w_smem = gl.allocate_shared_memory(dtype, [STAGES * GATES, BM, BK], d_w.layout)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, BR, BK], d_x.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -66,7 +67,7 @@ def _hopper_linear(
     for i in gl.static_range(STAGES):
         if i >= AHEAD:
             _weights(d_w, bars, w_smem, i, line, (first + i) * BK, M, i < count, BYTES, GATES)
-        _load(d_x, [0, (first + i) * BK], bars.index(i), x_smem.index(i), i < count)
+        _load(d_x, [row, (first + i) * BK], bars.index(i), x_smem.index(i), i < count)
 
     b_sum = gl.zeros([BM, BR], gl.float32, SUMS)
     b_up = gl.zeros([BM, BR], gl.float32, SUMS)
@@ -83,7 +84,7 @@ def _hopper_linear(
         # The products of the step before are done: its place is free. Without a branch, which would cost more than what it saves.
         o_k, wanted = (first + step - 1 + STAGES) * BK, (step > 0) & (step - 1 + STAGES < count)
         _weights(d_w, bars, w_smem, before, line, o_k, M, wanted, BYTES, GATES)
-        _load(d_x, [0, o_k], bars.index(before), x_smem.index(before), wanted)
+        _load(d_x, [row, o_k], bars.index(before), x_smem.index(before), wanted)
         before = stage
         stage += 1
         if stage == STAGES:
@@ -99,7 +100,7 @@ def _hopper_linear(
         b_bias = gl.load(p_bias + o_line, mask=o_line < M, other=0.0).to(gl.float32)
         b_sum += gl.where(part == 0, b_bias, 0.0)[:, None]
     o_m = line + gl.arange(0, BM, gl.SliceLayout(1, OUT))
-    o_r = gl.arange(0, BR, gl.SliceLayout(0, OUT))
+    o_r = row + gl.arange(0, BR, gl.SliceLayout(0, OUT))
     m_out = (o_m < M)[:, None] & (o_r < R)[None, :]
     if PARTS:
         b_sum = gl.convert_layout(b_sum, OUT)
@@ -119,13 +120,14 @@ def _hopper_linear(
 @dataclass(frozen=True, slots=True)
 class HopperLaunch:
     """Weight tiles of channels x depth, `stages` of them at once in shared memory, the first `ahead` before the rows are there; `parts` of
-    the inner size, 1 but for `linear_parts`."""
+    the inner size, 1 but for `linear_parts`. With `rows` (a power of 2, 16 at least) a program takes so many rows, not all."""
 
     channels: int
     depth: int
     stages: int
     ahead: int
     parts: int = 1
+    rows: int = 0
 
 
 MULTIPROCESSORS = 132
@@ -166,8 +168,8 @@ def hopper_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, l
     """Fill out [..., M], or out [S, ..., M] fp32 with the parts, contiguous, of the product of x [R, K]; operands as `takes` says."""
     rows, depth = x.shape
     width, split = out.shape[-1], out.dtype == torch.float32
-    steps, wide = -(-depth // launch.depth), padded(rows)
-    _hopper_linear[(-(-width // launch.channels) * launch.parts,)](
+    steps, wide = -(-depth // launch.depth), min(launch.rows or padded(rows), padded(rows))
+    _hopper_linear[(-(-width // launch.channels) * launch.parts, -(-rows // wide))](
         _descriptor(weight, launch.channels, launch.depth), _descriptor(x, wide, launch.depth), bias, out, rows, width, steps,
         BM=launch.channels, BK=launch.depth, BR=wide, S=launch.parts, GATES=1 + swiglu, BIAS=bias is not None, PARTS=split,
         STAGES=launch.stages, AHEAD=launch.ahead, num_warps=4, **dependent(x.device),
