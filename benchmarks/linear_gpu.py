@@ -40,19 +40,18 @@ Way = tuple[str, AnyLaunch | None, Callable[[Tensor, Tensor], Tensor]]
 
 
 def launches(text: str) -> list[Launch]:
-    """Launches by "channels depth programs warps stages", and tma, pdl or a tile's rows ("r64") where it applies, parted by commas."""
+    """Launches by "channels depth programs warps stages", and tma, pdl where it applies, parted by commas."""
     found = []
     for words in (entry.split() for entry in text.split(",")):
         channels, depth, programs, warps, stages = map(int, words[:5])
-        rows = next((int(word[1:]) for word in words if word[0] == "r"), 0)
-        found.append(Launch(channels, depth, programs, warps, stages, tma="tma" in words, pdl="pdl" in words, rows=rows))
+        found.append(Launch(channels, depth, programs, warps, stages, tma="tma" in words, pdl="pdl" in words))
     return found
 
 
 def short(launch: AnyLaunch) -> str:
     if isinstance(launch, RowLaunch):
         return f"{launch.channels} {launch.depth} {launch.warps} row"
-    marks = [name for name, on in (("tma", launch.tma), ("pdl", launch.pdl), (f"r{launch.rows}", launch.rows)) if on]
+    marks = [name for name, on in (("tma", launch.tma), ("pdl", launch.pdl)) if on]
     return " ".join(map(str, (launch.channels, launch.depth, launch.programs, launch.warps, launch.stages, *marks)))
 
 
@@ -67,10 +66,6 @@ MANY = launches(
     "128 64 264 4 3, 128 64 264 4 4, 128 64 132 8 7, 128 128 132 8 3, 128 128 132 8 4, 256 64 132 8 4, 256 64 132 8 5, "
     "64 64 396 4 4 tma, 128 64 264 4 4 tma, 128 128 132 8 4 tma, 256 64 132 8 5 tma, 64 64 264 4 5 pdl, 128 64 264 4 4 pdl, "
     "128 64 264 4 4 tma pdl, 128 128 132 8 4 tma pdl"
-)
-BATCHES = launches(
-    "64 64 0 4 4 pdl r64, 64 128 0 4 4 pdl r64, 32 64 0 4 4 pdl r64, 32 128 0 4 4 pdl r64, 64 64 0 4 4 pdl r32, 64 64 0 4 5 tma pdl r64,"
-    "64 64 0 4 4 pdl r128, 128 64 0 4 4 pdl r64, 64 64 0 8 4 pdl r128, 16 128 0 4 4 pdl r64"
 )
 
 
@@ -163,7 +158,7 @@ def main() -> None:
         exact = F.linear(whole[0].float(), whole[1].float())
         ways: list[Way] = [("cuBLAS", None, partial(cublas, gated))]
         if not gated:
-            tried = [*(ROWS if count == 1 else []), *(FEW if count <= 16 else MANY if count <= 64 else BATCHES)] * options.sweep
+            tried = [*(ROWS if count == 1 else []), *(FEW if count <= 16 else MANY)] * options.sweep
         for launch in candidates(count, shape, gated, tried):
             ways.append((short(launch), launch, partial(linear, bias=None, swiglu=gated, launch=launch)))
         ours: list[tuple[float, str, AnyLaunch]] = []

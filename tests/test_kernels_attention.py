@@ -121,9 +121,11 @@ def test_any_number_of_splits(device, nodes, prefixes, splits, chain):
 
 
 def test_how_many_splits():
-    assert kernels._splits(512, 500, 132, 1, 6) == 1  # full without
-    assert kernels._splits(4096, 4096, 132, 8, 6) >= 8  # uneven rows
-    assert kernels._splits(1, 100_000, 264, 1, 2) == kernels.MAX_SPLITS
+    assert kernels._splits(512, 500, 500, 132, 1, 6) == 1  # full without
+    assert kernels._splits(4096, 4096, 4096, 132, 8, 6) >= 8  # uneven rows
+    assert kernels._splits(1, 100_000, 100_000, 264, 1, 2) == kernels.MAX_SPLITS
+    assert kernels._splits(48, 18, 18, 264, 1, 3) == 5 and kernels._splits(48, 18, 9, 264, 1, 3) == 1  # a buffer that is half empty
+    assert kernels._splits(48, 66, 66, 264, 1, 3) == kernels._splits(48, 70, 66, 264, 1, 3) == 5
     assert few_attention._splits(8, 34, 264) == 33  # plain decoding: the chip is filled
     assert few_attention._splits(8, 2, 264) == 1  # a merge would take longer
     assert few_attention._splits(512, 500, 264) == 1

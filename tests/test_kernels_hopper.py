@@ -29,6 +29,7 @@ LAUNCHES = [HopperLaunch(64, 128, 4, 2), HopperLaunch(128, 64, 4, 1), HopperLaun
 LAUNCHES += [HopperLaunch(64, 64, 2, 0), HopperLaunch(128, 64, 3, 3)]
 LAUNCHES += [HopperLaunch(64, 64, 4, 3, rows=16), HopperLaunch(64, 128, 3, 3, rows=128)]
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (4096, 4096), (6144, 8192), (4096, 12288), (17920, 1536), (1536, 8960), (1536, 1536)]
+FEW_WEIGHTS = [(960, 576), (960, 1152), (576, 576), (576, 1536), (576, 1920), (3072, 576), (3840, 576)]
 GATED, SPLIT = [(28672, 4096), (17920, 1536)], [(4096, 4096), (4096, 14336), (4096, 12288), (1536, 8960), (1536, 1536)]
 
 
@@ -115,11 +116,50 @@ def test_every_launch_chosen_fits_the_device(rows, shape):
         assert launch.stages * launch.depth * 2 * (launch.channels * (1 + swiglu) + products.padded(rows)) < 227 * 1024
 
 
+@pytest.mark.parametrize("rows", [17, 60, 64, 65, 128, 129, 256, 480, 512])
+@pytest.mark.parametrize("shape", FEW_WEIGHTS, ids=str)
+def test_products_of_few_weights_have_a_launch_for_many_rows(rows, shape):
+    parts = hopper_parts(rows, *shape)
+    assert (parts > 1) == (rows <= 64 and shape[0] < 1024) and shape[1] % (64 * parts) == 0
+    for swiglu, count in [(False, 1), (False, parts), (True, 1)][: 2 + (shape[0] >= 3072)]:
+        launch = hopper_launch_for(rows, shape[0] >> swiglu, shape[1], swiglu, count)
+        assert launch.rows == (0 if count > 1 else 32 if rows <= 128 else 64) and launch.ahead <= launch.stages
+        wide = launch.rows or products.padded(rows)
+        assert launch.stages * launch.depth * 2 * (launch.channels * (1 + swiglu) + wide) < 227 * 1024
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", FEW_WEIGHTS, ids=str)
+@pytest.mark.parametrize("rows", [17, 60, 64, 65, 128, 256, 480])
+def test_products_of_few_weights_have_the_bits_of_the_other_kernels(rows, shape, dtype, monkeypatch):
+    torch.manual_seed(rows)
+    used = []
+    for module in (products, split):
+        monkeypatch.setattr(module, "hopper_linear", lambda *operands: used.append(operands[4]) or hopper_linear(*operands))
+    x, weight = (torch.randint(-3, 4, size, device="cuda").to(dtype) for size in ((rows, shape[1]), shape))
+    assert torch.equal(linear(x, weight, None), F.linear(x.double(), weight.double()).to(dtype))
+    x, weight, bias = drawn(rows, *shape, dtype, True, False)
+    few = x.split(64)
+    assert torch.equal(linear(x, weight, bias), torch.cat([linear(part, weight, bias, launch=Launch(64, 64, 0, 4, 3)) for part in few]))
+    if shape[0] >= 3072:
+        want = torch.cat([linear(part, weight, bias, swiglu=True, launch=Launch(64, 64, 0, 4, 3)) for part in few])
+        assert torch.equal(products.gate_up(x, weight, bias), want)
+    parts = hopper_parts(rows, *shape)
+    if parts > 1:
+        got, want = linear_parts(x, weight, bias), linear_parts(x, weight, bias, launch=PartsLaunch(64, 64, parts, 4, 4))
+        assert torch.equal(got.values, want.values) and len(got.values) == parts
+    assert len(used) == 2 + (shape[0] >= 3072) + (parts > 1)
+
+
 def test_what_it_does_not_take():
     """One row, many rows, small products, vocabularies; other devices, dtypes and lines that are not aligned."""
     assert hopper_launch_for(1, 4096, 4096) is None and hopper_launch_for(65, 4096, 4096) is None
     assert hopper_launch_for(16, 4096, 576) is None and hopper_launch_for(16, 128256, 4096) is None
-    assert hopper_parts(1, 4096, 4096) == hopper_parts(17, 4096, 4160) == hopper_parts(17, 576, 1536) == 1
+    assert hopper_parts(1, 4096, 4096) == hopper_parts(17, 4096, 4160) == hopper_parts(16, 576, 1536) == 1
+    assert hopper_launch_for(513, 576, 576) is None and hopper_launch_for(65, 1536, 1536) is None  # many rows, or weights
+    assert hopper_launch_for(17, 576, 448) is None and hopper_launch_for(65, 2048, 576, swiglu=True) is None
     x, weight = torch.zeros(4, 64, dtype=torch.float16), torch.zeros(8, 64, dtype=torch.float16)
     assert not takes(x, weight)  # on the CPU
     with pytest.MonkeyPatch.context() as patch:

@@ -22,13 +22,12 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the inter
 
 # programs: one per tile, fewer than tiles, one, more than tiles (parts of a tile), as many as there are steps
 SMALL = [Launch(16, 32, 0, 4, 3), Launch(16, 16, 3, 4, 3), Launch(32, 32, 1, 4, 2), Launch(16, 16, 7, 4, 4), Launch(16, 32, 10**6, 4, 2)]
-SMALL += [Launch(32, 16, 5, 4, 3, tma=True), Launch(16, 16, 0, 4, 3, rows=16), Launch(32, 32, 7, 4, 3, tma=True, rows=16)]
+SMALL += [Launch(32, 16, 5, 4, 3, tma=True)]
 ONE_ROW = [RowLaunch(8, 32, 4), RowLaunch(1, 16, 1), RowLaunch(4, 64, 2)]
 # what the tables hold, and the shapes beside them that a measurement may choose
 WIDE = [Launch(64, 128, 264, 4, 4), Launch(128, 64, 264, 4, 4), Launch(64, 64, 97, 4, 3, tma=True), Launch(16, 128, 0, 4, 4)]
 WIDE += [RowLaunch(4, 512, 2), RowLaunch(4, 1024, 4), RowLaunch(2, 2048, 8), RowLaunch(1, 256, 1)]
 WIDE += [Launch(64, 128, 132, 4, 3, tma=True, pdl=True), Launch(64, 64, 0, 4, 3, pdl=True), Launch(128, 64, 132, 8, 4)]
-WIDE += [Launch(64, 64, 0, 4, 3, pdl=True, rows=64), Launch(64, 64, 0, 4, 3, tma=True, pdl=True, rows=32)]
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -96,7 +95,7 @@ def test_every_launch_gives_the_product(device, rows, channels, depth, dtype, sw
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("launch", WIDE, ids=str)
 @given(
-    rows=st.sampled_from([1, 7, 16, 17, 61, 64, 65, 128, 300]), channels=st.sampled_from([1, 63, 576, 1000, 4096]),
+    rows=st.sampled_from([1, 7, 16, 17, 61, 64, 65, 128]), channels=st.sampled_from([1, 63, 576, 1000, 4096]),
     depth=st.sampled_from([1, 63, 576, 1544, 4096]), dtype=st.sampled_from([torch.float16, torch.bfloat16]), swiglu=st.booleans(),
     biased=st.booleans(), sliced=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
@@ -104,8 +103,8 @@ def test_every_launch_gives_the_product(device, rows, channels, depth, dtype, sw
 def test_wide_launches_give_the_product(device, launch, rows, channels, depth, dtype, swiglu, biased, sliced, seed):
     torch.manual_seed(seed)
     rows = 1 if isinstance(launch, RowLaunch) else rows
-    if isinstance(launch, Launch) and (rows > 64 or (swiglu and launch.channels > 64)):  # what fits into shared memory
-        launch = Launch(64, 64, launch.programs, launch.warps, 3, launch.tma, launch.pdl, rows=launch.rows or 64 * (rows > 128))
+    if isinstance(launch, Launch) and (rows > 64 or (swiglu and launch.channels > 64)):
+        launch = Launch(64, 64, launch.programs, launch.warps, 3, launch.tma, launch.pdl)  # what fits into shared memory
     check(*drawn(rows, channels * (1 + swiglu), depth, dtype, device, biased, sliced), launch, swiglu)
 
 

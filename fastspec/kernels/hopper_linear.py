@@ -1,4 +1,4 @@
-"""Linear layers of a few rows on Hopper, whose weights are on their way before the kernel in front of them has ended.
+"""Linear layers of few rows, or of few weights, on Hopper, whose weights are on their way before the kernel in front of them has ended.
 
 R rows, K input channels, M output channels, S parts; weights [M, K], or [2 * M, K] with a gate and an up-projection. A program takes BM
 output channels and one part of the depth, in steps of BK. Nobody writes weights, so a program asks for its first AHEAD steps of them,
@@ -132,11 +132,21 @@ class HopperLaunch:
 
 MULTIPROCESSORS = 132
 """Of the GPU that the launches were measured on, an H200 (stack_steps_h200.jsonl in benchmarks/results)."""
+MOST_ROWS = 512
+"""As many as a round of eight sequences with trees of up to 64 nodes has; more were not measured."""
+
+
+def _small(rows: int, channels: int, depth: int, swiglu: bool = False) -> bool:
+    """Whether a product of many rows is of few weights, as those of a hidden size of 576 are: cut into tiles of rows it fills the device,
+    and weights that are read again come from the L2."""
+    return 16 < rows <= MOST_ROWS and min(channels, depth) >= 512 and channels * depth * (1 + swiglu) < 9 * 2**18
 
 
 def hopper_parts(rows: int, channels: int, depth: int) -> int:
     """How many parts `linear_parts` makes of x [rows, depth] times `channels` output channels, of three steps at least; 1: none."""
     tiles = -(-channels // 64)
+    if _small(rows, channels, depth):
+        return min(6, depth // 192) if rows <= 64 and channels < 1024 and depth % 64 == 0 else 1
     if not 1 < rows <= 64 or channels < 1024 or depth <= 1024 or depth % 128:
         return 1
     return max(1, min(MULTIPROCESSORS // tiles, depth // 128 // 3))
@@ -144,6 +154,13 @@ def hopper_parts(rows: int, channels: int, depth: int) -> int:
 
 def hopper_launch_for(rows: int, channels: int, depth: int, swiglu: bool = False, parts: int = 1) -> HopperLaunch | None:
     """The launch of x [rows, depth] times `channels` output channels (twice as many weights with swiglu); None: linear.py is as good."""
+    if _small(rows, channels, depth, swiglu):
+        if parts > 1:
+            steps = -(-depth // 64 // parts)
+            return HopperLaunch(64, 64, min(4, steps), min(4, steps), parts)
+        tile = 32 if rows <= 128 else 64
+        ahead = (2 if swiglu else 4) if tile == 32 else (4 if swiglu else 3)
+        return HopperLaunch(64, 64 if swiglu else 128, 4, ahead, rows=tile)
     if not 1 < rows <= 64 or depth <= 1024 or channels >= 65536:
         return None
     few, deep = rows <= 16, depth >= 4096

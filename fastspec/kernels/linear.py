@@ -1,8 +1,7 @@
 """Linear layers of few rows, as fast as their weights can be read, in Triton.
 
 R rows, K input channels, M output channels, T tiles of BM output channels, P programs. A tile [BM, BK] of the weights is the left operand
-of the product, so that the tensor cores' 64 (or 16) lines are output channels and their narrow side is BR, the rows padded to a power of 2,
-or a part of them: then the grid's second side counts the parts.
+of the product, so that the tensor cores' 64 (or 16) lines are output channels and their narrow side is BR, the rows padded to a power of 2.
 One row has a kernel of its own, linear_row.py, and so have a few rows on Hopper, hopper_linear.py.
 
 The work is T times cdiv(K, BK) steps, one weight tile each, cut into P runs that differ by at most one step: whatever the shape, no
@@ -24,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastspec.kernels import swiglu as swiglu_kernel
-from fastspec.kernels.hopper_linear import HopperLaunch, hopper_launch_for, hopper_linear, takes
+from fastspec.kernels.hopper_linear import MOST_ROWS, HopperLaunch, hopper_launch_for, hopper_linear, takes
 from fastspec.kernels.launch import dependent, padded, prefetch
 from fastspec.kernels.linear_row import RowLaunch, linear_row, row_launch_for
 
@@ -69,10 +68,10 @@ def _linear_kernel(
     if SWIGLU:
         lines = 2 * M
     o_m = tl.arange(0, BM)
-    o_r = tl.program_id(1) * BR + tl.arange(0, BR)
+    o_r = tl.arange(0, BR)
     o_bk = tl.arange(0, BK)
     m_r = o_r < R
-    o_part = o_m[:, None] * BR + tl.arange(0, BR)[None, :]
+    o_part = o_m[:, None] * BR + o_r[None, :]
     GATES: tl.constexpr = 2 if SWIGLU else 1
 
     if PDL:
@@ -151,8 +150,7 @@ class Launch:
 
     `tma` reads the weights through a tensor descriptor, which wants lines of a multiple of 16 bytes. `pdl` lets the kernel start while
     the one before it in the stream still runs (programmatic dependent launch): it then fetches at most `prefetch` bytes (a multiple of
-    16) of each line of its first weight tile into L2, and waits before it touches anything else. With `rows` (a power of 2, 16 at least) a
-    program takes so many rows, not all, and a whole tile's depth.
+    16) of each line of its first weight tile into L2, and waits before it touches anything else.
     """
 
     channels: int
@@ -163,11 +161,10 @@ class Launch:
     tma: bool = False
     pdl: bool = False
     prefetch: int = 512
-    rows: int = 0
 
 
-MAX_ROWS = 512
-"""From here on the products are bound by the tensor cores, where cuBLAS is at home."""
+MAX_ROWS = MOST_ROWS
+"""From here on the products are bound by the tensor cores, where cuBLAS is at home; between 64 and it none but small ones have a launch."""
 
 PDL = True
 """Whether launches that `launch_for` chooses start before the kernel in front of them has finished."""
@@ -273,17 +270,17 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch:
     rows, depth = x.shape
     width = out.shape[-1]
     tiles, steps = -(-width // launch.channels), -(-depth // launch.depth)
-    wide = min(launch.rows or padded(rows), padded(rows))
     programs = min(launch.programs or tiles, tiles * steps)
-    if programs != tiles and (tiles > _TILES or wide < rows):
-        programs = tiles  # more tiles than counters, or parts of the rows: enough of them to fill a device unsplit
+    if tiles > _TILES and programs != tiles:
+        programs = tiles  # more tiles than counters: enough of them to fill a device unsplit
     base, extra = divmod(tiles * steps, programs)
     split = bool(extra or base % steps)
+    wide = padded(rows)
     parts = torch.empty(2 * programs * (1 + swiglu) * launch.channels * wide if split else 1, dtype=torch.float32, device=x.device)
     lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size() | depth * weight.element_size()) % 16 == 0
     tma, pdl = launch.tma and lined_up, launch.pdl and lined_up and dependent(x.device)["PDL"]
     options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages} | ({"launch_pdl": True} if pdl else {})
-    _linear_kernel[(programs, -(-rows // wide))](
+    _linear_kernel[(programs,)](
         x, weight, TensorDescriptor.from_tensor(weight, [launch.channels, launch.depth]) if tma else None,
         bias, out, parts, _counters(x.device), rows, width, depth, x.stride(0), weight.stride(0), base, extra,
         BM=launch.channels, BK=launch.depth, BR=wide, SWIGLU=swiglu, BIAS=bias is not None, EVEN_K=depth % launch.depth == 0,

@@ -28,6 +28,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MERGE_COST = 4  # what a merge takes, in the time of a block
 PARTIAL_COST = 2  # what it takes to leave a part, likewise
 MAX_SHARE = 16384  # slots: rows of a batch differ in length, and the longest should not finish alone
+HALF_FULL = 2048  # slots: the rows of a batch fill half of a shorter buffer, on average; longer ones are made where half is not enough
 
 _VARYING = ["nodes", "tail", "extent", "splits", "kv_heads"]  # from launch to launch: one compiled kernel takes them all
 
@@ -221,7 +222,8 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: f
     tiles = triton.cdiv(rows, launch.block_m)
     blocks = triton.cdiv(extent, launch.block_n) + 1  # the prefix and the tail begin a block each
     least = triton.cdiv(extent, MAX_SHARE) if batch > 1 else 1
-    splits = _splits(pairs * tiles, blocks, processors(q.device) * launch.resident, least, launch.least)
+    expected = blocks // 2 if batch > 1 and extent < HALF_FULL else blocks
+    splits = _splits(pairs * tiles, blocks, expected, processors(q.device) * launch.resident, least, launch.least)
     part, lse = out, out
     if splits > 1:
         part = q.new_empty((pairs, rows, splits, size), dtype=torch.float32)
@@ -269,12 +271,13 @@ def _launch(element: int, block_d: int, rows: int) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def _splits(tiles: int, blocks: int, slots: int, least: int, share_least: int) -> int:
-    """How many programs share a tile's blocks: the cheapest by waves of programs over the chip's slots, with the merge counted."""
+def _splits(tiles: int, blocks: int, expected: int, slots: int, least: int, share_least: int) -> int:
+    """How many programs share a tile's blocks, of which so many are expected to be there: the cheapest by waves of programs over the
+    chip's slots, with the merge counted."""
     most = min(MAX_SPLITS, max(1, blocks // share_least))
 
     def cost(splits: int) -> float:
-        waves, share = triton.cdiv(tiles * splits, slots), triton.cdiv(blocks, splits)
+        waves, share = triton.cdiv(tiles * splits, slots), max(triton.cdiv(expected, splits), min(share_least, expected))
         return waves * (share + PARTIAL_COST) + MERGE_COST + splits / 16 if splits > 1 else waves * share
 
     return min(range(min(least, most), most + 1), key=cost)
