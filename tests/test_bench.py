@@ -272,9 +272,9 @@ def test_a_summary_pools_positions_and_takes_medians() -> None:
     shared |= {"acceptance_length": 1.5, "ms_per_round": 10.0}
     rows = [
         shared | {"tokens_per_second": speed, "phases_ms": phases, "accepted_counts": counts}
-        for speed, phases, counts in ((1.0, {"score": 1.0}, [1]), (2.0, {"score": 2.0}, [1, 2]), (6.0, {}, [0, 0, 1]))
+        for speed, phases, counts in ((1.0, {"score": 1.0}, [1]), (2.0, {"score": 2.0, "round": 3.0}, [1, 2]), (6.0, {}, [0, 0, 1]))
     ]
     overall, category = summarise(rows)
     assert overall | {"category": "a"} == category
-    assert overall["tokens_per_second"][1] == 2.0 and overall["phases_ms"] == {"score": 1.5} and overall["peak_mib"] is None
+    assert overall["tokens_per_second"][1] == 2.0 and overall["phases_ms"] == {"score": 1.5, "round": 1.5} and overall["peak_mib"] is None
     assert overall["acceptance_by_position"] == [0.6, 0.2]

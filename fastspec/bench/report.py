@@ -54,7 +54,8 @@ def _summary(group: list[Row]) -> Row:
         values = [row[name] for row in group if row[name] is not None]
         found[name] = quantiles(values) if values else None
     timed = [row["phases_ms"] for row in group if row["phases_ms"]]
-    found["phases_ms"] = {name: round(statistics.median(spent[name] for spent in timed), 3) for name in (timed[0] if timed else ())}
+    phases = dict.fromkeys(name for spent in timed for name in spent)  # a call without such rounds has 0 of a phase
+    found["phases_ms"] = {name: round(statistics.median(spent.get(name, 0.0) for spent in timed), 3) for name in phases}
     counts = [sum(column) for column in zip_longest(*(row["accepted_counts"] for row in group), fillvalue=0)]
     found["acceptance_by_position"] = [round(share, 3) for share in Stats(lengths=counts).acceptance_by_position]
     return found

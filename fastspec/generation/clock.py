@@ -88,7 +88,9 @@ class Clock:
             self.marks.append((name, time.perf_counter()))
 
     def close(self) -> None:
-        """The round has ended and was read back: take its times down."""
+        """The round has ended and was read back: take its times down, once the device has passed the last mark."""
+        if self.cuda:
+            torch.cuda.current_stream().synchronize()
         spent: dict[str, float] = {}
         for (_, before), (name, after) in pairwise(self.marks):
             took = before.elapsed_time(after) if self.cuda else 1e3 * (after - before)
