@@ -13,6 +13,7 @@ import torch
 from helpers_captured import Stand, stand_in
 from helpers_generate import EAGLE1, MAKERS, TREE, prompts
 from helpers_models import tiny_head, tiny_model
+from test_text_draft import DRAFT, TARGET
 
 import fastspec
 from fastspec.generation import cache, loop, rounds
@@ -93,6 +94,27 @@ def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
     assert all((each.aside.plain is not None) == (kind == "random") for each in held)
     assert kind != "random" or all(each.aside.plain.captured["round"].graph for each in held)  # rounds without drafts are replayed whole
     assert {2, wide} <= fed <= {1, 2, wide} if kind == "random" else {2} <= fed <= {1, 2}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_draft_model_of_another_tokenizer_keeps_its_graphs(captures, sampled):
+    """From call to call, of any length, as long as its weights are where they were."""
+    plain, model, draft = tiny_model(), tiny_model(), tiny_model(seed=3, vocab_size=93, num_hidden_layers=1)
+    fastspec.patch(model, speculative=(draft, DRAFT, TARGET))
+    law = {"do_sample": True, "temperature": 0.7, "top_k": 1} if sampled else {"do_sample": False}
+    held = session_of(model).engines.held
+    for moved in range(2):
+        drafters = []
+        for length in (9, 5, 9, 5):
+            options = {**prompts(length), "max_new_tokens": 40, "eos_token_id": None}
+            got = model.generate(**options, **law, assistant=fastspec.Speculative(gamma=3))
+            assert got.tolist() == plain.generate(**options, do_sample=False).tolist()
+            drafters.append(next(reversed(held.values())).drafter)
+        assert len(set(map(id, drafters))) == 1 and len(held) == 1 + moved
+        passes, chunks = drafters[0].passes.held.held, drafters[0].draft.chunks.held
+        assert len(passes) == 1 and all(captured.replays > 10 for _, captured in passes.values()) and len(chunks) < 4
+        for parameter in draft.parameters():
+            parameter.data = parameter.data.clone()
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k_filler": 1}], ids=str)

@@ -39,6 +39,11 @@ class Rereading:
         self.written = 0
         """Tokens that the draft model wrote in this round."""
 
+    def open(self, capacity: int) -> None:
+        """Begin another call of the same rows, of at most `capacity` tokens each."""
+        self.room = room_for(capacity, self.length)
+        self.draft.open(self.room)
+
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Take the text ids [B, T] with counts [B] real tokens, and its first new token root [B]."""
         self.said = [[*row[:count], first] for row, count, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
@@ -142,6 +147,11 @@ class Rereading:
     def _keep(self, rows: Sequence[Sequence[int]]) -> None:
         """Take note of the draft model's tokens that were fed behind the text of each row."""
         self.fed = [[*read, *row] for read, row in zip(self.read, rows, strict=True)]
+
+
+def room_for(capacity: int, length: Length) -> int:
+    """How many of the draft model's tokens there is room for: a text may be longer in them than in the target's, twice as long at most."""
+    return 2 * capacity + length.most + 2
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:

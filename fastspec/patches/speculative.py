@@ -18,6 +18,7 @@ from fastspec.generation.draft_length import Length
 from fastspec.generation.draft_model import ChainDrafter
 from fastspec.generation.nasd import COSTS, LAYERS, Cost
 from fastspec.generation.protocols import Ops
+from fastspec.generation.rereading import room_for
 from fastspec.generation.shared_draft import SharedDrafter, shared_tokens
 from fastspec.generation.stats import Stats
 from fastspec.generation.text_draft import TextDrafter
@@ -86,8 +87,13 @@ class TextDecoding:
     name: str = "speculative"
     taps: None = None
 
+    @property
+    def draft(self) -> Any:
+        """The draft model: captured rounds are good for its weights alone."""
+        return self.pair.model
+
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> TextDrafter | SharedDrafter:
-        """The drafter of one call. A text may be longer in the draft model's tokens than in the target's: twice as long at most.
+        """The drafter of one call.
 
         With `process` drafts are drawn by the shared tokens, if there are any. Without it the call may be a sampled one too, one without
         any processor, which this does not tell from a greedy one: drafts are texts then.
@@ -96,7 +102,7 @@ class TextDecoding:
         times = COSTS.get(torch.device(device).type, COSTS["cuda"])
         more = check(self.target, device, rows) + times.reread / pass_ms(times, self.target)
         length = Length(config.most, cost(draft, self.target, device), more) if config.gamma is None else Length(config.gamma)
-        room = 2 * capacity + length.most + 2
+        room = room_for(capacity, length)
         model = HFModel(draft, adapter_for(draft), rows=rows, capacity=room, tail=2, taps=None, ops=ops)
         texts: dict[str, Any] = {
             "room": room, "tokenizer": self.pair.tokenizer, "draft_tokenizer": self.pair.draft_tokenizer, "device": device,
