@@ -40,11 +40,11 @@ Way = tuple[str, AnyLaunch | None, Callable[[Tensor, Tensor], Tensor]]
 
 
 def launches(text: str) -> list[Launch]:
-    """Launches by "channels depth programs warps stages", and tma, pdl where it applies, parted by commas."""
+    """Launches by "channels depth warps stages", and tma, pdl where it applies, parted by commas."""
     found = []
     for words in (entry.split() for entry in text.split(",")):
-        channels, depth, programs, warps, stages = map(int, words[:5])
-        found.append(Launch(channels, depth, programs, warps, stages, tma="tma" in words, pdl="pdl" in words))
+        channels, depth, warps, stages = map(int, words[:4])
+        found.append(Launch(channels, depth, warps, stages, tma="tma" in words, pdl="pdl" in words))
     return found
 
 
@@ -52,20 +52,17 @@ def short(launch: AnyLaunch) -> str:
     if isinstance(launch, RowLaunch):
         return f"{launch.channels} {launch.depth} {launch.warps} row"
     marks = [name for name, on in (("tma", launch.tma), ("pdl", launch.pdl)) if on]
-    return " ".join(map(str, (launch.channels, launch.depth, launch.programs, launch.warps, launch.stages, *marks)))
+    return " ".join(map(str, (launch.channels, launch.depth, launch.warps, launch.stages, *marks)))
 
 
 ROWS = [RowLaunch(*sizes) for sizes in ((4, 512, 2), (2, 512, 1), (2, 1024, 2), (4, 1024, 4), (2, 2048, 4), (4, 2048, 4), (4, 2048, 8))]
 FEW = launches(
-    "16 128 0 4 4, 16 256 0 4 4, 32 128 0 4 4, 16 128 0 2 6 pdl, 16 64 0 4 6 tma, 64 64 0 4 4, 64 128 0 4 4, 64 64 264 4 6, 64 128 264 4 3,"
-    "64 128 264 4 4, 64 128 264 4 5, 64 64 528 4 4, 128 64 264 4 5, 128 128 132 8 5, 64 256 132 4 5, 64 128 264 4 4 tma, 64 64 528 4 4 tma,"
-    "128 64 264 4 5 tma, 128 128 132 8 5 tma, 64 128 264 4 4 pdl, 64 128 264 4 4 tma pdl, 128 64 264 4 5 tma pdl, 64 128 0 4 4 pdl"
+    "16 128 4 4, 16 256 4 4, 32 128 4 4, 16 128 2 6 pdl, 16 64 4 6 tma, 64 64 4 4, 64 128 4 4, 64 128 4 6, 64 64 4 6, 128 64 4 5,"
+    "128 128 8 5, 64 256 4 5, 64 128 4 4 tma, 64 64 4 4 tma, 128 64 4 5 tma, 64 128 4 4 pdl, 64 128 4 4 tma pdl, 128 64 4 5 tma pdl"
 )
 MANY = launches(
-    "16 128 0 4 3, 32 128 0 4 3, 64 64 0 4 4, 64 128 0 4 3, 128 64 0 4 4, 64 64 264 4 5, 64 64 396 4 4, 64 128 264 4 3, "
-    "128 64 264 4 3, 128 64 264 4 4, 128 64 132 8 7, 128 128 132 8 3, 128 128 132 8 4, 256 64 132 8 4, 256 64 132 8 5, "
-    "64 64 396 4 4 tma, 128 64 264 4 4 tma, 128 128 132 8 4 tma, 256 64 132 8 5 tma, 64 64 264 4 5 pdl, 128 64 264 4 4 pdl, "
-    "128 64 264 4 4 tma pdl, 128 128 132 8 4 tma pdl"
+    "16 128 4 3, 32 128 4 3, 64 64 4 4, 64 64 4 5, 64 128 4 3, 128 64 4 3, 128 64 4 4, 128 64 8 7, 128 128 8 3, 128 128 8 4, 256 64 8 4,"
+    "64 64 4 4 tma, 128 64 4 4 tma, 128 128 8 4 tma, 256 64 8 5 tma, 64 64 4 5 pdl, 128 64 4 4 pdl, 128 64 4 4 tma pdl, 128 128 8 4 tma pdl"
 )
 
 

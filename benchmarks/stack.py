@@ -140,7 +140,7 @@ def compare(name: str, got: Tensor, want: Tensor, allowed: float) -> float:
 
 def measure(run: Callable[[], Tensor], times: int) -> tuple[float, Tensor]:
     """Median milliseconds of a replay of run's graph and its output in fp32; without CUDA of a call."""
-    out = run()  # compiled, and its counters made
+    out = run()  # compiled
     if not out.is_cuda:
         ends = [time.perf_counter(), *((run(), time.perf_counter())[1] for _ in range(times))]
         return 1e3 * statistics.median(b - a for a, b in pairwise(ends)), out.float()

@@ -83,7 +83,7 @@ def test_the_table_gives_whole_sums_and_the_bits_of_the_other_kernels(rows, shap
     used.clear()
     x, weight, bias = drawn(rows, *shape, dtype, True, False)
     if shape in GATED:
-        assert torch.equal(products.gate_up(x, weight, bias), linear(x, weight, bias, swiglu=True, launch=Launch(64, 64, 0, 4, 4)))
+        assert torch.equal(products.gate_up(x, weight, bias), linear(x, weight, bias, swiglu=True, launch=Launch(64, 64, 4, 4)))
     elif shape in SPLIT:
         parts = hopper_parts(rows, *shape)
         got, want = linear_parts(x, weight, bias), linear_parts(x, weight, bias, launch=PartsLaunch(64, 128, parts, 4, 4))
@@ -91,7 +91,7 @@ def test_the_table_gives_whole_sums_and_the_bits_of_the_other_kernels(rows, shap
         exact, bound = product(x, weight, bias)
         assert bool(((joined(got).double() - exact).abs() <= bound).all())
     else:
-        assert torch.equal(linear(x, weight, bias), linear(x, weight, bias, launch=Launch(64, 128, 0, 4, 3)))
+        assert torch.equal(linear(x, weight, bias), linear(x, weight, bias, launch=Launch(64, 128, 4, 3)))
     assert len(used) == 1
 
 
@@ -142,9 +142,9 @@ def test_products_of_few_weights_have_the_bits_of_the_other_kernels(rows, shape,
     assert torch.equal(linear(x, weight, None), F.linear(x.double(), weight.double()).to(dtype))
     x, weight, bias = drawn(rows, *shape, dtype, True, False)
     few = x.split(64)
-    assert torch.equal(linear(x, weight, bias), torch.cat([linear(part, weight, bias, launch=Launch(64, 64, 0, 4, 3)) for part in few]))
+    assert torch.equal(linear(x, weight, bias), torch.cat([linear(part, weight, bias, launch=Launch(64, 64, 4, 3)) for part in few]))
     if shape[0] >= 3072:
-        want = torch.cat([linear(part, weight, bias, swiglu=True, launch=Launch(64, 64, 0, 4, 3)) for part in few])
+        want = torch.cat([linear(part, weight, bias, swiglu=True, launch=Launch(64, 64, 4, 3)) for part in few])
         assert torch.equal(products.gate_up(x, weight, bias), want)
     parts = hopper_parts(rows, *shape)
     if parts > 1:

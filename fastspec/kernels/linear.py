@@ -1,12 +1,8 @@
 """Linear layers of few rows, as fast as their weights can be read, in Triton.
 
-R rows, K input channels, M output channels, T tiles of BM output channels, P programs. A tile [BM, BK] of the weights is the left operand
-of the product, so that the tensor cores' 64 (or 16) lines are output channels and their narrow side is BR, the rows padded to a power of 2.
-One row has a kernel of its own, linear_row.py, and so have a few rows on Hopper, hopper_linear.py.
-
-The work is T times cdiv(K, BK) steps, one weight tile each, cut into P runs that differ by at most one step: whatever the shape, no
-multiprocessor is left over in a last wave. A run that holds only part of a tile's depth writes its sum to scratch, and the last of the
-tile's programs to arrive adds the parts up in their order, so the result does not depend on who that is.
+R rows, K input channels, M output channels. A program takes BM output channels and their whole depth, in steps of BK. A tile [BM, BK] of
+the weights is the left operand of the product, so that the tensor cores' 64 (or 16) lines are output channels and their narrow side is BR,
+the rows padded to a power of 2. One row has a kernel of its own, linear_row.py, and so have a few rows on Hopper, hopper_linear.py.
 """
 
 from __future__ import annotations
@@ -29,13 +25,6 @@ from fastspec.kernels.linear_row import RowLaunch, linear_row, row_launch_for
 
 
 @triton.jit
-def _owner(step, base, extra):
-    """The program whose run holds a step: the first `extra` runs have base + 1 steps, the others base."""
-    long = extra * (base + 1)
-    return tl.where(step < long, step // (base + 1), extra + (step - long) // base)
-
-
-@triton.jit
 def _weights(p_w, d_w, first, o_m, o_k, lines, K, stride_w, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr):
     """Weights [BM, BK] from lines first + o_m, columns o_k on; past the last line they are any of them or zero, past K zero."""
     if TMA:
@@ -51,19 +40,14 @@ def _weights(p_w, d_w, first, o_m, o_k, lines, K, stride_w, BK: tl.constexpr, EV
     return b_w
 
 
-@triton.jit(do_not_specialize=["R", "base", "extra"])
+@triton.jit(do_not_specialize=["R"])
 def _linear_kernel(
-    p_x, p_w, d_w, p_bias, p_out, p_parts, p_arrived, R, M, K, stride_x, stride_w, base, extra,
+    p_x, p_w, d_w, p_bias, p_out, R, M, K, stride_x, stride_w,
     BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Out [R, M] of x [R, K] and w [M, K], or [2 * M, K] under SWIGLU; d_w is w's descriptor under TMA and None otherwise."""
-    program = tl.program_id(0)
-    begin = program * base + tl.minimum(program, extra)
-    end = begin + base
-    if program < extra:
-        end += 1
-    depth = tl.cdiv(K, BK)
+    first = tl.program_id(0) * BM
     lines = M
     if SWIGLU:
         lines = 2 * M
@@ -71,82 +55,48 @@ def _linear_kernel(
     o_r = tl.arange(0, BR)
     o_bk = tl.arange(0, BK)
     m_r = o_r < R
-    o_part = o_m[:, None] * BR + o_r[None, :]
-    GATES: tl.constexpr = 2 if SWIGLU else 1
 
     if PDL:
         gdc_launch_dependents()
         # no earlier kernel writes weights, so the first of them may be on their way while the one before is still running
-        o_k = (begin % depth) * BK
-        o_first = tl.minimum((begin // depth) * BM + o_m, M - 1).to(tl.int64)
-        size = tl.minimum(tl.minimum(K - o_k, (end - begin) * BK) * (p_w.dtype.element_ty.primitive_bitwidth // 8), PREFETCH)
-        prefetch(p_w + o_first * stride_w + o_k, size)
+        o_first = tl.minimum(first + o_m, M - 1).to(tl.int64)
+        size = tl.minimum(K * (p_w.dtype.element_ty.primitive_bitwidth // 8), PREFETCH)
+        prefetch(p_w + o_first * stride_w, size)
         if SWIGLU:
-            prefetch(p_w + (o_first + M) * stride_w + o_k, size)
+            prefetch(p_w + (o_first + M) * stride_w, size)
         gdc_wait()
 
     p_rows = p_x + o_r[:, None].to(tl.int64) * stride_x
-    for tile in range(begin // depth, (end - 1) // depth + 1):
-        from_step = tl.maximum(begin - tile * depth, 0)
-        to_step = tl.minimum(end - tile * depth, depth)
-        first = tile * BM
-        b_sum = tl.zeros([BM, BR], tl.float32)
-        b_up = tl.zeros([BM, BR], tl.float32)
-        for step in tl.range(from_step, to_step, num_stages=STAGES):
-            o_k = step * BK
-            m_x = m_r[:, None]
-            if not EVEN_K:
-                m_x = m_x & ((o_k + o_bk) < K)[None, :]
-            b_x = tl.load(p_rows + (o_k + o_bk)[None, :], mask=m_x, other=0.0)
-            b_w = _weights(p_w, d_w, first, o_m, o_k, lines, K, stride_w, BK, EVEN_K, TMA)
-            b_sum = tl.dot(b_w, tl.trans(b_x), b_sum, input_precision="ieee")
-            if SWIGLU:
-                b_w = _weights(p_w, d_w, first + M, o_m, o_k, lines, K, stride_w, BK, EVEN_K, TMA)
-                b_up = tl.dot(b_w, tl.trans(b_x), b_up, input_precision="ieee")
+    b_sum = tl.zeros([BM, BR], tl.float32)
+    b_up = tl.zeros([BM, BR], tl.float32)
+    for o_k in tl.range(0, K, BK, num_stages=STAGES):
+        m_x = m_r[:, None]
+        if not EVEN_K:
+            m_x = m_x & ((o_k + o_bk) < K)[None, :]
+        b_x = tl.load(p_rows + (o_k + o_bk)[None, :], mask=m_x, other=0.0)
+        b_w = _weights(p_w, d_w, first, o_m, o_k, lines, K, stride_w, BK, EVEN_K, TMA)
+        b_sum = tl.dot(b_w, tl.trans(b_x), b_sum, input_precision="ieee")
+        if SWIGLU:
+            b_w = _weights(p_w, d_w, first + M, o_m, o_k, lines, K, stride_w, BK, EVEN_K, TMA)
+            b_up = tl.dot(b_w, tl.trans(b_x), b_up, input_precision="ieee")
 
-        done = to_step - from_step == depth
-        if SPLIT:  # noqa: SIM102 (known when compiled; the other is not)
-            if to_step - from_step < depth:
-                # only a run's first tile can begin past step 0 (part 0), only its last can end before the last step (part 1)
-                starts = (from_step == 0).to(tl.int32)
-                p_part = p_parts + (program * 2 + starts).to(tl.int64) * (GATES * BM * BR)
-                tl.store(p_part + o_part, b_sum)
-                if SWIGLU:
-                    tl.store(p_part + BM * BR + o_part, b_up)
-                head = _owner(tile * depth, base, extra)
-                tail = _owner(tile * depth + depth - 1, base, extra)
-                tl.debug_barrier()  # every thread's part is written before one of them says so
-                arrived = tl.atomic_add(p_arrived + tile, 1, sem="acq_rel", scope="gpu")
-                done = arrived == tail - head
-                if done:
-                    tl.debug_barrier()
-                    b_sum = tl.zeros([BM, BR], tl.float32)
-                    b_up = tl.zeros([BM, BR], tl.float32)
-                    for other in range(head, tail + 1):
-                        starts = (other == head).to(tl.int32)
-                        p_part = p_parts + (other * 2 + starts).to(tl.int64) * (GATES * BM * BR)
-                        b_sum += tl.load(p_part + o_part, cache_modifier=".cg")
-                        if SWIGLU:
-                            b_up += tl.load(p_part + BM * BR + o_part, cache_modifier=".cg")
-                    tl.store(p_arrived + tile, 0)  # for the next launch
-        if done:
-            o_i = first + o_m
-            m_i = o_i < M
-            if BIAS:
-                b_sum += tl.load(p_bias + o_i, mask=m_i, other=0.0).to(tl.float32)[:, None]
-            b_out = b_sum.to(p_out.dtype.element_ty)
-            if SWIGLU:
-                if BIAS:
-                    b_up += tl.load(p_bias + M + o_i, mask=m_i, other=0.0).to(tl.float32)[:, None]
-                b_gate = b_out.to(tl.float32)
-                b_gate = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_out.dtype.element_ty)
-                b_out = (b_gate.to(tl.float32) * b_up.to(p_out.dtype.element_ty).to(tl.float32)).to(p_out.dtype.element_ty)
-            tl.store(p_out + o_r[None, :].to(tl.int64) * M + o_i[:, None], b_out, mask=m_i[:, None] & m_r[None, :])
+    o_i = first + o_m
+    m_i = o_i < M
+    if BIAS:
+        b_sum += tl.load(p_bias + o_i, mask=m_i, other=0.0).to(tl.float32)[:, None]
+    b_out = b_sum.to(p_out.dtype.element_ty)
+    if SWIGLU:
+        if BIAS:
+            b_up += tl.load(p_bias + M + o_i, mask=m_i, other=0.0).to(tl.float32)[:, None]
+        b_gate = b_out.to(tl.float32)
+        b_gate = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_out.dtype.element_ty)
+        b_out = (b_gate.to(tl.float32) * b_up.to(p_out.dtype.element_ty).to(tl.float32)).to(p_out.dtype.element_ty)
+    tl.store(p_out + o_r[None, :].to(tl.int64) * M + o_i[:, None], b_out, mask=m_i[:, None] & m_r[None, :])
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a product is launched: weight tiles of channels x depth; `programs` share the work evenly, 0 means one per tile of channels.
+    """How a product is launched: weight tiles of channels x depth, a program for each tile of channels, warps and pipeline stages.
 
     `tma` reads the weights through a tensor descriptor, which wants lines of a multiple of 16 bytes. `pdl` lets the kernel start while
     the one before it in the stream still runs (programmatic dependent launch): it then fetches at most `prefetch` bytes (a multiple of
@@ -155,7 +105,6 @@ class Launch:
 
     channels: int
     depth: int
-    programs: int
     warps: int
     stages: int
     tma: bool = False
@@ -172,11 +121,7 @@ PDL = True
 _SMALL = 3 * 2**19
 """A number of weights that parts the launches below, which were measured on an H200 (linear_h200.jsonl and stack_steps_h200.jsonl in
 benchmarks/results)."""
-_TILES = 16384  # that can be split: more than any vocabulary's output channels make
 _SERVED = ({torch.bfloat16}, {torch.float16}, {torch.float32})
-
-
-_arrived: dict[torch.device, Tensor] = {}
 
 
 def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu: bool = False) -> Launch | RowLaunch | None:
@@ -189,20 +134,19 @@ def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu:
         return row_launch_for(channels, depth, swiglu)
     if rows <= 16:
         if swiglu:
-            launch = Launch(64, 128, 0, 4, 3, tma=True) if depth > 1024 else Launch(32, 64, 0, 4, 4)
+            launch = Launch(64, 128, 4, 3, tma=True) if depth > 1024 else Launch(32, 64, 4, 4)
         elif size <= _SMALL:
-            launch = Launch(16, 128, 0, 4, 4)
+            launch = Launch(16, 128, 4, 4)
         elif channels >= 65536 and depth > 1024:
-            launch = Launch(64, 128, 0, 4, 4)
+            launch = Launch(64, 128, 4, 4)
         elif depth >= 4096 or 1024 < depth < channels:
-            launch = Launch(64, 128, 0, 4, 6)
+            launch = Launch(64, 128, 4, 6)
+    elif swiglu and depth >= 4096:
+        launch = Launch(128, 64, 4, 4, tma=True)
     elif swiglu:
-        if depth >= 4096:
-            launch = Launch(128, 64, 0, 4, 4, tma=True)
-        else:
-            launch = Launch(64, 64, 0, 4, 4) if depth > 1024 else Launch(32, 64, 0, 4, 4)
+        launch = Launch(64, 64, 4, 4) if depth > 1024 else Launch(32, 64, 4, 4)
     elif channels >= 65536 and depth >= 4096:
-        launch = Launch(128, 64, 0, 4, 4)
+        launch = Launch(128, 64, 4, 4)
     return replace(launch, pdl=True) if launch is not None and PDL else launch
 
 
@@ -233,8 +177,7 @@ def linear(
     The last dimension of x, weight and bias must be contiguous (ValueError otherwise); the lines of x and weight may lie apart.
 
     More than MAX_ROWS rows, empty products, other dtypes, gradients and what `launch_for` has no launch for go to F.linear. `launch`
-    overrides the table. Split launches of one device share counters: they must not run at the same time on two streams. The first call on
-    a device makes the counters and cannot be captured in a graph (RuntimeError).
+    overrides the table.
     """
     channels, depth = weight.shape
     if x.shape[-1] != depth or (swiglu and channels % 2):
@@ -269,29 +212,12 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch:
     """Fill out [..., M], contiguous, with the product of x [R, K]."""
     rows, depth = x.shape
     width = out.shape[-1]
-    tiles, steps = -(-width // launch.channels), -(-depth // launch.depth)
-    programs = min(launch.programs or tiles, tiles * steps)
-    if tiles > _TILES and programs != tiles:
-        programs = tiles  # more tiles than counters: enough of them to fill a device unsplit
-    base, extra = divmod(tiles * steps, programs)
-    split = bool(extra or base % steps)
-    wide = padded(rows)
-    parts = torch.empty(2 * programs * (1 + swiglu) * launch.channels * wide if split else 1, dtype=torch.float32, device=x.device)
     lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size() | depth * weight.element_size()) % 16 == 0
     tma, pdl = launch.tma and lined_up, launch.pdl and lined_up and dependent(x.device)["PDL"]
     options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages} | ({"launch_pdl": True} if pdl else {})
-    _linear_kernel[(programs,)](
+    _linear_kernel[(-(-width // launch.channels),)](
         x, weight, TensorDescriptor.from_tensor(weight, [launch.channels, launch.depth]) if tma else None,
-        bias, out, parts, _counters(x.device), rows, width, depth, x.stride(0), weight.stride(0), base, extra,
-        BM=launch.channels, BK=launch.depth, BR=wide, SWIGLU=swiglu, BIAS=bias is not None, EVEN_K=depth % launch.depth == 0,
-        SPLIT=split, TMA=tma, PREFETCH=launch.prefetch, PDL=pdl, STAGES=launch.stages, **options,
+        bias, out, rows, width, depth, x.stride(0), weight.stride(0),
+        BM=launch.channels, BK=launch.depth, BR=padded(rows), SWIGLU=swiglu, BIAS=bias is not None, EVEN_K=depth % launch.depth == 0,
+        TMA=tma, PREFETCH=launch.prefetch, PDL=pdl, STAGES=launch.stages, **options,
     )  # fmt: skip
-
-
-def _counters(device: torch.device) -> Tensor:
-    """Arrivals by tile, all zero between launches."""
-    if device not in _arrived:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("the first linear on a device cannot be captured in a CUDA graph: call it once before the capture")
-        _arrived[device] = torch.zeros(_TILES, dtype=torch.int32, device=device)
-    return _arrived[device]
