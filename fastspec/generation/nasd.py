@@ -70,7 +70,7 @@ LAYERS = 30
 """Layers of the models that `one` is of; it grows with them."""
 """By device type. "cpu" is fitted to benchmarks/results/cpu_tree.jsonl, its host to the `draft` and `commit` of `nasd` in bench_cpu.jsonl;
 "cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to `draft` and `observe` in
-bench_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, 10 of a model of 8 billion weights 1.06 times."""
+bench_steps_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, 10 of a model of 8 billion weights 1.06 times."""
 DOUBT, DOUBT_OF_ONE = 1.0, 4.0
 """Counts taken to have gone to tokens not seen yet: after a context of l tokens (over the root of l), and of one token."""
 LEAST_LOOK = 0.25

@@ -113,7 +113,7 @@ class Launch:
 
 
 MAX_ROWS = MOST_ROWS
-"""From here on the products are bound by the tensor cores, where cuBLAS is at home; between 64 and it none but small ones have a launch."""
+"""More rows go to torch, and from 65 on all products but those of few weights, bound by the tensor cores, where cuBLAS is at home."""
 
 PDL = True
 """Whether launches that `launch_for` chooses start before the kernel in front of them has finished."""
