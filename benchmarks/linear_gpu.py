@@ -67,7 +67,8 @@ MANY = launches(
 
 
 def candidates(rows: int, shape: tuple[int, int], swiglu: bool, tried: list[AnyLaunch]) -> list[AnyLaunch]:
-    """The chosen launch and, of those tried, what is worth timing; under SwiGLU a tile is two, so its channels are halved."""
+    """The launch that `launch_for` chooses (Hopper's own are not tried here) and, of those tried, what is worth timing; under SwiGLU a tile
+    is two, so its channels are halved."""
     chosen = launch_for(rows, shape[0] >> swiglu, shape[1], DTYPE, swiglu)
     found: list[AnyLaunch] = [] if chosen is None else [chosen]
     if isinstance(chosen, Launch):

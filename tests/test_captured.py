@@ -19,6 +19,8 @@ import fastspec
 from fastspec.generation import cache, loop, rounds
 from fastspec.generation.eagle import drafter
 from fastspec.generation.nasd import NasdDrafter
+from fastspec.generation.shared_draft import SharedDrafter
+from fastspec.generation.text_draft import TextDrafter
 from fastspec.generation.verify import measure
 from fastspec.patches import hf_model
 from fastspec.patches.assistants import Continued
@@ -97,24 +99,37 @@ def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_draft_model_of_another_tokenizer_keeps_its_graphs(captures, sampled):
-    """From call to call, of any length, as long as its weights are where they were."""
+def test_a_draft_model_of_another_tokenizer_is_kept(captures, sampled, monkeypatch):
+    """From call to call, of any length, as long as its weights are where they were; it proposes what a new one would."""
     plain, model, draft = tiny_model(), tiny_model(), tiny_model(seed=3, vocab_size=93, num_hidden_layers=1)
     fastspec.patch(model, speculative=(draft, DRAFT, TARGET))
     law = {"do_sample": True, "temperature": 0.7, "top_k": 1} if sampled else {"do_sample": False}
+    kind, trees = SharedDrafter if sampled else TextDrafter, []
+    propose = kind.propose
+    monkeypatch.setattr(kind, "propose", lambda *given: trees.append(propose(*given)) or trees[-1])
     held = session_of(model).engines.held
+
+    def call(length: int, new: int) -> list[Any]:
+        options = {**prompts(length), "max_new_tokens": new, "eos_token_id": None}
+        trees.clear()
+        torch.manual_seed(length)
+        got = model.generate(**options, **law, assistant=fastspec.Speculative(gamma=3))
+        assert got.tolist() == plain.generate(**options, do_sample=False).tolist()
+        drafter = next(reversed(held.values())).drafter
+        assert drafter.room == drafter.draft.cache.limit == 2 * (length + new) + 5
+        return [id(drafter), drafter, [tree.tokens.tolist() for tree in trees]]
+
+    calls = ((9, 40), (5, 40), (40, 90), (9, 40))
     for moved in range(2):
-        drafters = []
-        for length in (9, 5, 9, 5):
-            options = {**prompts(length), "max_new_tokens": 40, "eos_token_id": None}
-            got = model.generate(**options, **law, assistant=fastspec.Speculative(gamma=3))
-            assert got.tolist() == plain.generate(**options, do_sample=False).tolist()
-            drafters.append(next(reversed(held.values())).drafter)
-        assert len(set(map(id, drafters))) == 1 and len(held) == 1 + moved
-        passes, chunks = drafters[0].passes.held.held, drafters[0].draft.chunks.held
+        kept = [call(*lengths) for lengths in calls]
+        assert len({each[0] for each in kept}) == 1 and len(held) == 1 + moved
+        passes, chunks = kept[0][1].passes.held.held, kept[0][1].draft.chunks.held
         assert len(passes) == 1 and all(captured.replays > 10 for _, captured in passes.values()) and len(chunks) < 4
         for parameter in draft.parameters():
             parameter.data = parameter.data.clone()
+    for lengths, (_, _, proposed) in zip(calls, kept, strict=True):
+        session_of(model).engines.clear()
+        assert call(*lengths)[2] == proposed and len(proposed) > 10
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k_filler": 1}], ids=str)

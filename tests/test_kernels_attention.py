@@ -125,11 +125,19 @@ def test_how_many_splits():
     assert kernels._splits(4096, 4096, 4096, 132, 8, 6) >= 8  # uneven rows
     assert kernels._splits(1, 100_000, 100_000, 264, 1, 2) == kernels.MAX_SPLITS
     assert kernels._splits(48, 18, 18, 264, 1, 3) == 5 and kernels._splits(48, 18, 9, 264, 1, 3) == 1  # a buffer that is half empty
-    assert kernels._splits(48, 66, 66, 264, 1, 3) == kernels._splits(48, 70, 66, 264, 1, 3) == 5
     assert few_attention._splits(8, 34, 264) == 33  # plain decoding: the chip is filled
     assert few_attention._splits(8, 2, 264) == 1  # a merge would take longer
     assert few_attention._splits(512, 500, 264) == 1
     assert few_attention._splits(1, 100_000, 264) == few_attention.MAX_SPLITS
+
+
+@EVERYWHERE
+def test_a_batch_expects_half_of_its_first_buffer(device, monkeypatch):
+    asked, splits = [], kernels._splits
+    monkeypatch.setattr(kernels, "_splits", lambda *given: asked.append(given[1:3]) or splits(*given))
+    for prefixes, capacity in (([300], 1000), ([300, 3], 1000), ([300, 3], 4000)):
+        Case(prefixes, 20, (1, 1), 32, torch.float32, device, capacity=capacity).check()
+    assert [expected for _, expected in asked] == [asked[0][0], asked[0][0] // 2, asked[2][0]]
 
 
 @EVERYWHERE

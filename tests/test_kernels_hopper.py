@@ -29,8 +29,9 @@ LAUNCHES = [HopperLaunch(64, 128, 4, 2), HopperLaunch(128, 64, 4, 1), HopperLaun
 LAUNCHES += [HopperLaunch(64, 64, 2, 0), HopperLaunch(128, 64, 3, 3)]
 LAUNCHES += [HopperLaunch(64, 64, 4, 3, rows=16), HopperLaunch(64, 128, 3, 3, rows=128)]
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (4096, 4096), (6144, 8192), (4096, 12288), (17920, 1536), (1536, 8960), (1536, 1536)]
+SHAPES += [(1024, 2048)]
 FEW_WEIGHTS = [(960, 576), (960, 1152), (576, 576), (576, 1536), (576, 1920), (3072, 576), (3840, 576)]
-GATED, SPLIT = [(28672, 4096), (17920, 1536)], [(4096, 4096), (4096, 14336), (4096, 12288), (1536, 8960), (1536, 1536)]
+GATED, SPLIT = [(28672, 4096), (17920, 1536)], [(1024, 2048), (4096, 4096), (4096, 14336), (4096, 12288), (1536, 8960), (1536, 1536)]
 
 
 def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, biased: bool, sliced: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -159,7 +160,8 @@ def test_what_it_does_not_take():
     assert hopper_launch_for(16, 4096, 576) is None and hopper_launch_for(16, 128256, 4096) is None
     assert hopper_parts(1, 4096, 4096) == hopper_parts(17, 4096, 4160) == hopper_parts(16, 576, 1536) == 1
     assert hopper_launch_for(513, 576, 576) is None and hopper_launch_for(65, 1536, 1536) is None  # many rows, or weights
-    assert hopper_launch_for(17, 576, 448) is None and hopper_launch_for(65, 2048, 576, swiglu=True) is None
+    assert hopper_launch_for(17, 576, 448) is None and hopper_launch_for(65, 1024, 2048) is None
+    assert hopper_launch_for(65, 2048, 576, swiglu=True) is None
     x, weight = torch.zeros(4, 64, dtype=torch.float16), torch.zeros(8, 64, dtype=torch.float16)
     assert not takes(x, weight)  # on the CPU
     with pytest.MonkeyPatch.context() as patch:

@@ -65,7 +65,7 @@ class Clock:
     """Marks of one round after another into a Profile. On CUDA its events are recorded in the stream, captured or not."""
 
     def __init__(self, profile: Profile, device: torch.device) -> None:
-        self.profile, self.cuda = profile, device.type == "cuda"
+        self.profile, self.device, self.cuda = profile, device, device.type == "cuda"
         self.marks: list[tuple[str, Any]] = []
         self.began = 0.0
 
@@ -90,7 +90,7 @@ class Clock:
     def close(self) -> None:
         """The round has ended and was read back: take its times down, once the device has passed the last mark."""
         if self.cuda:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
         spent: dict[str, float] = {}
         for (_, before), (name, after) in pairwise(self.marks):
             took = before.elapsed_time(after) if self.cuda else 1e3 * (after - before)

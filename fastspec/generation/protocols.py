@@ -85,9 +85,10 @@ class Drafter(Protocol):
     """Proposes a tree after the last emitted token and learns from what the target said of it.
 
     A tree has at most `nodes` nodes, and at most `max_path` on a path. Drafts that were drawn at random say so: `tree.q`.
-    One that has an attribute `ends` finds the call's end tokens in it from `begin` on (frozenset of int). One with `static = True`
-    keeps its tensors in place and waits for nothing in `propose` and `observe`: its rounds are captured, where the backend captures; it
-    also has `open(capacity)`, `reserve(committed)` and a `cache`, as `HeadState` has. What `observe` is given is valid until the next pass.
+    One that has an attribute `ends` finds the call's end tokens in it from `begin` on (frozenset of int). One with `open(capacity)` may
+    be kept for later calls of its kind, each of which begins with it; the others are made anew. One with `static = True` keeps its tensors
+    in place and waits for nothing in `propose` and `observe`: its rounds are captured, where the backend captures; it also has `open`,
+    `reserve(committed)` and a `cache`, as `HeadState` has. What `observe` is given is valid until the next pass.
     One that fills its trees up with copies has the nodes of the last tree that are none, root left out, in `drafted` (an int per row).
     One that the host drives may have `digest(tree, verdict, logits, active)` -> [B, D] int64 and `take(digest, max_path)`: a captured round
     then computes the digest, reads it back with its own result, and hands it to `take` in place of `observe`.

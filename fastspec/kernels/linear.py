@@ -2,7 +2,8 @@
 
 R rows, K input channels, M output channels. A program takes BM output channels and their whole depth, in steps of BK. A tile [BM, BK] of
 the weights is the left operand of the product, so that the tensor cores' 64 (or 16) lines are output channels and their narrow side is BR,
-the rows padded to a power of 2. One row has a kernel of its own, linear_row.py, and so have a few rows on Hopper, hopper_linear.py.
+the rows padded to a power of 2. One row has a kernel of its own, linear_row.py, and so have few rows or few weights on
+Hopper, hopper_linear.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastspec.kernels import swiglu as swiglu_kernel
-from fastspec.kernels.hopper_linear import MOST_ROWS, HopperLaunch, hopper_launch_for, hopper_linear, takes
+from fastspec.kernels.hopper_linear import MAX_ROWS, HopperLaunch, hopper_launch_for, hopper_linear, takes
 from fastspec.kernels.launch import dependent, padded, prefetch
 from fastspec.kernels.linear_row import RowLaunch, linear_row, row_launch_for
 
@@ -112,9 +113,6 @@ class Launch:
     prefetch: int = 512
 
 
-MAX_ROWS = MOST_ROWS
-"""More rows go to torch, and from 65 on all products but those of few weights, bound by the tensor cores, where cuBLAS is at home."""
-
 PDL = True
 """Whether launches that `launch_for` chooses start before the kernel in front of them has finished."""
 
@@ -176,8 +174,9 @@ def linear(
     rounded where `reference.gate_up` rounds. dtype is bfloat16, float16 or float32, the same for all.
     The last dimension of x, weight and bias must be contiguous (ValueError otherwise); the lines of x and weight may lie apart.
 
-    More than MAX_ROWS rows, empty products, other dtypes, gradients and what `launch_for` has no launch for go to F.linear. `launch`
-    overrides the table.
+    More than MAX_ROWS rows, empty products, other dtypes, gradients and what no table has a launch for (most products of more than 64
+    rows, bound by the tensor cores, where cuBLAS is at home) go to F.linear. `launch` overrides the tables; a Launch holds all rows at
+    once, of which 64 fit.
     """
     channels, depth = weight.shape
     if x.shape[-1] != depth or (swiglu and channels % 2):

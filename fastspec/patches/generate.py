@@ -192,6 +192,7 @@ class _Call:
             rounds.target.open(capacity)
             if hasattr(rounds.drafter, "open"):
                 rounds.drafter.open(capacity)
+                self._tell_ends(rounds.drafter)
             elif rounds.drafter is not None:
                 rounds.drafter = self._drafter(rows, capacity, drawn)
         self._restore(rounds.target)
@@ -236,9 +237,12 @@ class _Call:
 
     def _drafter(self, rows: int, capacity: int, process: Any) -> Any:
         drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.device, ops=self.ops, process=process)
+        self._tell_ends(drafter)
+        return drafter
+
+    def _tell_ends(self, drafter: Any) -> None:
         if hasattr(drafter, "ends"):
             drafter.ends = self.ending.ends
-        return drafter
 
     def _parts(self, rows: int, capacity: int, process: Any) -> tuple[HFModel, Any]:
         drafter = self._drafter(rows, capacity, process)

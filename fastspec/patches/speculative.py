@@ -93,7 +93,7 @@ class TextDecoding:
         return self.pair.model
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> TextDrafter | SharedDrafter:
-        """The drafter of one call.
+        """The drafter of a call, and of later ones of its kind.
 
         With `process` drafts are drawn by the shared tokens, if there are any. Without it the call may be a sampled one too, one without
         any processor, which this does not tell from a greedy one: drafts are texts then.
