@@ -10,7 +10,7 @@ a row as any other. A row holds
 
 - `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls, a call being one batch;
 - `rounds`, summed over the calls, and `rows_running`: the share of rows that had not ended in a round, which go on with the batch;
-- `backend`, the kernels that ran, and `head`, the head that drafted;
+- `backend`, the kernels that ran, `head`, the head that drafted, and `drafter`, whether in one launch or one per step;
 - `differences`: every answer that is not transformers', by prompt (its place among those taken from the file), position of the first new
   token that differs, the two tokens (transformers' first), and the gap of their logits in one forward pass over the common text, in the
   model's dtype. `near_ties` counts those whose gap is within rounding (`bound`, see `rounding_bound`), `other` all else: larger gaps, and
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from drafts import OwnLayers, on  # the scripts beside this one
+from full_size import FUSED
 from lossless import untrained_head
 from torch import Tensor
 
@@ -37,6 +38,7 @@ from fastspec.bench.measure import first_difference
 from fastspec.bench.report import quantiles
 from fastspec.generation.stats import Stats
 from fastspec.models import SMOLLM2, load_model
+from fastspec.patches import assistants
 from fastspec.training.data import encode_prompts, read_prompts
 
 ASSISTANTS = {
@@ -86,12 +88,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--assistants", nargs="+", default=["eagle3"], choices=list(ASSISTANTS), help="one row each")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--tree", default="60,7,10", help="total_tokens,depth,top_k; auto: chosen by measurement")
+    parser.add_argument("--drafter", default="auto", choices=("auto", *FUSED), help="one launch for the draft phase, or one per step")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-plain", action="store_true", help="leave out transformers' generate and the comparison")
     parser.add_argument("--no-end", action="store_true", help="no token ends an answer: all have --tokens tokens")
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
     options = parser.parse_args(arguments)
 
+    assistants.FUSED_BYTES = FUSED.get(options.drafter, assistants.FUSED_BYTES)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device, getattr(torch, options.dtype))
     if options.no_end:
@@ -162,6 +166,8 @@ def row_of(name: str, mine: Tally, plain: Tally | None, count: int) -> dict[str,
         "tokens_per_second": mine.speed, "tokens_per_second_quantiles": mine.speeds,
         "rounds": sum(each.rounds for each in mine.stats), "rows_running": round(running / room, 3) if room else None,
     }  # fmt: skip
+    if name == "eagle3":
+        row["drafter"] = "fused" if any(each.fused for each in mine.stats) else "kernels"
     if plain is not None:
         gaps = sorted(each["gap"] for each in mine.differences if each["gap"] is not None)
         near = sum(each["gap"] is not None and each["gap"] <= each["bound"] for each in mine.differences)

@@ -43,6 +43,18 @@ def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, biased: bool
     return x.to(dtype)[:, :depth], weight.to(dtype)[:, :depth], bias
 
 
+def whole_sums(rows: int, shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> list[HopperLaunch]:
+    """The table's product of small whole numbers, exact and rounded once, where the bound of a long sum is wide enough to hide a tile ->
+    the launches of the kernel, to which later ones are added."""
+    used: list[HopperLaunch] = []
+    for module in (products, split):
+        monkeypatch.setattr(module, "hopper_linear", lambda *operands: used.append(operands[4]) or hopper_linear(*operands))
+    torch.manual_seed(rows)
+    x, weight = (torch.randint(-3, 4, size, device="cuda").to(dtype) for size in ((rows, shape[1]), shape))
+    assert torch.equal(linear(x, weight, None), F.linear(x.double(), weight.double()).to(dtype))
+    return used
+
+
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
@@ -73,13 +85,7 @@ def test_every_launch_gives_the_product(launch, rows, channels, depth, dtype, sw
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows", [2, 10, 16, 17, 32, 61, 64])
 def test_the_table_gives_whole_sums_and_the_bits_of_the_other_kernels(rows, shape, dtype, monkeypatch):
-    torch.manual_seed(rows)
-    used = []
-    for module in (products, split):
-        monkeypatch.setattr(module, "hopper_linear", lambda *operands: used.append(operands[4]) or hopper_linear(*operands))
-    # The bound of a long sum is wide enough to hide a tile. Sums of small whole numbers are exact, and rounded once.
-    x, weight = (torch.randint(-3, 4, size, device="cuda").to(dtype) for size in ((rows, shape[1]), shape))
-    assert torch.equal(linear(x, weight, None), F.linear(x.double(), weight.double()).to(dtype))
+    used = whole_sums(rows, shape, dtype, monkeypatch)
     assert used == [launch for launch in [hopper_launch_for(rows, *shape)] if launch is not None]
     used.clear()
     x, weight, bias = drawn(rows, *shape, dtype, True, False)
@@ -135,12 +141,7 @@ def test_products_of_few_weights_have_a_launch_for_many_rows(rows, shape):
 @pytest.mark.parametrize("shape", FEW_WEIGHTS, ids=str)
 @pytest.mark.parametrize("rows", [17, 60, 64, 65, 128, 256, 480])
 def test_products_of_few_weights_have_the_bits_of_the_other_kernels(rows, shape, dtype, monkeypatch):
-    torch.manual_seed(rows)
-    used = []
-    for module in (products, split):
-        monkeypatch.setattr(module, "hopper_linear", lambda *operands: used.append(operands[4]) or hopper_linear(*operands))
-    x, weight = (torch.randint(-3, 4, size, device="cuda").to(dtype) for size in ((rows, shape[1]), shape))
-    assert torch.equal(linear(x, weight, None), F.linear(x.double(), weight.double()).to(dtype))
+    used = whole_sums(rows, shape, dtype, monkeypatch)
     x, weight, bias = drawn(rows, *shape, dtype, True, False)
     few = x.split(64)
     assert torch.equal(linear(x, weight, bias), torch.cat([linear(part, weight, bias, launch=Launch(64, 64, 4, 3)) for part in few]))

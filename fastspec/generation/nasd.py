@@ -66,19 +66,19 @@ COSTS = {
     "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
     "cuda": Cost(32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017), drafted=0.15, ahead=True),
 }
-LAYERS = 30
-"""Layers of the models that `one` is of; it grows with them."""
 """By device type. "cpu" is fitted to benchmarks/results/cpu_tree.jsonl, its host to the `draft` and `commit` of `nasd` in bench_cpu.jsonl;
 "cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to `draft` and `observe` in
 bench_steps_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, 10 of a model of 8 billion weights 1.06 times."""
+LAYERS = 30
+"""Layers of the models that `one` is of; it grows with them."""
 DOUBT, DOUBT_OF_ONE = 1.0, 4.0
 """Counts taken to have gone to tokens not seen yet: after a context of l tokens (over the root of l), and of one token."""
+SURELY_NOT = 99.0
+"""The same for a token that is drafted although nothing is known."""
 LEAST_LOOK = 0.25
 """What a look-up must cost, in target passes, for rounds to go without."""
 GRANTED = 4.0
 """Target passes that look-ups may lose at the start of a call: what is copied seldom comes first."""
-SURELY_NOT = 99.0
-"""The same for a token that is drafted although nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
