@@ -2,14 +2,16 @@
 
     python benchmarks/acceptance.py --prompts mt_bench.jsonl gsm8k.jsonl --batch 40 --tokens 256 --dtype float32 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 8 --no-plain --no-end --dtype bfloat16 --out rows.jsonl
+    python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 40 --rows 8 --no-plain --dtype bfloat16 --out rows.jsonl
 
 A prompt file has `prompt` or `turns` (the first is asked) in each row. Every batch is answered greedily by transformers' own generate and
 by the assistants, and compared token by token; before that the assistants answer every batch twice with a few tokens, untimed, and
 transformers the first batch. With --no-end no token ends an answer: all are as long as --tokens, and a batch of any size has as much to do
-a row as any other. A row holds
+a row as any other. With --rows a call decodes so many of its batch's prompts at a time, each ended one of which gives its place to the
+next (`fastspec.ContinuousBatch`). A row holds
 
 - `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls, a call being one batch;
-- `rounds`, summed over the calls, and `rows_running`: the share of rows that had not ended in a round, which go on with the batch;
+- `rounds`, summed over the calls, `rows`, those of a round, and `rows_running`: the share of them that had not ended in a round;
 - `backend`, the kernels that ran, `head`, the head that drafted, and `drafter`, whether in one launch or one per step;
 - `differences`: every answer that is not transformers', by prompt (its place among those taken from the file), position of the first new
   token that differs, the two tokens (transformers' first), and the gap of their logits in one forward pass over the common text, in the
@@ -85,6 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--each", type=int, default=80, help="prompts to take from each file")
     parser.add_argument("--longest", type=int, default=1400, help="leave out prompts of more tokens")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rows", type=int, help="prompts of a batch that are decoded at a time; all of them without it")
     parser.add_argument("--assistants", nargs="+", default=["eagle3"], choices=list(ASSISTANTS), help="one row each")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--tree", default="60,7,10", help="total_tokens,depth,top_k; auto: chosen by measurement")
@@ -112,6 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
     fastspec.patch(model, **{name: source if name == "eagle3" else options.eagle_head or untrained for name, source in heads.items()})
     where = environment(model) | {"backend": fastspec.report(model).backend}
     chosen = {name: on(assistant, model, tokenizer) for name, assistant in chosen.items()}
+    if options.rows:
+        chosen = {name: fastspec.ContinuousBatch(assistant, options.rows) for name, assistant in chosen.items()}
     for path in options.prompts:
         prompts = encode_prompts(tokenizer, read_prompts(path))
         prompts = [prompt for prompt in prompts if len(prompt) <= options.longest][: options.each]
@@ -164,7 +169,8 @@ def row_of(name: str, mine: Tally, plain: Tally | None, count: int) -> dict[str,
     row: dict[str, Any] = {
         "assistant": name, "acceptance_length": round(sum(each.round_tokens for each in mine.stats) / running, 3) if running else None,
         "tokens_per_second": mine.speed, "tokens_per_second_quantiles": mine.speeds,
-        "rounds": sum(each.rounds for each in mine.stats), "rows_running": round(running / room, 3) if room else None,
+        "rounds": sum(each.rounds for each in mine.stats), "rows": mine.stats[0].rows,
+        "rows_running": round(running / room, 3) if room else None,
     }  # fmt: skip
     if name == "eagle3":
         row["drafter"] = "fused" if any(each.fused for each in mine.stats) else "kernels"

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fastspec.cascade.config import Cascade, Stage
-from fastspec.config import Autoregressive, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
+from fastspec.config import Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
 from fastspec.errors import CheckpointError, FastSpecError, PatchConflict, Unsupported
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ _LAZY = {
 }  # fmt: skip
 
 __all__ = [
-    "Autoregressive", "Cascade", "CheckpointError", "Eagle1", "Eagle2", "Eagle3", "FastSpecError", "Nasd", "NgramStorage",
-    "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage", "TreeShape", "Unsupported", "__version__",
-    "frontier_generate", "load_head", "patch", "patched", "profile", "report", "unpatch",
+    "Autoregressive", "Cascade", "CheckpointError", "ContinuousBatch", "Eagle1", "Eagle2", "Eagle3", "FastSpecError", "Nasd",
+    "NgramStorage", "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage", "TreeShape",
+    "Unsupported", "__version__", "frontier_generate", "load_head", "patch", "patched", "profile", "report", "unpatch",
 ]  # fmt: skip
 
 

@@ -130,6 +130,23 @@ class Nasd:
 
 
 @dataclass(frozen=True, slots=True)
+class ContinuousBatch:
+    """Continuous batching: of a call's prompts `rows` are decoded at a time, and one that has ended gives its place to the next.
+
+    `assistant` is what `assistant=` takes besides: a name or a config. Each prompt is answered as in a batch of its own, and the answers
+    come in the prompts' order. Raises `Unsupported` for fewer rows than one, and for another `ContinuousBatch` inside.
+    """
+
+    assistant: Any = "eagle3"
+    rows: int = 8
+
+    def __post_init__(self) -> None:
+        _whole("ContinuousBatch", 1, rows=self.rows)
+        if isinstance(self.assistant, ContinuousBatch):
+            raise Unsupported("ContinuousBatch: assistant is a ContinuousBatch itself: name what its rows are decoded with")
+
+
+@dataclass(frozen=True, slots=True)
 class _DynamicTree:
     """The sizes of EAGLE-2's and EAGLE-3's dynamic trees."""
 

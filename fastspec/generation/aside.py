@@ -52,9 +52,15 @@ class Aside:
         self.counts = [count + going for count, going in zip(self.counts, rounds.running, strict=True)]
         self.left -= 1
         if not self.left:
-            rounds.root.copy_(plain.root)
-            self.tell(rounds)
+            self.end(rounds)
         return packed
+
+    def end(self, rounds: Rounds) -> None:
+        """Go on with the drafter, which hears what was said without it."""
+        if self.plain is not None and self.unheard:
+            rounds.root.copy_(self.plain.root)
+        self.left = 0
+        self.tell(rounds)
 
     def tell(self, rounds: Rounds) -> None:
         """Let the drafter hear what was said without it."""

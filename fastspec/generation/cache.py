@@ -111,6 +111,12 @@ class TreeCache:
         if verdict.path.shape[1] > 1:
             ops.kv_block_copy(self.k, self.v, *moves)
 
+    def join(self, row: int, other: TreeCache, count: int) -> None:
+        """Begin a row anew with the `count` committed tokens of another cache's only row; there must be room for them."""
+        for mine, theirs in ((self.k, other.k), (self.v, other.v)):
+            mine[:, row, :, :count] = theirs[:, 0, :, :count]
+        self.lengths[row] = count
+
     def grow(self, counts: Tensor) -> None:
         """Count the next counts [B] slots of every row as committed. A row whose last round went beyond them
         has ended: it stays at the bound, so that the trees still written behind it stay inside the buffers."""

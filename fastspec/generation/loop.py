@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.handover import Read
-from fastspec.generation.protocols import Drafter
+from fastspec.generation.protocols import Drafter, LanguageModel
 from fastspec.generation.rounds import Rounds, timed
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
@@ -35,6 +35,9 @@ class Request:
     `emit(row, tokens, accepted, done)` is told of every round; before that `watch(tree, verdict, logits)` sees the round's tree and
     the target's raw logits [B, N, V] of its nodes, on the device. `answers`, a text per row that another model wrote, are verified as
     drafts first. `measure` asks for `fastspec.generation.verify.measure` of every new token.
+
+    `rows` prompts are decoded at a time, None: all of them. The others wait, and take the place of those that have ended: `entry()` then
+    gives a target and a drafter of one row for a prompt to begin in. Such calls have no context and no answers.
     """
 
     prompts: Tensor
@@ -51,6 +54,15 @@ class Request:
     keep_logits: bool = False
     answers: Sequence[Sequence[int]] | None = None
     measure: bool = False
+    rows: int | None = None
+    entry: Callable[[], tuple[LanguageModel, Drafter | None]] | None = None
+
+    def begins(self) -> Request:
+        """The same of the prompts that it begins with."""
+        if self.rows is None:
+            return self
+        counts = self.counts[: self.rows]
+        return replace(self, prompts=self.prompts[: self.rows, : int(counts.max())], counts=counts, rows=None)
 
 
 @dataclass(slots=True)
@@ -67,17 +79,31 @@ class Outcome:
 
 
 class _Run:
-    """The host's side of a call: what each row has said and whether it goes on."""
+    """The host's side of a call: what each prompt's answer says and whether it goes on. Prompts are counted through the whole call, and
+    rows of the rounds hold them in turns, where there are fewer."""
 
     def __init__(self, request: Request, stats: Stats) -> None:
         rows = request.prompts.shape[0]
         self.request, self.stats = request, stats
+        self.places = list(range(rows if request.rows is None else request.rows))
+        """The prompt that each row holds."""
+        self.waiting = list(range(len(self.places), rows))
         self.out = Outcome([[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)], stats=stats)
         self.active = [True] * rows
+        """Of each prompt, whether its answer goes on; also of those that wait."""
         self.limit = request.limit
         self.asked: dict[tuple[int, int], bool] = {}  # (row, tokens said) -> what `stop` said of it
         self.stops: dict[int, int] = {}  # row -> tokens it had said when it was stopped, where there are no end tokens
         self.measures: list[list[Tensor]] = [[] for _ in range(rows)]
+
+    @property
+    def running(self) -> list[bool]:
+        """Which rows of the rounds go on."""
+        return [self.active[prompt] for prompt in self.places]
+
+    def free(self) -> list[int]:
+        """Rows whose prompts have ended, as many as there are prompts that wait."""
+        return [row for row, goes_on in enumerate(self.running) if not goes_on][: len(self.waiting)]
 
     def take(self, row: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
         """Append tokens to a row until it ends; scores and logits are [len(tokens), V]."""
@@ -120,7 +146,7 @@ class _Run:
         if not told or self.stats.rounds < AHEAD_AFTER:
             return False
         most = 1 if drafter is None else drafter.max_path
-        return any(active and len(said) + most < self.limit for active, said in zip(self.active, self.out.tokens, strict=True))
+        return any(self.active[prompt] and len(self.out.tokens[prompt]) + most < self.limit for prompt in self.places)
 
     def _wait(self, row: int) -> None:
         """A row was stopped without an end token: it goes on until every row was stopped once."""
@@ -143,13 +169,14 @@ class _Run:
 def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
     """Run a call to its end; without a drafter every round is one token."""
     target, drafter = rounds.target, rounds.drafter
-    stats = Stats(assistant=name, rows=request.prompts.shape[0])
+    stats = Stats(assistant=name, rows=len(rounds.root))
     began, first_runs, captures = time.perf_counter(), SPENT.first_runs, SPENT.captures
     run = _Run(request, stats)
     with timed(stats, "prefill"):
-        logits, features = target.prefill(request.prompts, request.counts)
-        shown = request.context if request.context is not None and not features.shape[-1] else (request.prompts, request.counts)
-        root, scores = _first(rounds, request, logits, shown)
+        first = request.begins()
+        logits, features = target.prefill(first.prompts, first.counts)
+        shown = request.context if request.context is not None and not features.shape[-1] else (first.prompts, first.counts)
+        root, scores = _first(rounds, request, logits, shown, run.places)
         if drafter is not None and request.answers is None:
             drafter.begin(*shown, features, root)
         rounds.begin(root)
@@ -166,9 +193,13 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
             longest = _verify_answers(rounds, run, Read(*shown, features), longest)
     del features
     while any(run.active):
-        rounds.activate(run.active)
+        free = run.free()
+        if free and not rounds.ahead:
+            longest = _join(rounds, run, free)
+            continue
+        rounds.activate(run.running)
         decide = None if request.process_at is None else lambda: _decide(rounds, request, run)
-        longest += _take(rounds.step(longest, stats, decide, run.goes_on(drafter)), rounds, run)
+        longest += _take(rounds.step(longest, stats, decide, not free and run.goes_on(drafter)), rounds, run)
     rounds.end()
     run.finish()
     stats.seconds = time.perf_counter() - began
@@ -199,9 +230,35 @@ def _verify_answers(rounds: Rounds, run: _Run, read: Read, longest: int) -> int:
     return longest
 
 
-def _first(rounds: Rounds, request: Request, logits: Tensor, shown: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The first token of every row from the prefill's logits [B, V] -> tokens [B], processed scores [B, V]; a drafter that mixes its own
-    law in reads the text `shown` for it."""
+def _join(rounds: Rounds, run: _Run, rows: list[int]) -> int:
+    """Let prompts that wait begin in these rows -> the longest row's committed tokens."""
+    request, stats = run.request, run.stats
+    assert request.entry is not None
+    for row in rows:
+        prompt = run.places[row] = run.waiting.pop(0)
+        one = slice(prompt, prompt + 1)
+        with timed(stats, "prefill"):
+            target, drafter = request.entry()
+            count = int(request.counts[prompt])
+            shown = request.prompts[one, :count], request.counts[one]
+            logits, features = target.prefill(*shown)
+            root, scores = _first(rounds, request, logits, shown, [prompt])
+            if drafter is not None:
+                drafter.begin(*shown, features, root)
+            rounds.join(row, target, drafter, root, count)
+            said = root.tolist()
+        if request.measure:
+            run.measures[prompt].append(measure(logits, root))
+        run.take(prompt, said, 0, scores if request.keep_scores else None, logits if request.keep_logits else None)
+        stats.joined += 1
+    return int(rounds.target.lengths.max())
+
+
+def _first(
+    rounds: Rounds, request: Request, logits: Tensor, shown: tuple[Tensor, Tensor], prompts: list[int]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The first tokens of these prompts from the prefill's logits [B, V] -> tokens [B], processed scores [B, V]; a drafter that mixes its
+    own law in reads the text `shown` for it."""
     mixes = hasattr(rounds.drafter, "mix")
     if mixes and (request.process_at is not None or request.answers is not None):
         raise Unsupported(
@@ -213,7 +270,7 @@ def _first(rounds: Rounds, request: Request, logits: Tensor, shown: tuple[Tensor
         if mixes:
             scores = rounds.drafter.first(*shown, logits, scores, process=rounds.process, sample=rounds.sample)
     else:
-        scores = request.process_at(list(range(logits.shape[0])), torch.stack(request.history), logits.float())
+        scores = request.process_at(prompts, torch.stack([request.history[prompt] for prompt in prompts]), logits.float())
     uniform = rounds.uniform((scores.shape[0], 1))
     return choose(scores[:, None], uniform, rounds.ops)[:, 0], scores.float()
 
@@ -225,8 +282,8 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
         request.watch(rounds.tree, verdict, rounds.logits)
     measures = rounds.measures.clone() if request.measure else None  # the next replay writes over them
     drafted = getattr(rounds.drafter, "drafted", None)
-    for row, (accepted, *said) in enumerate(packed):
-        if not run.active[row]:
+    for row, (prompt, (accepted, *said)) in enumerate(zip(run.places, packed, strict=True)):
+        if not run.active[prompt]:
             continue
         stats.row_rounds += 1
         nodes = rounds.tree.tokens.shape[1] - 1
@@ -242,8 +299,8 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
             scores = rounds.along(row, path) if request.keep_scores else None
             logits = rounds.logits[row, path].float() if request.keep_logits else None
         if measures is not None:
-            run.measures[row].append(measures[row, : accepted + 1])
-        run.take(row, said[: accepted + 1], accepted, scores, logits)
+            run.measures[prompt].append(measures[row, : accepted + 1])
+        run.take(prompt, said[: accepted + 1], accepted, scores, logits)
     stats.rounds += 1
     return max(entry[0] for entry in packed) + 1
 
@@ -251,8 +308,15 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
 def _decide(rounds: Rounds, request: Request, run: _Run) -> tuple[Verdict, Tensor]:
     """The verdict on a scored tree by processors that look at the history, and the processed scores along its path [B, P, V]."""
     assert request.process_at is not None
-    tree, logits = rounds.tree, rounds.logits
-    history = [torch.cat((h, h.new_tensor(run.out.tokens[b]))) for b, h in enumerate(request.history)]
-    left = [run.limit - len(said) if active else 0 for said, active in zip(run.out.tokens, run.active, strict=True)]
+    tree, logits, places, said, process_at = rounds.tree, rounds.logits, run.places, run.out.tokens, request.process_at
+    history = [torch.cat((h := request.history[prompt], h.new_tensor(said[prompt]))) for prompt in places]
+    left = [run.limit - len(said[prompt]) if run.active[prompt] else 0 for prompt in places]
     uniform = rounds.uniform(tree.tokens.shape)
-    return walk_with_history(tree, logits, uniform, history, request.process_at, left, run.over, rounds.ops)
+
+    def process(rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
+        return process_at([places[row] for row in rows], texts, scores)
+
+    def over(row: int, more: list[int]) -> bool:
+        return run.over(places[row], more)
+
+    return walk_with_history(tree, logits, uniform, history, process, left, over, rounds.ops)

@@ -206,6 +206,10 @@ class NasdDrafter:
             for token in (*text[:real], self.roots[row]):
                 self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
 
+    def join(self, row: int, other: NasdDrafter, count: int) -> None:
+        """Begin a row anew with the only row of another drafter, which has begun."""
+        self.storages[row], self.cursors[row], self.roots[row], self.active[row] = other.storages[0], other.cursors[0], other.roots[0], True
+
     def rest(self) -> int:
         """Rounds without look-ups, where these do not pay."""
         return self.credit.rest()

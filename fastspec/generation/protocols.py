@@ -92,6 +92,8 @@ class Drafter(Protocol):
     One that fills its trees up with copies has the nodes of the last tree that are none, root left out, in `drafted` (an int per row).
     One that the host drives may have `digest(tree, verdict, logits, active)` -> [B, D] int64 and `take(digest, max_path)`: a captured round
     then computes the digest, reads it back with its own result, and hands it to `take` in place of `observe`.
+    One with `join(row, other, count)` can take a new prompt of `count` tokens in place of a row that has ended: from `other`, a drafter of
+    the same kind and of one row, which has begun with it.
     One that goes without drafts at times has `rest()` -> for how many rounds from here on, asked before each that may have some, and
     `sat_out(tokens, counts)`: what the rows said meanwhile, [B, n] int64, of which a row that ended said the first counts[b] (int).
     """

@@ -93,6 +93,8 @@ class Rounds:
         self.spare: list[Tensor] = []
         """Where rounds that run ahead leave their small tensor on the host: two that take turns."""
         self.aside = Aside()
+        self.entry: tuple[Any, Any] | None = None
+        """A target and a drafter of one row, where prompts begin that `join` later, once there were some."""
         self.judges: dict[int, CapturedByShape[dict[str, Any]]] = {}
         """Longest path of a tree -> all of a round but its drafting, captured by the tree's size; for drafters that the host drives."""
 
@@ -120,6 +122,21 @@ class Rounds:
         self.aside.begin()
         self.root.copy_(root)
         self.activate([True] * len(self.running))
+
+    def join(self, row: int, target: Any, drafter: Any, root: Tensor, count: int) -> None:
+        """Begin a row anew after another prompt, of `count` tokens, that a target and a drafter of one row have begun with; no round may
+        run ahead. root [1] is its first new token."""
+        self.aside.end(self)
+        self.target.join(row, target, count)
+        if drafter is not None:
+            self.drafter.join(row, drafter, count)
+        self.root[row] = root[0]
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a round runs ahead of the host."""
+        plain = self.aside.plain
+        return self.flight is not None or (plain is not None and plain.flight is not None)
 
     def activate(self, running: list[bool]) -> None:
         """Say which rows go on."""

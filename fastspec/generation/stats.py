@@ -12,6 +12,9 @@ class Stats:
 
     assistant: str = ""
     rows: int = 0
+    """Rows of a round: all prompts, or as many of them as were decoded at a time."""
+    joined: int = 0
+    """Prompts that took the place of one that had ended."""
     rounds: int = 0
     row_rounds: int = 0
     """Rounds summed over the rows that were still running."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import MANY_ROWS, Autoregressive, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
+from fastspec.config import MANY_ROWS, Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.head import EagleHead
@@ -84,12 +84,14 @@ class StaticDecoding:
 @dataclass(frozen=True, slots=True)
 class Continued:
     """An assistant that goes on from given answers: they are verified as drafts first. `answers` holds a text per row, and `hear` is
-    told the call's outcome, with the measures of every token where `measure` asks for them."""
+    told the call's outcome, with the measures of every token where `measure` asks for them. `rows` prompts are decoded at a time, None:
+    all of them."""
 
     decoding: Any
     answers: Sequence[Sequence[int]] | None = None
     hear: Callable[[Outcome], None] | None = None
     measure: bool = False
+    rows: int | None = None
 
 
 def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
@@ -98,7 +100,14 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
         if assistant not in NAMES:
             raise Unsupported(f"assistant={assistant!r} is unknown: accepted are {', '.join(map(repr, NAMES))}, or a config object")
         assistant = _cascade(resources).config if assistant == Cascade.name else NAMES[assistant]()
+    if isinstance(assistant, ContinuousBatch):
+        decoding = resolve(assistant.assistant, resources, model)
+        if not hasattr(decoding, "drafter"):
+            raise Unsupported(f"ContinuousBatch: assistant={assistant.assistant!r} asks one model after another, each for the whole batch")
+        return Continued(decoding, rows=assistant.rows)
     if isinstance(assistant, Continued):
+        if isinstance(assistant.decoding, ContinuousBatch):
+            raise Unsupported("a stage of a cascade answers all rows together: name the assistant of its ContinuousBatch instead")
         return replace(assistant, decoding=resolve(assistant.decoding, resources, model))
     if type(assistant) in RESOLVERS:
         return RESOLVERS[type(assistant)](assistant, resources, model)

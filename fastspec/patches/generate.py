@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from fastspec.patches.cascade import AdaptiveCascade
 from fastspec.patches.compat import device_of, fill_cache, is_out_of_memory, own_stop_strings, read_cache
 from fastspec.patches.engines import weights_of
 from fastspec.patches.hf_model import HFModel
-from fastspec.patches.refusals import refuse_arguments, refuse_prepared, refuse_prompts
+from fastspec.patches.refusals import refuse_arguments, refuse_joining, refuse_prepared, refuse_prompts
 from fastspec.patches.selection import CAPTURABLE, Ending, Streaming, make_processors, read_law, signature
 from fastspec.patches.seq2seq import language_model, read_source, refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
@@ -104,6 +105,11 @@ class _Call:
             self.decoding = self.decoding.reading(self.source) if hasattr(self.decoding, "reading") else self.decoding
         refuse_prompts(model, self.ids, self.keep, self.past_length)
         self.ending = Ending(criteria, self.ids)
+        rows = self.given.rows
+        self.rows = rows if rows is not None and rows < ids.shape[0] else None
+        """Prompts that are decoded at a time, where these are fewer than all."""
+        if self.rows is not None and (self.source is not None or self.past_length or self.handed_in):
+            raise Unsupported("ContinuousBatch takes whole prompts of a decoder-only model, without past_key_values: use its assistant")
 
     def _keep(self, mask: Tensor | None, rows: int) -> Tensor:
         """Which of the past and prompt tokens are real, [B, past + new] bool."""
@@ -129,10 +135,10 @@ class _Call:
         new = self.keep.shape[1] - self.past_length  # tokens of the prompt that the cache does not hold
         prompts, counts = _compact(self.ids[:, -new:], self.keep[:, -new:])
         limit = self.ending.limit
-        rows = prompts.shape[0]
+        rows = prompts.shape[0] if self.rows is None else self.rows
         capacity = int(self.keep[:, : self.past_length].sum(1).max()) + prompts.shape[1] + limit
         process_rows, process_at = make_processors(self.processors, self.ids)
-        streaming = Streaming(self.streamer, rows, self._pad()) if self.streamer is not None else None
+        streaming = Streaming(self.streamer, len(prompts), self._pad()) if self.streamer is not None else None
         request = Request(
             prompts, counts, list(self.ids), limit, self.ending.ends, process_at,
             context=self._context(),
@@ -140,11 +146,14 @@ class _Call:
             watch=streaming.watch if streaming else None,
             keep_scores=bool(self.config.return_dict_in_generate and self.config.output_scores),
             keep_logits=bool(self.config.return_dict_in_generate and self.config.output_logits),
-            answers=self.given.answers, measure=self.given.measure,
+            answers=self.given.answers, measure=self.given.measure, rows=self.rows,
         )  # fmt: skip
         try:
             self.decoding = self._sized(capacity, request)
             rounds, key = self._rounds(rows, capacity, process_rows, self._law(request.keep_scores))
+            if self.rows is not None:
+                refuse_joining(self.decoding.name, rounds.drafter)
+                request.entry = partial(self._entry, rounds, capacity, process_rows if self.config.do_sample else None)
             outcome = decode(rounds, request, self.decoding.name)
         except RuntimeError as error:
             if isinstance(error, FastSpecError) or not is_out_of_memory(error):
@@ -189,22 +198,34 @@ class _Call:
             rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole, measure=measure, law=law)
             key = None if key is None else self._key(rows, sample, process, law)  # making the drafter may have packed its head's weights
         else:
-            rounds.target.open(capacity)
-            if hasattr(rounds.drafter, "open"):
-                rounds.drafter.open(capacity)
-                self._tell_ends(rounds.drafter)
-            elif rounds.drafter is not None:
-                rounds.drafter = self._drafter(rows, capacity, drawn)
+            rounds.drafter = self._opened(rounds.target, rounds.drafter, rows, capacity, drawn)
         self._restore(rounds.target)
         rounds.clock = None if self.session.profile is None else Clock(self.session.profile, self.device)
         return rounds, key
+
+    def _opened(self, target: HFModel, drafter: Any, rows: int, capacity: int, process: Any) -> Any:
+        """Begin a call on a target and a drafter that were kept -> the drafter, which may be another."""
+        target.open(capacity)
+        if hasattr(drafter, "open"):
+            drafter.open(capacity)
+            self._tell_ends(drafter)
+        return drafter if drafter is None or hasattr(drafter, "open") else self._drafter(rows, capacity, process)
+
+    def _entry(self, rounds: Rounds, capacity: int, process: Any) -> tuple[HFModel, Any]:
+        """A target and a drafter of one row, for a prompt to begin in: the same ones for all prompts."""
+        if rounds.entry is None:
+            rounds.entry = self._parts(1, capacity, process)
+        else:
+            target, drafter = rounds.entry
+            rounds.entry = target, self._opened(target, drafter, 1, capacity, process)
+        return rounds.entry
 
     def _sized(self, capacity: int, request: Request) -> Any:
         """The call's decoding, the size of its trees chosen where that is left to a measurement: once for calls of one kind."""
         decoding, model, trees = self.decoding, self.model, self.session.trees
         if not isinstance(decoding, EagleDecoding) or decoding.auto is None:
             return decoding
-        rows = request.prompts.shape[0]
+        rows = len(request.prompts) if self.rows is None else self.rows
         key = decoding.auto, rows, self.device, model.dtype
         if key not in trees:
 
@@ -214,7 +235,7 @@ class _Call:
                 return target, drafter
 
             self.session.engines.make_room()
-            trees[key] = choose_tree(fresh, self.ops, request, decoding.auto.sizes(self.device.type))
+            trees[key] = choose_tree(fresh, self.ops, request.begins(), decoding.auto.sizes(self.device.type))
         return decoding.sized(trees[key].chosen)
 
     def _restore(self, target: HFModel) -> None:
@@ -265,7 +286,8 @@ class _Call:
         pad = self._pad()
         new = torch.tensor([row + [pad] * (longest - len(row)) for row in outcome.tokens], device=self.ids.device)
         sequences = torch.cat((self.ids, new), 1)
-        wants_past = self.cache is not None and self.source is None and (self.handed_in or bool(self.config.return_dict_in_generate))
+        whole = self.source is None and self.rows is None
+        wants_past = self.cache is not None and whole and (self.handed_in or bool(self.config.return_dict_in_generate))
         if wants_past:
             first = self.keep[:, : self.past_length].sum(1)
             width = self.keep.shape[1] - self.past_length

@@ -163,6 +163,11 @@ class HFModel:
         """Forget every row's committed tokens from lengths [B] on."""
         self.cache.lengths.copy_(lengths)
 
+    def join(self, row: int, other: HFModel, count: int) -> None:
+        """Begin a row anew with the `count` committed tokens of another target's only row."""
+        self.reserve(count)
+        self.cache.join(row, other.cache, count)
+
     def _forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None,
         embedded: Tensor | None = None,

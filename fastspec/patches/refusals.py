@@ -63,6 +63,15 @@ def refuse_heads(name: str, model: Any) -> None:
         )
 
 
+def refuse_joining(name: str, drafter: Any) -> None:
+    """Refuse continuous batching with a drafter whose rows cannot begin anew one by one."""
+    if drafter is not None and not hasattr(drafter, "join"):
+        raise Unsupported(
+            f"ContinuousBatch: assistant {name!r} cannot take a new prompt into a running batch: accepted are 'autoregressive', 'eagle', "
+            "'eagle2', 'eagle3', 'nasd' and decodings whose drafter has a method `join`"
+        )
+
+
 def _refuse_settings(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         accepted = _CONFIG[name]

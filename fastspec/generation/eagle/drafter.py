@@ -84,6 +84,13 @@ class HeadState:
             else:
                 self.chunks(self._extend, self.cache.slots, padded_width(width), *inputs)
 
+    def join(self, row: int, other: HeadState, count: int) -> None:
+        """Begin a row anew with the only row of another state, which has begun with `count` pairs."""
+        self.reserve(count)
+        self.cache.join(row, other.cache, count)
+        for mine, theirs in ((self.root, other.root), (self.last, other.last), (self.readout, other.readout)):
+            mine[row] = theirs[0]
+
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
         taken, counts, steps = self._pairs(features, verdict, active)
@@ -146,6 +153,12 @@ class EagleDrafter(HeadState):
         super().open(capacity)
         if self.fused is not None:
             self.fused.counts.zero_()
+
+    def join(self, row: int, other: HeadState, count: int) -> None:
+        """Begin a row anew, see `HeadState.join`: it has no pairs that wait for the next launch."""
+        super().join(row, other, count)
+        if self.fused is not None:
+            self.fused.counts[row] = 0
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs, or keep them for the launch that drafts the next tree."""
