@@ -40,8 +40,8 @@ def made(kind: str, device: str) -> tuple[Any, Any]:
     """(the unpatched model, the same patched, with a head for every assistant)."""
     target, head = MAKERS[kind]
     plain, model = target().to(device), target()
-    heads = {"eagle3": head(model), **dict.fromkeys(("eagle", "eagle2"), tiny_head(model, kind="eagle", taps=(), own_lm_head=False))}
-    return plain, fastspec.patch(model.to(device), **heads)
+    third, first = (each.to(device) for each in (head(model), tiny_head(model, kind="eagle", taps=(), own_lm_head=False)))
+    return plain, fastspec.patch(model.to(device), eagle3=third, eagle2=first, eagle=first)
 
 
 def ends_of(plain: Any, inputs: dict[str, torch.Tensor]) -> list[int]:

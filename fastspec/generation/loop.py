@@ -78,6 +78,18 @@ class Outcome:
     stats: Stats = field(default_factory=Stats)
 
 
+@dataclass(slots=True)
+class Begun:
+    """A prompt that has begun in a target and a drafter of one row: its first new token [1], the scores and logits [1, V] of it."""
+
+    prompt: int
+    target: LanguageModel
+    drafter: Drafter | None
+    root: Tensor
+    scores: Tensor
+    logits: Tensor
+
+
 class _Run:
     """The host's side of a call: what each prompt's answer says and whether it goes on. Prompts are counted through the whole call, and
     rows of the rounds hold them in turns, where there are fewer."""
@@ -88,6 +100,13 @@ class _Run:
         self.places = list(range(rows if request.rows is None else request.rows))
         """The prompt that each row holds."""
         self.waiting = list(range(len(self.places), rows))
+        self.begun: Begun | None = None
+        """The prompt that the next free row is given to, where one has begun."""
+        self.unread: list[Begun] = []
+        """Prompts whose first token was not read yet."""
+        self.counts: list[int] = request.counts.tolist()
+        self.lengths = self.counts[: len(self.places)]
+        """No less than each row's committed tokens."""
         self.out = Outcome([[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)], stats=stats)
         self.active = [True] * rows
         """Of each prompt, whether its answer goes on; also of those that wait."""
@@ -102,8 +121,21 @@ class _Run:
         return [self.active[prompt] for prompt in self.places]
 
     def free(self) -> list[int]:
-        """Rows whose prompts have ended, as many as there are prompts that wait."""
-        return [row for row, goes_on in enumerate(self.running) if not goes_on][: len(self.waiting)]
+        """Rows whose prompts have ended, as many as there are prompts that could have them."""
+        left = len(self.waiting) + (self.begun is not None)
+        return [row for row, goes_on in enumerate(self.running) if not goes_on][:left]
+
+    def read(self, prompt: int, said: list[int], scores: Tensor, logits: Tensor) -> None:
+        """Take a prompt's first token, of scores and logits [1, V]."""
+        if self.request.measure:
+            self.measures[prompt].append(measure(logits, torch.tensor(said, device=logits.device)))
+        self.take(prompt, said, 0, scores if self.request.keep_scores else None, logits if self.request.keep_logits else None)
+
+    def catch_up(self) -> None:
+        """Take the first tokens that were not read yet."""
+        unread, self.unread = self.unread, []
+        for begun in unread:
+            self.read(begun.prompt, begun.root.tolist(), begun.scores, begun.logits)
 
     def take(self, row: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
         """Append tokens to a row until it ends; scores and logits are [len(tokens), V]."""
@@ -181,25 +213,27 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
             drafter.begin(*shown, features, root)
         rounds.begin(root)
         firsts = root.tolist()  # waits for the device: what comes after is the rounds' time
-    if request.measure:
-        for row, value in enumerate(measure(logits, root)):
-            run.measures[row].append(value[None])
     for row, token in enumerate(firsts):
         one = slice(row, row + 1)
-        run.take(row, [token], 0, scores[one] if request.keep_scores else None, logits[one] if request.keep_logits else None)
-    longest = int(target.lengths.max())
+        run.read(row, [token], scores[one], logits[one])
+    run.lengths = target.lengths.tolist()
     if request.answers is not None:
         with timed(stats, "verify"):
-            longest = _verify_answers(rounds, run, Read(*shown, features), longest)
+            _verify_answers(rounds, run, Read(*shown, features))
     del features
     while any(run.active):
         free = run.free()
-        if free and not rounds.ahead:
-            longest = _join(rounds, run, free)
-            continue
+        if free:
+            begun = run.begun = run.begun or _begin(rounds, run)  # behind a round that runs ahead, while the host reads that
+            if not rounds.ahead:
+                _join(rounds, run, free[0], begun)
+                run.begun = None
+                continue
         rounds.activate(run.running)
         decide = None if request.process_at is None else lambda: _decide(rounds, request, run)
-        longest += _take(rounds.step(longest, stats, decide, not free and run.goes_on(drafter)), rounds, run)
+        packed = rounds.step(max(run.lengths), stats, decide, not free and run.goes_on(drafter))
+        run.catch_up()
+        _take(packed, rounds, run)
     rounds.end()
     run.finish()
     stats.seconds = time.perf_counter() - began
@@ -207,8 +241,8 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
     return run.out
 
 
-def _verify_answers(rounds: Rounds, run: _Run, read: Read, longest: int) -> int:
-    """Rounds over the given answers, then the start of the call's own drafter -> the longest row's committed tokens."""
+def _verify_answers(rounds: Rounds, run: _Run, read: Read) -> None:
+    """Rounds over the given answers, then the start of the call's own drafter."""
     request, drafter = run.request, rounds.drafter
     assert request.answers is not None
     with rounds.verifying(request.answers) as chain:
@@ -218,7 +252,7 @@ def _verify_answers(rounds: Rounds, run: _Run, read: Read, longest: int) -> int:
             chain.activate(run.active)
             running = list(run.active)
             decide = None if request.process_at is None else lambda: _decide(chain, request, run)
-            longest += _take(chain.step(longest, run.stats, decide), chain, run)
+            _take(chain.step(max(run.lengths), run.stats, decide), chain, run)
             read.add(chain.tree, chain.verdict, chain.features, running)
         run.stats = stats
     run.out.kept = list(chain.drafter.kept)
@@ -227,31 +261,31 @@ def _verify_answers(rounds: Rounds, run: _Run, read: Read, longest: int) -> int:
         if hasattr(drafter, "learn"):
             drafter.learn(request.answers)
         drafter.begin(*read.whole(), rounds.root.clone())
-    return longest
 
 
-def _join(rounds: Rounds, run: _Run, rows: list[int]) -> int:
-    """Let prompts that wait begin in these rows -> the longest row's committed tokens."""
-    request, stats = run.request, run.stats
+def _begin(rounds: Rounds, run: _Run) -> Begun:
+    """Let the next prompt that waits begin in buffers of one row; nothing is waited for."""
+    request = run.request
     assert request.entry is not None
-    for row in rows:
-        prompt = run.places[row] = run.waiting.pop(0)
-        one = slice(prompt, prompt + 1)
-        with timed(stats, "prefill"):
-            target, drafter = request.entry()
-            count = int(request.counts[prompt])
-            shown = request.prompts[one, :count], request.counts[one]
-            logits, features = target.prefill(*shown)
-            root, scores = _first(rounds, request, logits, shown, [prompt])
-            if drafter is not None:
-                drafter.begin(*shown, features, root)
-            rounds.join(row, target, drafter, root, count)
-            said = root.tolist()
-        if request.measure:
-            run.measures[prompt].append(measure(logits, root))
-        run.take(prompt, said, 0, scores if request.keep_scores else None, logits if request.keep_logits else None)
-        stats.joined += 1
-    return int(rounds.target.lengths.max())
+    prompt = run.waiting.pop(0)
+    one, count = slice(prompt, prompt + 1), run.counts[prompt]
+    with timed(run.stats, "prefill"):
+        target, drafter = request.entry()
+        shown = request.prompts[one, :count], request.counts[one]
+        logits, features = target.prefill(*shown)
+        root, scores = _first(rounds, request, logits, shown, [prompt])
+        if drafter is not None:
+            drafter.begin(*shown, features, root)
+    return Begun(prompt, target, drafter, root, scores, logits)
+
+
+def _join(rounds: Rounds, run: _Run, row: int, begun: Begun) -> None:
+    """Give a row to the prompt that has begun; its first token is read with the next round."""
+    count = run.counts[begun.prompt]
+    rounds.join(row, begun.target, begun.drafter, begun.root, count)
+    run.places[row], run.lengths[row] = begun.prompt, count
+    run.unread.append(begun)
+    run.stats.joined += 1
 
 
 def _first(
@@ -275,8 +309,8 @@ def _first(
     return choose(scores[:, None], uniform, rounds.ops)[:, 0], scores.float()
 
 
-def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
-    """Hand a round's tokens to their rows -> the largest number of tokens that any row gained."""
+def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> None:
+    """Hand a round's tokens to the prompts that its rows hold."""
     request, stats, verdict = run.request, run.stats, rounds.verdict
     if request.watch is not None:
         request.watch(rounds.tree, verdict, rounds.logits)
@@ -301,13 +335,14 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> int:
         if measures is not None:
             run.measures[prompt].append(measures[row, : accepted + 1])
         run.take(prompt, said[: accepted + 1], accepted, scores, logits)
+    run.lengths = [length + accepted + 1 for length, (accepted, *_) in zip(run.lengths, packed, strict=True)]
     stats.rounds += 1
-    return max(entry[0] for entry in packed) + 1
 
 
 def _decide(rounds: Rounds, request: Request, run: _Run) -> tuple[Verdict, Tensor]:
     """The verdict on a scored tree by processors that look at the history, and the processed scores along its path [B, P, V]."""
     assert request.process_at is not None
+    run.catch_up()
     tree, logits, places, said, process_at = rounds.tree, rounds.logits, run.places, run.out.tokens, request.process_at
     history = [torch.cat((h := request.history[prompt], h.new_tensor(said[prompt]))) for prompt in places]
     left = [run.limit - len(said[prompt]) if run.active[prompt] else 0 for prompt in places]
