@@ -78,18 +78,6 @@ class Outcome:
     stats: Stats = field(default_factory=Stats)
 
 
-@dataclass(slots=True)
-class Begun:
-    """A prompt that has begun in a target and a drafter of one row: its first new token [1], the scores and logits [1, V] of it."""
-
-    prompt: int
-    target: LanguageModel
-    drafter: Drafter | None
-    root: Tensor
-    scores: Tensor
-    logits: Tensor
-
-
 class _Run:
     """The host's side of a call: what each prompt's answer says and whether it goes on. Prompts are counted through the whole call, and
     rows of the rounds hold them in turns, where there are fewer."""
@@ -100,10 +88,6 @@ class _Run:
         self.places = list(range(rows if request.rows is None else request.rows))
         """The prompt that each row holds."""
         self.waiting = list(range(len(self.places), rows))
-        self.begun: Begun | None = None
-        """The prompt that the next free row is given to, where one has begun."""
-        self.unread: list[Begun] = []
-        """Prompts whose first token was not read yet."""
         self.counts: list[int] = request.counts.tolist()
         self.lengths = self.counts[: len(self.places)]
         """No less than each row's committed tokens."""
@@ -121,21 +105,14 @@ class _Run:
         return [self.active[prompt] for prompt in self.places]
 
     def free(self) -> list[int]:
-        """Rows whose prompts have ended, as many as there are prompts that could have them."""
-        left = len(self.waiting) + (self.begun is not None)
-        return [row for row, goes_on in enumerate(self.running) if not goes_on][:left]
+        """Rows whose prompts have ended, as many as there are prompts that wait."""
+        return [row for row, goes_on in enumerate(self.running) if not goes_on][: len(self.waiting)]
 
     def read(self, prompt: int, said: list[int], scores: Tensor, logits: Tensor) -> None:
         """Take a prompt's first token, of scores and logits [1, V]."""
         if self.request.measure:
             self.measures[prompt].append(measure(logits, torch.tensor(said, device=logits.device)))
         self.take(prompt, said, 0, scores if self.request.keep_scores else None, logits if self.request.keep_logits else None)
-
-    def catch_up(self) -> None:
-        """Take the first tokens that were not read yet."""
-        unread, self.unread = self.unread, []
-        for begun in unread:
-            self.read(begun.prompt, begun.root.tolist(), begun.scores, begun.logits)
 
     def take(self, row: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
         """Append tokens to a row until it ends; scores and logits are [len(tokens), V]."""
@@ -223,17 +200,12 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
     del features
     while any(run.active):
         free = run.free()
-        if free:
-            begun = run.begun = run.begun or _begin(rounds, run)  # behind a round that runs ahead, while the host reads that
-            if not rounds.ahead:
-                _join(rounds, run, free[0], begun)
-                run.begun = None
-                continue
+        if free and not rounds.ahead:
+            _join(rounds, run, free[0])
+            continue
         rounds.activate(run.running)
         decide = None if request.process_at is None else lambda: _decide(rounds, request, run)
-        packed = rounds.step(max(run.lengths), stats, decide, not free and run.goes_on(drafter))
-        run.catch_up()
-        _take(packed, rounds, run)
+        _take(rounds.step(max(run.lengths), stats, decide, not free and run.goes_on(drafter)), rounds, run)
     rounds.end()
     run.finish()
     stats.seconds = time.perf_counter() - began
@@ -263,11 +235,11 @@ def _verify_answers(rounds: Rounds, run: _Run, read: Read) -> None:
         drafter.begin(*read.whole(), rounds.root.clone())
 
 
-def _begin(rounds: Rounds, run: _Run) -> Begun:
-    """Let the next prompt that waits begin in buffers of one row; nothing is waited for."""
+def _join(rounds: Rounds, run: _Run, row: int) -> None:
+    """Let the next prompt that waits begin in buffers of one row, and give it a row whose own prompt has ended."""
     request = run.request
     assert request.entry is not None
-    prompt = run.waiting.pop(0)
+    prompt = run.places[row] = run.waiting.pop(0)
     one, count = slice(prompt, prompt + 1), run.counts[prompt]
     with timed(run.stats, "prefill"):
         target, drafter = request.entry()
@@ -276,15 +248,10 @@ def _begin(rounds: Rounds, run: _Run) -> Begun:
         root, scores = _first(rounds, request, logits, shown, [prompt])
         if drafter is not None:
             drafter.begin(*shown, features, root)
-    return Begun(prompt, target, drafter, root, scores, logits)
-
-
-def _join(rounds: Rounds, run: _Run, row: int, begun: Begun) -> None:
-    """Give a row to the prompt that has begun; its first token is read with the next round."""
-    count = run.counts[begun.prompt]
-    rounds.join(row, begun.target, begun.drafter, begun.root, count)
-    run.places[row], run.lengths[row] = begun.prompt, count
-    run.unread.append(begun)
+        rounds.join(row, target, drafter, root, count)
+        said = root.tolist()
+    run.lengths[row] = count
+    run.read(prompt, said, scores, logits)
     run.stats.joined += 1
 
 
@@ -342,7 +309,6 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> None:
 def _decide(rounds: Rounds, request: Request, run: _Run) -> tuple[Verdict, Tensor]:
     """The verdict on a scored tree by processors that look at the history, and the processed scores along its path [B, P, V]."""
     assert request.process_at is not None
-    run.catch_up()
     tree, logits, places, said, process_at = rounds.tree, rounds.logits, run.places, run.out.tokens, request.process_at
     history = [torch.cat((h := request.history[prompt], h.new_tensor(said[prompt]))) for prompt in places]
     left = [run.limit - len(said[prompt]) if run.active[prompt] else 0 for prompt in places]
