@@ -1,0 +1,179 @@
+"""Continuous batching, enumerated: the law of every answer is the target's, in whichever row and after whichever prompt it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from helpers_enumerate import PROCESSES, Tables, Text, agree, closed
+from torch import Tensor
+
+from fastspec.generation import loop
+from fastspec.generation.loop import Request, decode
+from fastspec.generation.rounds import Rounds
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.backends import TORCH
+
+VOCAB, LIMIT, ROWS = 2, 4, 3
+PROMPTS = ((1, 0), (0, 1))
+
+
+class Cells(Tables):
+    """Table models whose rows can begin anew."""
+
+    def join(self, row: int, other: Tables, count: int) -> None:
+        self.cells[row, :count] = other.cells[0, :count]
+        self.lengths[row] = count
+
+
+class Guess:
+    """A chain of one draft, a function of the row's text, which is held to the target's."""
+
+    nodes = max_path = 2
+
+    def __init__(self, target: Cells) -> None:
+        self.target = target
+
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        self.texts = [[*text[:n], first] for text, n, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
+
+    def join(self, row: int, other: Guess, count: int) -> None:
+        self.texts[row] = other.texts[0]
+
+    def propose(self, extent: int) -> TokenTree:
+        drafts = [Random(str(text)).randrange(VOCAB) for text in self.texts]
+        return TokenTree.chain(torch.tensor([[text[-1], draft] for text, draft in zip(self.texts, drafts, strict=True)]))
+
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+        for row, goes_on in enumerate(active.tolist()):
+            if goes_on:
+                self.texts[row] += verdict.tokens(tree)[row, : int(verdict.accepted[row]) + 1].tolist()
+
+
+class Turns:
+    """The decisions of one call: each prompt's script first, then the first that is possible, with the others noted down."""
+
+    def __init__(self, scripts: list[tuple[int, list[int]]]) -> None:
+        self.scripts = [script for _, script in scripts]
+        self.taken: list[list[int]] = [[] for _ in scripts]
+        self.weights, self.others = [1.0] * len(scripts), [[] for _ in scripts]  # type: tuple[list[float], list[list[list[int]]]]
+        self.rounds: Rounds
+        self.held: list[int] = []
+        """The prompt of each row that is decided for."""
+
+    def decide(self, prompt: int, chances: list[float]) -> int:
+        options = [option for option, chance in enumerate(chances) if chance > 0]
+        script, taken = self.scripts[prompt], self.taken[prompt]
+        option = script[len(taken)] if len(taken) < len(script) else options[0]
+        if len(taken) >= len(script):
+            self.others[prompt] += [[*taken, other] for other in options[1:]]
+        taken.append(option)
+        self.weights[prompt] *= chances[option]
+        return option
+
+    def pick(self, scores: Tensor, uniform: Any) -> Tensor:
+        """In place of `Ops.pick`: scores [B, N, V]."""
+        chances = torch.softmax(scores.double(), -1).tolist()
+        whole = len(chances) == ROWS
+        return torch.tensor([
+            [self.decide(prompt, each) for each in nodes] if not whole or self.rounds.running[row] else [0] * len(nodes)
+            for row, (prompt, nodes) in enumerate(zip(self.held, chances, strict=True))
+        ])  # fmt: skip
+
+
+def laws(seed: int, process: Any, drafted: bool, monkeypatch: Any) -> list[dict[Text, float]]:
+    """The law of the first LIMIT tokens after each of PROMPTS, by enumeration: calls of up to 40 prompts, ROWS of them at a time."""
+    found: list[dict[Text, float]] = [{} for _ in PROMPTS]
+    waiting: list[tuple[int, list[int]]] = [(kind, []) for kind in (0, 1, 0, 1)]
+    first, make = loop._first, loop._Run.__init__
+    counted: set[tuple[int, Text]] = set()
+    while waiting:
+        batch, waiting = waiting[:40], waiting[40:]
+        batch += [(0, [])] * (ROWS + 1 - len(batch))  # more than rows, so that one joins; what was counted is not counted again
+        turns = Turns(batch)
+        ops = replace(TORCH, pick=turns.pick)
+
+        def one(rows: int, ops: Any = ops) -> tuple[Cells, Guess | None]:
+            target = Cells(seed, "target", rows, VOCAB)
+            return target, Guess(target) if drafted else None
+
+        def named(rounds: Any, request: Any, logits: Any, shown: Any, prompts: list[int], turns: Turns = turns) -> Any:
+            kept, turns.held = turns.held, prompts
+            try:
+                return first(rounds, request, logits, shown, prompts)
+            finally:
+                turns.held = kept
+
+        def known(self: Any, request: Any, stats: Any, turns: Turns = turns) -> None:
+            make(self, request, stats)
+            turns.held = self.places
+
+        monkeypatch.setattr(loop, "_first", named)
+        monkeypatch.setattr(loop._Run, "__init__", known)
+        target, drafter = one(ROWS)
+        turns.rounds = rounds = Rounds(target, drafter, ops, rows=ROWS, sample=True, process=process)
+        ids = torch.tensor([PROMPTS[kind] for kind, _ in batch])
+        request = Request(
+            ids, torch.full((len(batch),), 2), list(ids), LIMIT, frozenset(), None, rows=ROWS, entry=lambda one=one: one(1)  # type: ignore[misc]
+        )  # fmt: skip
+        outcome = decode(rounds, request, "in turns")
+        assert outcome.stats.joined == len(batch) - ROWS
+        for (kind, _), text, taken, weight, others in zip(batch, outcome.tokens, turns.taken, turns.weights, turns.others, strict=True):
+            if (kind, tuple(taken)) in counted:
+                continue
+            counted.add((kind, tuple(taken)))
+            found[kind][tuple(text)] = found[kind].get(tuple(text), 0.0) + weight
+            waiting += [(kind, other) for other in others]
+    monkeypatch.setattr(loop, "_first", first)
+    monkeypatch.setattr(loop._Run, "__init__", make)
+    return found
+
+
+def wanted(seed: int, process: Any) -> list[dict[Text, float]]:
+    """The target's own law after each of PROMPTS."""
+    table = Tables(seed, "target", 1, VOCAB)
+
+    def after(prompt: Text) -> Callable[[Text], list[float]]:
+        def law(text: Text) -> list[float]:  # `closed` puts the helper's own prompt in front
+            scores = torch.tensor([table.after((*prompt, *text[2:]))])
+            return torch.softmax(scores if process is None else process(scores), -1)[0].double().tolist()
+
+        return law
+
+    return [closed(VOCAB, LIMIT, after(prompt)) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("process", PROCESSES, ids=["plain", "temperature", "cut"])
+def test_the_law_of_an_answer_is_the_targets_wherever_it_begins(process, drafted, monkeypatch):
+    for seed in range(3):
+        assert all(map(agree, laws(seed, process, drafted, monkeypatch), wanted(seed, process)))
+
+
+def old_root(monkeypatch: Any) -> None:
+    join = Rounds.join
+
+    def wrong(self: Rounds, row: int, *rest: Any) -> None:
+        before = self.root.clone()
+        join(self, row, *rest)
+        self.root.copy_(before)
+
+    monkeypatch.setattr(Rounds, "join", wrong)
+
+
+def old_text(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Cells, "join", lambda self, row, other, count: self.lengths.index_fill_(0, torch.tensor(row), count))
+
+
+def old_length(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Cells, "join", lambda self, row, other, count: self.cells[row, :count].copy_(other.cells[0, :count]))
+
+
+@pytest.mark.parametrize("bug", [old_root, old_text, old_length])
+def test_a_row_that_keeps_something_of_the_prompt_before_is_found(bug, monkeypatch):
+    bug(monkeypatch)
+    assert not all(map(agree, laws(0, None, False, monkeypatch), wanted(0, None)))
