@@ -89,6 +89,16 @@ def test_rows_say_what_ran_and_how_long_rows_were_running(script, saved: Path, b
     assert batch > 1 or all(row["rows_running"] == 1.0 for row in rows)
 
 
+def test_prompts_take_turns_in_fewer_rows(script, saved: Path) -> None:
+    head = ["--head", str(saved / "head"), "--assistants", "autoregressive", "eagle3", "--batch", "5"]
+    whole, turns = rows_of(script, saved, *head), rows_of(script, saved, *head, "--rows", "2")
+    for at_once, in_turns in zip(whole, turns, strict=True):
+        assert (at_once["rows"], in_turns["rows"]) == (5, 2) and at_once["identical"] == in_turns["identical"] == 5
+        assert in_turns["rows_running"] > at_once["rows_running"] and in_turns["rounds"] > at_once["rounds"]
+    said = sum(lengths(saved))
+    assert turns[0]["rows_running"] == round((said - 5) / (2 * turns[0]["rounds"]), 3)
+
+
 def test_without_an_end_all_answers_are_equally_long(script, saved: Path) -> None:
     (row,) = rows_of(script, saved, "--batch", "3", "--assistants", "autoregressive", "--no-end")
     assert row["no_end"] and row["identical"] == 5

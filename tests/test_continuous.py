@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,16 @@ from helpers_captured import stand_in
 from helpers_cascade import cascaded, stages
 from helpers_generate import MAKERS, TREE, free, stats
 from helpers_generate import prompts as make_prompts
-from helpers_models import tiny_head
+from helpers_models import tiny_head, tiny_model
+from helpers_seq2seq import sources, tiny_seq2seq
 from test_sitting_out import ON_CUDA
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
-from fastspec.generation import cache, draft_length, loop, nasd
+from fastspec.generation import cache, draft_length, loop, nasd, rounds
+from fastspec.generation.eagle.drafter import EagleDrafter
+from fastspec.generation.tree import TokenTree
+from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
@@ -55,6 +60,7 @@ def ends_of(plain: Any, inputs: dict[str, torch.Tensor]) -> list[int]:
 def test_every_prompt_says_what_it_says_in_one_batch(device, kind, assistant):
     """Whatever the number of rows, in calls one after another that share what was captured."""
     plain, model = made(kind, device)
+    alone = assistant in ASSISTANTS[:4]  # what it drafts for a row does not depend on the others
     for rows in (3, 1, 3, 8):
         inputs = prompts(device, *COUNTS, seed=rows)
         options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
@@ -63,8 +69,11 @@ def test_every_prompt_says_what_it_says_in_one_batch(device, kind, assistant):
         seen = stats(model)
         assert seen.joined == len(COUNTS) - rows and seen.rows == rows
         assert seen.row_rounds <= rows * seen.rounds
+        if alone:  # then drafts are as good in a row that was another's before
+            model.generate(**inputs, **options, assistant=assistant)
+            assert (seen.row_rounds, seen.accepted) == (stats(model).row_rounds, stats(model).accepted)
         assert all(not held.ahead for held in session_of(model).engines.held.values())
-    assert len(session_of(model).engines.held) in (0, 3)  # rows of 3, 1 and 8, where they are kept
+    assert len(session_of(model).engines.held) in (0, 4 if alone else 3)  # rows of 3, 1, 8 and all, where they are kept
 
 
 def test_rows_are_seldom_idle(device):
@@ -102,16 +111,40 @@ def test_what_else_a_call_asks_for_is_that_of_its_prompt(device, assistant, opti
                 torch.testing.assert_close(a[live], b[live], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("storage", ["ngram", "suffix"])
+def test_a_row_that_begins_anew_has_a_storage_of_its_own(storage):
+    """With one row a call drafts for its prompts as calls of one prompt each do."""
+    plain, model = made("random", "cpu")
+    inputs = prompts("cpu", *COUNTS)
+    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
+    spent, assistant = [], fastspec.Nasd(storage=storage)
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+        model.generate(ids[mask.bool()][None], **options, assistant=assistant)
+        spent.append((stats(model).row_rounds, stats(model).accepted))
+    model.generate(**inputs, **options, assistant=ContinuousBatch(assistant, rows=1))
+    assert (stats(model).row_rounds, stats(model).accepted) == tuple(map(sum, zip(*spent, strict=True)))
+    assert stats(model).accepted > 0
+
+
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
-def test_criteria_without_end_tokens_stop_a_batch_as_ever(assistant):
-    """Where nothing but a criterion stops them, answers go on until all were stopped once."""
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=str)
+def test_a_criterion_ends_an_answer_where_there_are_no_end_tokens(assistant, options):
+    """Each by itself: it is filled up, and its row given away."""
     plain, model = made("random", "cpu")
     inputs = prompts("cpu", *COUNTS)
     width = inputs["input_ids"].shape[1]
-    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    options["stopping_criteria"] = [lambda ids, scores, **_: (ids[:, width:] % 7 == 0).sum(1) > 1]
-    want = plain.generate(**inputs, **options)
-    assert model.generate(**inputs, **options, assistant=ContinuousBatch(assistant, rows=3)).tolist() == want.tolist()
+    given = {**inputs, "max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    free = plain.generate(**given)
+    given["stopping_criteria"] = [lambda ids, scores, **_: (ids[:, width:] % 7 == 0).sum(1) > 1]
+    want = []
+    for row in free.tolist():
+        sevens = [place for place in range(width, len(row)) if row[place] % 7 == 0]
+        want.append(row[: sevens[1] + 1] if len(sevens) > 1 else row)
+    longest = max(map(len, want))
+    assert len(set(map(len, want))) > 3
+    got = model.generate(**given, assistant=ContinuousBatch(assistant, rows=3))
+    assert got.tolist() == [row + [0] * (longest - len(row)) for row in want]
+    assert stats(model).row_rounds <= sum(len(row) - width for row in want)
 
 
 def test_a_streamer_gets_the_columns_of_all_prompts():
@@ -162,7 +195,7 @@ def test_the_law_of_sampled_answers_is_the_targets(assistant):
 
 
 def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypatch):
-    """And goes on with the storage of the row's new prompt."""
+    """And rests on."""
     stand_in(monkeypatch)
     monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])
     monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
@@ -170,28 +203,51 @@ def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypat
     monkeypatch.setattr(nasd, "GRANTED", 0.5)
     monkeypatch.setattr(draft_length, "LONGEST_PAUSE", 7)
     plain, model = made("random", "cpu")
-    begun: list[tuple[int, list[int]]] = []
-    join = nasd.NasdDrafter.join
-    monkeypatch.setattr(nasd.NasdDrafter, "join", lambda self, row, *rest: (join(self, row, *rest), begun.append((row, self.roots[:]))))
-    for seed in range(3):
+    begun: list[tuple[bool, bool]] = []
+    join = rounds.Rounds.join
+
+    def joining(self: Any, row: int, *rest: Any) -> None:
+        untold, left, heard = bool(self.aside.unheard), self.aside.left, list(self.drafter.cursors)
+        join(self, row, *rest)
+        assert self.aside.left == left
+        begun.append((untold, self.drafter.cursors[:row] + self.drafter.cursors[row + 1 :] != heard[:row] + heard[row + 1 :]))
+
+    monkeypatch.setattr(rounds.Rounds, "join", joining)
+    for seed in range(6):
         inputs = prompts("cpu", *COUNTS, seed=seed)
         options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
         want = plain.generate(**inputs, **options)
         assert model.generate(**inputs, **options, assistant=ContinuousBatch("nasd", rows=3)).tolist() == want.tolist()
-    held = next(iter(session_of(model).engines.held.values()))
-    assert held.aside.plain is not None and len(begun) == 3 * (len(COUNTS) - 3)  # rounds were sat out
-    width, firsts = inputs["input_ids"].shape[1], {int(row[inputs["input_ids"].shape[1]]) for row in want}
-    assert width and all(roots[row] in firsts for row, roots in begun[-(len(COUNTS) - 3) :])
+    assert len(begun) == 6 * (len(COUNTS) - 3)
+    assert set(begun) >= {(True, True), (False, False)} and (True, False) not in begun  # in a pause, behind what was said in it
 
 
 def test_buffers_grow_for_a_longer_prompt(monkeypatch):
     """One that needs more room than the rows before it had."""
     monkeypatch.setattr(cache, "FIRST_SLOTS", 16)
     plain, model = made("bigram", "cpu")
-    inputs = prompts("cpu", 3, 4, 60, 5, 40)
+    longest: list[int] = []
+    step = rounds.Rounds.step
+    monkeypatch.setattr(rounds.Rounds, "step", lambda self, length, *rest: longest.append(length) or step(self, length, *rest))
+    inputs = prompts("cpu", 3, 4, 60, 5, 40, 2, 3)
     options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, prompts("cpu", *COUNTS)), "pad_token_id": 0}
     want = plain.generate(**inputs, **options)
     assert model.generate(**inputs, **options, assistant=ContinuousBatch(TREE, rows=2)).tolist() == want.tolist()
+    assert max(longest) > 60 > 40 > longest[-1]  # and less where it has ended
+
+
+def test_a_drafter_in_one_launch_forgets_the_pairs_that_wait_for_it():
+    drafters, model = [], tiny_model()
+    head = tiny_head(model)
+    head.bind(model.get_input_embeddings(), model.get_output_embeddings())
+    for rows in (2, 1):
+        drafters.append(EagleDrafter(head, fastspec.TreeShape(8, 2, 3), rows=rows, capacity=32, ops=TORCH))
+        text = torch.randint(6, 97, (rows, 5))
+        drafters[-1].begin(text, torch.full((rows,), 5), torch.randn(rows, 5, drafters[-1].head.fc.in_features), text[:, 0])
+    many, one = drafters
+    many.fused = SimpleNamespace(counts=torch.tensor([3, 2]))
+    many.join(1, one, 5)
+    assert many.fused.counts.tolist() == [3, 0] and torch.equal(many.last[1], one.last[0])
 
 
 def test_as_many_rows_as_prompts_are_an_ordinary_batch():
@@ -202,9 +258,12 @@ def test_as_many_rows_as_prompts_are_an_ordinary_batch():
     assert out.past_key_values is not None and out.fastspec.joined == 0
 
 
-def test_what_cannot_begin_in_a_running_batch_is_refused():
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_cannot_begin_in_a_running_batch_is_refused(count):
+    """Whether a call has more prompts than rows or not."""
     _, model = made("random", "cpu")
     inputs = prompts("cpu", 4, 5, 3)
+    inputs = {name: tensor[:count] for name, tensor in inputs.items()}
 
     def refused(words: str, assistant: Any, **options: Any) -> None:
         with pytest.raises(Unsupported, match=words):
@@ -212,8 +271,8 @@ def test_what_cannot_begin_in_a_running_batch_is_refused():
 
     refused("'speculative' cannot take a new prompt", ContinuousBatch(fastspec.Speculative(early_exit=1), rows=2))
     refused("past_key_values", ContinuousBatch("nasd", rows=2), past_key_values=model(**inputs).past_key_values, **{
-        "input_ids": torch.cat((inputs["input_ids"], torch.full((3, 1), 9)), 1),
-        "attention_mask": torch.cat((inputs["attention_mask"], torch.ones(3, 1, dtype=torch.long)), 1),
+        "input_ids": torch.cat((inputs["input_ids"], torch.full((count, 1), 9)), 1),
+        "attention_mask": torch.cat((inputs["attention_mask"], torch.ones(count, 1, dtype=torch.long)), 1),
     })  # fmt: skip
     refused("unknown", ContinuousBatch("eagle4", rows=2))
     for arguments, words in (({"rows": 0}, "at least 1"), ({"assistant": ContinuousBatch()}, "ContinuousBatch itself")):
@@ -221,7 +280,58 @@ def test_what_cannot_begin_in_a_running_batch_is_refused():
             ContinuousBatch(**arguments)
 
 
-def test_a_cascade_is_refused():
+def test_a_refused_call_keeps_what_was_captured(monkeypatch):
+    stand_in(monkeypatch)
+    _, model = made("random", "cpu")
+    early = fastspec.Speculative(early_exit=1)
+    model.generate(**prompts("cpu", 4, 5), max_new_tokens=6, assistant=early)
+    held = dict(session_of(model).engines.held)
+    with pytest.raises(Unsupported):
+        model.generate(**prompts("cpu", 4, 5, 3), max_new_tokens=6, assistant=ContinuousBatch(early, rows=2))
+    assert dict(session_of(model).engines.held) == held and held
+
+
+def test_cascades_and_encoder_decoder_models_are_refused():
     model = cascaded(stages(2))
-    with pytest.raises(Unsupported, match="one model after another"):
+    with pytest.raises(Unsupported, match="'cascade' cannot take a new prompt"):
         model.generate(**prompts("cpu", 4, 5, 3), max_new_tokens=4, assistant=ContinuousBatch("cascade", rows=2))
+    with pytest.raises(Unsupported, match="takes turns"):
+        fastspec.Stage(model, assistant=ContinuousBatch("nasd"))
+    reader = fastspec.patch(tiny_seq2seq("t5"))
+    with pytest.raises(Unsupported, match="T5ForConditionalGeneration is an encoder-decoder model"):
+        reader.generate(**sources(3, 4), max_new_tokens=4, assistant=ContinuousBatch("nasd", rows=2))
+
+
+def test_a_third_partys_drafters_are_objects_of_their_own():
+    """One that joins is made anew for every prompt; the same object twice is refused."""
+
+    class Said:
+        name, taps, joins, nodes, max_path = "said", None, True, 1, 1
+
+        def __init__(self, shared: bool) -> None:
+            self.shared, self.made = shared, []
+
+        def drafter(self, *, rows: int, **_: Any) -> Any:
+            self.made.append(rows)
+            return self if self.shared else Said(False)
+
+        def begin(self, ids: Any, counts: Any, features: Any, root: Any) -> None:
+            self.root = root.clone()
+
+        def join(self, row: int, other: Any, count: int) -> None:
+            self.root[row] = other.root[0]
+
+        def propose(self, extent: int) -> TokenTree:
+            return TokenTree.root_only(self.root)
+
+        def observe(self, tree: Any, verdict: Any, *_: Any) -> None:
+            self.root = verdict.bonus.clone()
+
+    plain, model = made("random", "cpu")
+    inputs = prompts("cpu", *COUNTS)
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
+    own = Said(False)
+    got = model.generate(**inputs, **options, assistant=ContinuousBatch(own, rows=3))
+    assert got.tolist() == plain.generate(**inputs, **options).tolist() and own.made == [3] + [1] * (len(COUNTS) - 3)
+    with pytest.raises(Unsupported, match="made one drafter twice"):
+        model.generate(**inputs, **options, assistant=ContinuousBatch(Said(True), rows=3))

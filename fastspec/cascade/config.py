@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fastspec.config import ContinuousBatch
 from fastspec.errors import Unsupported
 
 MODES = ("adaptive", "token", "lossless")
@@ -204,6 +205,8 @@ def _check_shared(given: Any, kind: str, name: Any) -> None:
         raise Unsupported(f"{kind}: tokenizer={tokenizer!r} must be a tokenizer, or a path or hub id of one")
     if assistant == Cascade.name or isinstance(assistant, Cascade):
         raise Unsupported(f"{kind}: assistant={Cascade.name!r} is what this configures; a stage decodes with another, such as 'nasd'")
+    if isinstance(assistant, ContinuousBatch):
+        raise Unsupported(f"{kind}: assistant={assistant!r} takes turns, and a stage answers all rows together: name its assistant itself")
     if not isinstance(assistant, str) and not hasattr(assistant, "name"):
         raise Unsupported(f"{kind}: assistant={assistant!r} must be a name, such as 'nasd' or 'eagle3', or a config object")
 

@@ -52,14 +52,13 @@ class Aside:
         self.counts = [count + going for count, going in zip(self.counts, rounds.running, strict=True)]
         self.left -= 1
         if not self.left:
-            self.end(rounds)
+            self.catch_up(rounds)
         return packed
 
-    def end(self, rounds: Rounds) -> None:
-        """Go on with the drafter, which hears what was said without it."""
+    def catch_up(self, rounds: Rounds) -> None:
+        """Bring the rounds and their drafter to where those without it stand."""
         if self.plain is not None and self.unheard:
             rounds.root.copy_(self.plain.root)
-        self.left = 0
         self.tell(rounds)
 
     def tell(self, rounds: Rounds) -> None:

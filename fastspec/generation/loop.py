@@ -29,8 +29,8 @@ class Request:
     `context` is the whole text in the same form, where the target's cache holds a part of it already: drafters that read no features
     get it; with an encoder-decoder model they get the source and then the decoder's tokens. `history[b]` [T_b] is what a
     history-dependent processor sees of row b before its first new token, `limit` the number of new tokens, `ends` the end
-    tokens. Rows that `stop` ends before the others go on, as in transformers, where there are
-    no end tokens; else they are over. `process_at` is called level by level of the walk where processors look at the history; all others
+    tokens. Rows that `stop` ends before the others go on, as in transformers, where there are no end tokens and no prompts that wait; else
+    they are over. `process_at` is called level by level of the walk where processors look at the history; all others
     belong to the rounds. `stop(row, new_tokens)` is asked after every token, and
     `emit(row, tokens, accepted, done)` is told of every round; before that `watch(tree, verdict, logits)` sees the round's tree and
     the target's raw logits [B, N, V] of its nodes, on the device. `answers`, a text per row that another model wrote, are verified as
@@ -95,8 +95,10 @@ class _Run:
         self.active = [True] * rows
         """Of each prompt, whether its answer goes on; also of those that wait."""
         self.limit = request.limit
-        self.asked: dict[tuple[int, int], bool] = {}  # (row, tokens said) -> what `stop` said of it
-        self.stops: dict[int, int] = {}  # row -> tokens it had said when it was stopped, where there are no end tokens
+        self.alone = bool(request.ends) or request.rows is not None
+        """Whether an answer that `stop` stops is over, or goes on until all were stopped."""
+        self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens said) -> what `stop` said of it
+        self.stops: dict[int, int] = {}  # prompt -> tokens it had said when it was stopped, where they go on
         self.measures: list[list[Tensor]] = [[] for _ in range(rows)]
 
     @property
@@ -114,38 +116,37 @@ class _Run:
             self.measures[prompt].append(measure(logits, torch.tensor(said, device=logits.device)))
         self.take(prompt, said, 0, scores if self.request.keep_scores else None, logits if self.request.keep_logits else None)
 
-    def take(self, row: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
-        """Append tokens to a row until it ends; scores and logits are [len(tokens), V]."""
-        request, said = self.request, self.out.tokens[row]
+    def take(self, prompt: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
+        """Append tokens to a prompt's answer until it ends; scores and logits are [len(tokens), V]."""
+        request, said = self.request, self.out.tokens[prompt]
         kept = 0
         for token in tokens:
             said.append(token)
             kept += 1
-            stopped = self.stopped(row, said)
-            if stopped and not request.ends:
-                self._wait(row)
+            stopped = self.stopped(prompt, said)
+            if stopped and not self.alone:
+                self._wait(prompt)
                 stopped = False
             if token in request.ends or len(said) >= self.limit or stopped:
-                self.active[row] = False
+                self.active[prompt] = False
                 break
         if scores is not None:
-            self.out.scores[row] += list(scores[:kept])
+            self.out.scores[prompt] += list(scores[:kept])
         if logits is not None:
-            self.out.logits[row] += list(logits[:kept])
+            self.out.logits[prompt] += list(logits[:kept])
         if request.emit is not None:
-            request.emit(row, tokens[:kept], min(accepted, kept), not self.active[row])
+            request.emit(prompt, tokens[:kept], min(accepted, kept), not self.active[prompt])
 
-    def stopped(self, row: int, said: list[int]) -> bool:
-        """What `stop` says of a row that has said this; it is asked once, by the walk or after it."""
-        key = row, len(said)
+    def stopped(self, prompt: int, said: list[int]) -> bool:
+        """What `stop` says of a prompt whose answer says this; it is asked once, by the walk or after it."""
+        key = prompt, len(said)
         if self.request.stop is not None and key not in self.asked:
-            self.asked[key] = self.request.stop(row, list(said))
+            self.asked[key] = self.request.stop(prompt, list(said))
         return self.asked.get(key, False)
 
-    def over(self, row: int, more: list[int]) -> bool:
-        """Whether a row ends after `more` tokens of this round, the last of which is new."""
-        ends = self.request.ends
-        return more[-1] in ends or (bool(ends) and self.stopped(row, self.out.tokens[row] + more))
+    def over(self, prompt: int, more: list[int]) -> bool:
+        """Whether an answer ends after `more` tokens of this round, the last of which is new."""
+        return more[-1] in self.request.ends or (self.alone and self.stopped(prompt, self.out.tokens[prompt] + more))
 
     def goes_on(self, drafter: Drafter | None) -> bool:
         """Whether the round after the next one may be launched before the next one is read: only its tokens are asked for, and as far as
@@ -157,9 +158,9 @@ class _Run:
         most = 1 if drafter is None else drafter.max_path
         return any(self.active[prompt] and len(self.out.tokens[prompt]) + most < self.limit for prompt in self.places)
 
-    def _wait(self, row: int) -> None:
-        """A row was stopped without an end token: it goes on until every row was stopped once."""
-        self.stops.setdefault(row, len(self.out.tokens[row]))
+    def _wait(self, prompt: int) -> None:
+        """An answer was stopped without an end token: it goes on until every one was stopped once."""
+        self.stops.setdefault(prompt, len(self.out.tokens[prompt]))
         if len(self.stops) == len(self.active):
             self.limit = min(self.limit, max(self.stops.values()))
             self.active = [len(said) < self.limit for said in self.out.tokens]

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -278,6 +278,7 @@ class NasdDrafter:
 class NasdDecoding:
     """Decoding with n-grams; by default every row of every call has a storage of its own."""
 
+    joins: ClassVar[bool] = True
     config: Nasd
     weight_bytes: int = SMOLLM2_BYTES
     """Bytes that a pass of the target reads: what several nodes cost beside one depends on them."""

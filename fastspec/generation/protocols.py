@@ -92,8 +92,8 @@ class Drafter(Protocol):
     One that fills its trees up with copies has the nodes of the last tree that are none, root left out, in `drafted` (an int per row).
     One that the host drives may have `digest(tree, verdict, logits, active)` -> [B, D] int64 and `take(digest, max_path)`: a captured round
     then computes the digest, reads it back with its own result, and hands it to `take` in place of `observe`.
-    One with `join(row, other, count)` can take a new prompt of `count` tokens in place of a row that has ended: from `other`, a drafter of
-    the same kind and of one row, which has begun with it.
+    One with `join(row, other, count)` can take a new prompt of `count` tokens in place of a row that has ended: from `other`, another
+    drafter of the same decoding and of one row, which has begun with it. Such a decoding says so: `joins = True`.
     One that goes without drafts at times has `rest()` -> for how many rounds from here on, asked before each that may have some, and
     `sat_out(tokens, counts)`: what the rows said meanwhile, [B, n] int64, of which a row that ended said the first counts[b] (int).
     """
@@ -124,7 +124,8 @@ class Decoding(Protocol):
     """Which of transformers' hidden states the drafter reads; None for no features, () for the last one after the norm."""
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Callable[[Tensor], Tensor] | None) -> Drafter | None:
-        """Make the drafter of one generate call; None decodes token by token.
+        """Make the drafter of one generate call; None decodes token by token. A decoding that `joins` is asked for one of a single row
+        besides, and again for every prompt where that one has no `open`: each is an object of its own.
 
         `process` maps scores [R, V] as the call's processors do, where the call samples and they look at no history: drafts
         may then be drawn from a distribution of the drafter's own, given as `tree.q`. Where it is None they are not.

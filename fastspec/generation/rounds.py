@@ -126,7 +126,7 @@ class Rounds:
     def join(self, row: int, target: Any, drafter: Any, root: Tensor, count: int) -> None:
         """Begin a row anew after another prompt, of `count` tokens, that a target and a drafter of one row have begun with; no round may
         run ahead. root [1] is its first new token."""
-        self.aside.end(self)
+        self.aside.catch_up(self)
         self.target.join(row, target, count)
         if drafter is not None:
             self.drafter.join(row, drafter, count)

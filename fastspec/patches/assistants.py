@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fastspec.cascade.config import Cascade
 from fastspec.config import MANY_ROWS, Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
@@ -17,7 +17,7 @@ from fastspec.generation.nasd import NasdDecoding
 from fastspec.generation.protocols import Ops
 from fastspec.patches.compat import device_of
 from fastspec.patches.heads import moved
-from fastspec.patches.refusals import refuse_heads
+from fastspec.patches.refusals import refuse_heads, refuse_joining
 from fastspec.patches.speculative import read_parameters, resolve_speculative
 
 FUSED_BYTES = 20e6
@@ -30,6 +30,7 @@ those of 290 MB and more (15 to 19 % of the draft phase; docs/performance.md); s
 class Plain:
     """Decoding without a drafter."""
 
+    joins: ClassVar[bool] = True
     name: str = "autoregressive"
     taps: None = None
 
@@ -42,6 +43,7 @@ class Plain:
 class EagleDecoding:
     """Decoding with an EAGLE head and a dynamic tree."""
 
+    joins: ClassVar[bool] = True
     name: str
     head: EagleHead
     shape: TreeShape
@@ -70,6 +72,7 @@ class EagleDecoding:
 class StaticDecoding:
     """Decoding with an EAGLE-1 head and a static tree."""
 
+    joins: ClassVar[bool] = True
     config: Eagle1
     head: EagleHead
     name: str = "eagle"
@@ -102,12 +105,9 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
         assistant = _cascade(resources).config if assistant == Cascade.name else NAMES[assistant]()
     if isinstance(assistant, ContinuousBatch):
         decoding = resolve(assistant.assistant, resources, model)
-        if not hasattr(decoding, "drafter"):
-            raise Unsupported(f"ContinuousBatch: assistant={assistant.assistant!r} asks one model after another, each for the whole batch")
+        refuse_joining(decoding, model)
         return Continued(decoding, rows=assistant.rows)
     if isinstance(assistant, Continued):
-        if isinstance(assistant.decoding, ContinuousBatch):
-            raise Unsupported("a stage of a cascade answers all rows together: name the assistant of its ContinuousBatch instead")
         return replace(assistant, decoding=resolve(assistant.decoding, resources, model))
     if type(assistant) in RESOLVERS:
         return RESOLVERS[type(assistant)](assistant, resources, model)

@@ -24,7 +24,7 @@ from fastspec.patches.cascade import AdaptiveCascade
 from fastspec.patches.compat import device_of, fill_cache, is_out_of_memory, own_stop_strings, read_cache
 from fastspec.patches.engines import weights_of
 from fastspec.patches.hf_model import HFModel
-from fastspec.patches.refusals import refuse_arguments, refuse_joining, refuse_prepared, refuse_prompts
+from fastspec.patches.refusals import refuse_arguments, refuse_prepared, refuse_prompts
 from fastspec.patches.selection import CAPTURABLE, Ending, Streaming, make_processors, read_law, signature
 from fastspec.patches.seq2seq import language_model, read_source, refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
@@ -108,8 +108,8 @@ class _Call:
         rows = self.given.rows
         self.rows = rows if rows is not None and rows < ids.shape[0] else None
         """Prompts that are decoded at a time, where these are fewer than all."""
-        if self.rows is not None and (self.source is not None or self.past_length or self.handed_in):
-            raise Unsupported("ContinuousBatch takes whole prompts of a decoder-only model, without past_key_values: use its assistant")
+        if rows is not None and self.handed_in:
+            raise Unsupported("ContinuousBatch takes whole prompts, without past_key_values: name its assistant itself")
 
     def _keep(self, mask: Tensor | None, rows: int) -> Tensor:
         """Which of the past and prompt tokens are real, [B, past + new] bool."""
@@ -152,7 +152,6 @@ class _Call:
             self.decoding = self._sized(capacity, request)
             rounds, key = self._rounds(rows, capacity, process_rows, self._law(request.keep_scores))
             if self.rows is not None:
-                refuse_joining(self.decoding.name, rounds.drafter)
                 request.entry = partial(self._entry, rounds, capacity, process_rows if self.config.do_sample else None)
             outcome = decode(rounds, request, self.decoding.name)
         except RuntimeError as error:
@@ -218,6 +217,8 @@ class _Call:
         else:
             target, drafter = rounds.entry
             rounds.entry = target, self._opened(target, drafter, 1, capacity, process)
+        if rounds.drafter is not None and rounds.entry[1] is rounds.drafter:
+            raise Unsupported(f"assistant {self.decoding.name!r} joins, and made one drafter twice: each must be an object of its own")
         return rounds.entry
 
     def _sized(self, capacity: int, request: Request) -> Any:

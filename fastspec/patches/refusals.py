@@ -63,12 +63,14 @@ def refuse_heads(name: str, model: Any) -> None:
         )
 
 
-def refuse_joining(name: str, drafter: Any) -> None:
-    """Refuse continuous batching with a drafter whose rows cannot begin anew one by one."""
-    if drafter is not None and not hasattr(drafter, "join"):
+def refuse_joining(decoding: Any, model: Any) -> None:
+    """Refuse continuous batching of an encoder-decoder model, and with a decoding whose rows cannot begin anew one by one."""
+    if model.config.is_encoder_decoder:
+        raise Unsupported(f"ContinuousBatch takes prompts of a decoder-only model, and {type(model).__name__} is an encoder-decoder model")
+    if not getattr(decoding, "joins", False):
         raise Unsupported(
-            f"ContinuousBatch: assistant {name!r} cannot take a new prompt into a running batch: accepted are 'autoregressive', 'eagle', "
-            "'eagle2', 'eagle3', 'nasd' and decodings whose drafter has a method `join`"
+            f"ContinuousBatch: assistant {decoding.name!r} cannot take a new prompt into a running batch: accepted are 'autoregressive', "
+            "'eagle', 'eagle2', 'eagle3', 'nasd' and decodings that say `joins = True`"
         )
 
 
