@@ -112,18 +112,23 @@ def test_what_else_a_call_asks_for_is_that_of_its_prompt(device, assistant, opti
 
 
 @pytest.mark.parametrize("storage", ["ngram", "suffix"])
-def test_a_row_that_begins_anew_has_a_storage_of_its_own(storage):
-    """With one row a call drafts for its prompts as calls of one prompt each do."""
-    plain, model = made("random", "cpu")
-    inputs = prompts("cpu", *COUNTS)
-    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
-    spent, assistant = [], fastspec.Nasd(storage=storage)
-    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
-        model.generate(ids[mask.bool()][None], **options, assistant=assistant)
-        spent.append((stats(model).row_rounds, stats(model).accepted))
-    model.generate(**inputs, **options, assistant=ContinuousBatch(assistant, rows=1))
-    assert (stats(model).row_rounds, stats(model).accepted) == tuple(map(sum, zip(*spent, strict=True)))
-    assert stats(model).accepted > 0
+def test_a_row_that_begins_anew_drafts_from_its_own_prompt(storage):
+    """The tree that the prompt's own drafter would grow, and nothing of the prompt before; the other row goes on with its own."""
+    config, device = fastspec.Nasd(storage=storage, stop_if_unknown=False, gamma=3, total_tokens=4), torch.device("cpu")
+    texts = torch.tensor([[7, 8, 9, 7, 8, 9], [5, 6, 5, 6, 5, 6], [7, 8, 3, 4, 7, 8]])
+    after = torch.tensor([7, 5, 3])
+
+    def begun(*rows: int) -> nasd.NasdDrafter:
+        drafter = nasd.NasdDecoding(config).drafter(rows=len(rows), capacity=32, device=device, ops=TORCH, process=None)
+        at = list(rows)
+        drafter.begin(texts[at], torch.full((len(at),), 6), torch.empty(len(at), 6, 0), after[at])
+        return drafter
+
+    many, one = begun(0, 1), begun(2)
+    before = many.propose(32).tokens.tolist()
+    many.join(0, one, 6)
+    assert many.propose(32).tokens.tolist() == [*begun(2).propose(32).tokens.tolist(), before[1]]
+    assert before[0] == [7, 8, 9, 7] and before[1] == [5, 6, 5, 6]
 
 
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
