@@ -60,7 +60,7 @@ def ends_of(plain: Any, inputs: dict[str, torch.Tensor]) -> list[int]:
 def test_every_prompt_says_what_it_says_in_one_batch(device, kind, assistant):
     """Whatever the number of rows, in calls one after another that share what was captured."""
     plain, model = made(kind, device)
-    alone = assistant in ASSISTANTS[:4]  # what it drafts for a row does not depend on the others
+    alone = assistant in ASSISTANTS[:4] and device == "cpu"  # what it drafts for a row does not depend on the others
     for rows in (3, 1, 3, 8):
         inputs = prompts(device, *COUNTS, seed=rows)
         options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
