@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +10,14 @@ import torch
 from helpers_captured import stand_in
 from helpers_cascade import cascaded, stages
 from helpers_generate import MAKERS, TREE, free, stats
-from helpers_generate import prompts as make_prompts
 from helpers_models import tiny_head, tiny_model
 from helpers_seq2seq import sources, tiny_seq2seq
-from test_sitting_out import ON_CUDA
+from test_generate_streams import Recorder
+from test_sitting_out import ON_CUDA, prompts, soon_out
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
-from fastspec.generation import cache, draft_length, loop, nasd, rounds
+from fastspec.generation import cache, loop, nasd, rounds
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
@@ -35,10 +34,6 @@ def device(request, monkeypatch):
         stand_in(monkeypatch)
     monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
     return "cuda" if request.param == "cuda" else "cpu"
-
-
-def prompts(device: str, *lengths: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(device) for name, tensor in make_prompts(*lengths, seed=seed).items()}
 
 
 def made(kind: str, device: str) -> tuple[Any, Any]:
@@ -154,59 +149,17 @@ def test_a_criterion_ends_an_answer_where_there_are_no_end_tokens(assistant, opt
 
 def test_a_streamer_gets_the_columns_of_all_prompts():
     plain, model = made("bigram", "cpu")
-
-    class Columns:
-        def __init__(self) -> None:
-            self.seen: list[list[int]] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.seen.append(value.tolist())
-
-        def end(self) -> None:
-            self.seen.append([])
-
-    inputs, told = prompts("cpu", *COUNTS), Columns()
+    inputs, told = prompts("cpu", *COUNTS), Recorder()
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
     out = model.generate(**inputs, **options, streamer=told, assistant=ContinuousBatch(TREE, rows=2))
     columns = out[:, inputs["input_ids"].shape[1] :].T.tolist()
-    assert told.seen[-1] == [] and told.seen[1:-1] == columns  # the first is the prompt
-
-
-@pytest.mark.parametrize("assistant", [TREE, "nasd"], ids=str)
-def test_the_law_of_sampled_answers_is_the_targets(assistant):
-    """The second and third token of 400 answers, which end at different places, against the products of the model's own chances."""
-    plain, model = made("bigram", "cpu")
-    inputs, count = prompts("cpu", 4), 400
-    law = {"do_sample": True, "temperature": 1.0, "top_k": 3, "eos_token_id": [1000]}
-    logits = [plain(torch.tensor([[token]])).logits[0, -1] for token in range(97)]
-    chances: list[dict[int, float]] = []
-    for row in logits:
-        best = row.topk(3)
-        chances.append(dict(zip(best.indices.tolist(), torch.softmax(best.values, 0).tolist(), strict=True)))
-    start = int(inputs["input_ids"][0, -1])
-    want = {
-        (a, b, c): chances[start][a] * chances[a][b] * chances[b][c] for a in chances[start] for b in chances[a] for c in chances[b]
-    }  # fmt: skip
-    torch.manual_seed(5)
-    out = model.generate(**inputs, **law, max_new_tokens=3, num_return_sequences=count, assistant=ContinuousBatch(assistant, rows=50))
-    found = Counter(tuple(row[4:].tolist()) for row in out)
-    assert stats(model).joined == count - 50 and set(found) <= set(want)
-    likely = {text: chance for text, chance in want.items() if chance * count >= 5}
-    rest = 1 - sum(likely.values())
-    off = sum((found[text] - count * chance) ** 2 / (count * chance) for text, chance in likely.items())
-    off += (sum(found[text] for text in want if text not in likely) - count * rest) ** 2 / (count * rest) if rest * count >= 1 else 0.0
-    freedom = len(likely)
-    assert off < freedom + 4.5 * (2 * freedom) ** 0.5  # five standard deviations or so of a chi-square of that many degrees of freedom
+    assert told.events == [inputs["input_ids"].tolist(), *columns, "end"]
 
 
 def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypatch):
     """And rests on."""
     stand_in(monkeypatch)
-    monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])
-    monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
-    monkeypatch.setattr(draft_length, "CREDIT", 0.5)
-    monkeypatch.setattr(nasd, "GRANTED", 0.5)
-    monkeypatch.setattr(draft_length, "LONGEST_PAUSE", 7)
+    soon_out(monkeypatch)
     plain, model = made("random", "cpu")
     begun: list[tuple[bool, bool]] = []
     join = rounds.Rounds.join

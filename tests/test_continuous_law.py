@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_enumerate import PROCESSES, Tables, Text, agree, closed
+from helpers_enumerate import PROCESSES, Scripts, Tables, Text, agree, closed
 from torch import Tensor
 
 from fastspec.generation import loop
@@ -54,25 +54,21 @@ class Guess:
                 self.texts[row] += verdict.tokens(tree)[row, : int(verdict.accepted[row]) + 1].tolist()
 
 
-class Turns:
-    """The decisions of one call: each prompt's script first, then the first that is possible, with the others noted down."""
+class Turns(Scripts):
+    """The decisions of one call, by prompt: scripts are (kind of prompt, decisions)."""
 
     def __init__(self, scripts: list[tuple[int, list[int]]]) -> None:
-        self.scripts = [script for _, script in scripts]
-        self.taken: list[list[int]] = [[] for _ in scripts]
-        self.weights, self.others = [1.0] * len(scripts), [[] for _ in scripts]  # type: tuple[list[float], list[list[list[int]]]]
-        self.rounds: Rounds
+        super().__init__([script for _, script in scripts])
+        self.kinds = [kind for kind, _ in scripts]
+        self.told: list[tuple[int, list[int]]] = []
+        """Like `others`, with their kind."""
         self.held: list[int] = []
         """The prompt of each row that is decided for."""
 
-    def decide(self, prompt: int, chances: list[float]) -> int:
-        options = [option for option, chance in enumerate(chances) if chance > 0]
-        script, taken = self.scripts[prompt], self.taken[prompt]
-        option = script[len(taken)] if len(taken) < len(script) else options[0]
-        if len(taken) >= len(script):
-            self.others[prompt] += [[*taken, other] for other in options[1:]]
-        taken.append(option)
-        self.weights[prompt] *= chances[option]
+    def decide(self, row: int, chances: list[float]) -> int:
+        option = super().decide(row, chances)
+        self.told += [(self.kinds[row], other) for other in self.others]
+        self.others = []
         return option
 
     def pick(self, scores: Tensor, uniform: Any) -> Tensor:
@@ -88,13 +84,11 @@ class Turns:
 def laws(seed: int, process: Any, drafted: bool, monkeypatch: Any) -> list[dict[Text, float]]:
     """The law of the first LIMIT tokens after each of PROMPTS, by enumeration: calls of up to 40 prompts, ROWS of them at a time."""
     found: list[dict[Text, float]] = [{} for _ in PROMPTS]
-    waiting: list[tuple[int, list[int]]] = [(kind, []) for kind in (0, 1, 0, 1)]
+    waiting: list[tuple[int, list[int]]] = [(kind, []) for kind in range(len(PROMPTS))]
     first, make = loop._first, loop._Run.__init__
-    counted: set[tuple[int, Text]] = set()
     while waiting:
         batch, waiting = waiting[:40], waiting[40:]
-        batch += [(0, [])] * (ROWS + 1 - len(batch))  # more than rows, so that one joins; what was counted is not counted again
-        turns = Turns(batch)
+        turns = Turns(batch + batch[:1] * (ROWS + 1 - len(batch)))  # more than rows, so that one joins; what is there twice counts once
         ops = replace(TORCH, pick=turns.pick)
 
         def one(rows: int, ops: Any = ops) -> tuple[Cells, Guess | None]:
@@ -116,18 +110,15 @@ def laws(seed: int, process: Any, drafted: bool, monkeypatch: Any) -> list[dict[
         monkeypatch.setattr(loop._Run, "__init__", known)
         target, drafter = one(ROWS)
         turns.rounds = rounds = Rounds(target, drafter, ops, rows=ROWS, sample=True, process=process)
-        ids = torch.tensor([PROMPTS[kind] for kind, _ in batch])
+        ids = torch.tensor([PROMPTS[kind] for kind in turns.kinds])
         request = Request(
-            ids, torch.full((len(batch),), 2), list(ids), LIMIT, frozenset(), None, rows=ROWS, entry=lambda one=one: one(1)  # type: ignore[misc]
+            ids, torch.full((len(ids),), 2), list(ids), LIMIT, frozenset(), None, rows=ROWS, entry=lambda one=one: one(1)  # type: ignore[misc]
         )  # fmt: skip
         outcome = decode(rounds, request, "in turns")
-        assert outcome.stats.joined == len(batch) - ROWS
-        for (kind, _), text, taken, weight, others in zip(batch, outcome.tokens, turns.taken, turns.weights, turns.others, strict=True):
-            if (kind, tuple(taken)) in counted:
-                continue
-            counted.add((kind, tuple(taken)))
+        assert outcome.stats.joined == len(ids) - ROWS
+        for (kind, _), text, weight in zip(batch, outcome.tokens, turns.weights, strict=False):
             found[kind][tuple(text)] = found[kind].get(tuple(text), 0.0) + weight
-            waiting += [(kind, other) for other in others]
+        waiting += [other for at, other in enumerate(turns.told) if other not in turns.told[:at]]
     monkeypatch.setattr(loop, "_first", first)
     monkeypatch.setattr(loop._Run, "__init__", make)
     return found

@@ -34,17 +34,22 @@ KINDS = {
 ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
+def soon_out(monkeypatch: Any) -> None:
+    """Let drafters sit rounds out after few of them, for short pauses, and rounds be launched ahead from the first on."""
+    monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
+    monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])  # where a look-up costs more than a pass of a model this small
+    monkeypatch.setattr(draft_length, "CREDIT", 0.5)
+    monkeypatch.setattr(nasd, "GRANTED", 0.5)
+    monkeypatch.setattr(draft_length, "LONGEST_PAUSE", 7)
+
+
 @pytest.fixture(params=["torch", "stand-in", pytest.param("cuda", marks=ON_CUDA)])
 def ahead(request, monkeypatch):
     """Rounds are launched ahead from the first on, where they are captured; how many were, and the rounds that were sat out."""
     device = "cuda" if request.param == "cuda" else "cpu"
     if request.param == "stand-in":
         stand_in(monkeypatch)
-    monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
-    monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])  # where a look-up costs more than a pass of a model this small
-    monkeypatch.setattr(draft_length, "CREDIT", 0.5)
-    monkeypatch.setattr(nasd, "GRANTED", 0.5)
-    monkeypatch.setattr(draft_length, "LONGEST_PAUSE", 7)
+    soon_out(monkeypatch)
     seen = {"launched": 0, "sat out": 0, "captures": request.param != "torch", "device": device}
     launch, sit = rounds.Rounds._launch, aside.Aside.step
 

@@ -13,8 +13,8 @@ from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.handover import Read
 from fastspec.generation.protocols import Drafter, LanguageModel
-from fastspec.generation.rounds import Rounds, timed
-from fastspec.generation.stats import Stats
+from fastspec.generation.rounds import Rounds
+from fastspec.generation.stats import Stats, timed
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import RowProcessor, choose, measure, walk_with_history
 
@@ -89,8 +89,8 @@ class _Run:
         """The prompt that each row holds."""
         self.waiting = list(range(len(self.places), rows))
         self.counts: list[int] = request.counts.tolist()
-        self.lengths = self.counts[: len(self.places)]
-        """No less than each row's committed tokens."""
+        self.lengths: list[int] = []
+        """No less than each row's committed tokens, from the prefill on."""
         self.out = Outcome([[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)], stats=stats)
         self.active = [True] * rows
         """Of each prompt, whether its answer goes on; also of those that wait."""

@@ -6,7 +6,6 @@ the logits, the verdict) is valid until the next one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from fastspec.generation.capture import Captured, CapturedByShape
 from fastspec.generation.clock import Clock, unmarked
 from fastspec.generation.handover import TextVerifier
 from fastspec.generation.protocols import Drafter, LanguageModel, Ops
-from fastspec.generation.stats import Stats
+from fastspec.generation.stats import Stats, timed
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import choose, measure, walk, walk_drawn
 from fastspec.kernels.reference import SamplingLaw
@@ -392,11 +391,3 @@ class Rounds:
 def rounded(longest: int) -> int:
     """Committed tokens that room is made for, so that few lengths tell launches apart."""
     return -(-longest // EXTENT_BUCKET) * EXTENT_BUCKET
-
-
-@contextmanager
-def timed(stats: Stats, phase: str) -> Iterator[None]:
-    """Add the host's seconds to a phase."""
-    start = time.perf_counter()
-    yield
-    stats.phases[phase] = stats.phases.get(phase, 0.0) + time.perf_counter() - start

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,3 +65,11 @@ class Stats:
     def tokens_per_second(self) -> float:
         """Returned new tokens of all rows over the seconds of the whole call, prefill included."""
         return self.emitted / self.seconds if self.seconds else 0.0
+
+
+@contextmanager
+def timed(stats: Stats, phase: str) -> Iterator[None]:
+    """Add the host's seconds to a phase."""
+    start = time.perf_counter()
+    yield
+    stats.phases[phase] = stats.phases.get(phase, 0.0) + time.perf_counter() - start

@@ -205,10 +205,13 @@ class _Call:
     def _opened(self, target: HFModel, drafter: Any, rows: int, capacity: int, process: Any) -> Any:
         """Begin a call on a target and a drafter that were kept -> the drafter, which may be another."""
         target.open(capacity)
-        if hasattr(drafter, "open"):
-            drafter.open(capacity)
-            self._tell_ends(drafter)
-        return drafter if drafter is None or hasattr(drafter, "open") else self._drafter(rows, capacity, process)
+        if drafter is None:
+            return None
+        if not hasattr(drafter, "open"):
+            return self._drafter(rows, capacity, process)
+        drafter.open(capacity)
+        self._tell_ends(drafter)
+        return drafter
 
     def _entry(self, rounds: Rounds, capacity: int, process: Any) -> tuple[HFModel, Any]:
         """A target and a drafter of one row, for a prompt to begin in: the same ones for all prompts."""
