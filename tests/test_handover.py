@@ -65,6 +65,19 @@ def test_greedy_output_is_the_plain_one_and_the_common_part_was_kept(model: Any,
 
 
 @pytest.mark.parametrize("name", ASSISTANTS)
+def test_nothing_is_kept_behind_an_end(model: Any, name: str) -> None:
+    """A given text that goes on behind the end token just as the target would."""
+    batch = prompts(7, 3, 5, seed=3)
+    width = batch["input_ids"].shape[1]
+    options = {**batch, "do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    texts = model.generate(**options, eos_token_id=1000)[:, width:].tolist()
+    end = texts[1][2]
+    said = [row[: row.index(end) + 1] if end in row else row for row in texts]
+    _, outcome = answered(model, texts, ASSISTANTS[name], **options, eos_token_id=end)
+    assert outcome.tokens == said and outcome.kept == list(map(len, said)) and len(said[1]) <= 3
+
+
+@pytest.mark.parametrize("name", ASSISTANTS)
 def test_measures_are_those_of_the_raw_distribution(model: Any, name: str) -> None:
     batch = prompts(6, 4)
     options = {**batch, "do_sample": False, "max_new_tokens": 30, "repetition_penalty": 1.2}

@@ -228,7 +228,8 @@ def _verify_answers(rounds: Rounds, run: _Run, read: Read) -> None:
             _take(chain.step(max(run.lengths), run.stats, decide), chain, run)
             read.add(chain.tree, chain.verdict, chain.features, running)
         run.stats = stats
-    run.out.kept = list(chain.drafter.kept)
+    # a row's last round may go on in its text behind the end
+    run.out.kept = [min(kept, len(said)) for kept, said in zip(chain.drafter.kept, run.out.tokens, strict=True)]
     rounds.begin(chain.root)
     if drafter is not None:
         if hasattr(drafter, "learn"):
