@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastspec.cascade.config import Cascade, Stage
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from fastspec.patches.heads import load_head
 
 __version__ = "0.1.0"
+CUSTOM_GENERATE = str(Path(__file__).with_name("hub"))
+"""The folder that `model.generate(custom_generate=fastspec.CUSTOM_GENERATE, trust_remote_code=True, assistant=...)` takes."""
 
 _LAZY = {
     "patch": "fastspec.patches.api", "unpatch": "fastspec.patches.api", "patched": "fastspec.patches.api",
@@ -32,6 +35,7 @@ _LAZY = {
 }  # fmt: skip
 
 __all__ = [
+    "CUSTOM_GENERATE",
     "Autoregressive", "Cascade", "CheckpointError", "ContinuousBatch", "Eagle1", "Eagle2", "Eagle3", "FastSpecError", "Nasd",
     "NgramStorage", "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage", "TreeShape",
     "Unsupported", "__version__", "frontier_generate", "load_head", "patch", "patched", "profile", "report", "unpatch",

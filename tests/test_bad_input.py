@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers_heads import as_speculators, make_head, write
 from helpers_models import tiny_head, tiny_model
-from transformers import GenerationConfig, StoppingCriteriaList, SynthIDTextWatermarkingConfig
+from transformers import GenerationConfig, StoppingCriteriaList
 
 import fastspec
 from fastspec.patches.session import session_of
@@ -48,7 +48,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "guidance": ({"guidance_scale": 1.5}, r"guidance_scale=1\.5"),
     "layer contrast": ({"dola_layers": "high"}, "dola_layers='high'"),
     "another model's drafts": ({"assistant_model": tiny_model(num_hidden_layers=1)}, "assistant_model"),
-    "watermark": ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)}, "SynthID.*watermarking_config"),
     "own decoding loop by name": ({"custom_generate": "some/loop"}, "custom_generate"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     "static cache": ({"cache_implementation": "static"}, "cache_implementation='static'"),
@@ -236,7 +235,7 @@ def test_threads_get_their_own_answers(model: Any) -> None:
 
 SETTINGS = {
     "num_beams": 2, "guidance_scale": 1.5, "use_cache": False, "penalty_alpha": 0.6, "dola_layers": "low", "prompt_lookup_num_tokens": 3,
-    "cache_implementation": "static", "watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3),
+    "cache_implementation": "static",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from fastspec.generation.nasd import NasdDrafter
 from fastspec.generation.shared_draft import SharedDrafter
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.generation.verify import measure
-from fastspec.patches import hf_model
+from fastspec.patches import hf_model, selection
 from fastspec.patches.assistants import Continued
 from fastspec.patches.backends import TORCH
 from fastspec.patches.engines import KEPT
@@ -245,8 +246,9 @@ def launched(captures, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["random", "bigram"])
 @pytest.mark.parametrize("assistant", [TREE, "autoregressive"], ids=str)
-def test_rounds_that_run_ahead_of_the_host_say_the_same(launched, kind, assistant):
-    """Rows that end at different places, by an end token, by length and by a user's criterion, with growing buffers; then a second turn."""
+def test_rounds_that_run_ahead_of_the_host_say_the_same(launched, monkeypatch, kind, assistant):
+    """Rows that end at different places, by an end token, by length and by a criterion, with growing buffers; then a second turn."""
+    monkeypatch.setattr(selection, "CRITERIA", (*selection.CRITERIA, FunctionType))
     make, head = MAKERS[kind]
     plain, model = make(), make()
     fastspec.patch(model, eagle3=head(model))

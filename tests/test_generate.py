@@ -60,7 +60,7 @@ def test_num_return_sequences(pair, assistant, spread):
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 1, "temperature": 0.7}])
 def test_scores_and_logits(pair, assistant, options):
-    """Equal up to each row's end, within the rounding of fp32 sums taken in another order over 97 logits of size about 10."""
+    """Equal within the rounding of fp32 sums taken in another order over 97 logits of size about 10."""
     inputs = prompts(5, 3, 8)
     ends = [row[2 + 3 * i] for i, row in enumerate(free(pair[0], inputs))]
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": ends, "return_dict_in_generate": True, **options}
@@ -72,12 +72,9 @@ def test_scores_and_logits(pair, assistant, options):
     for name in ("scores", "logits"):
         ours, theirs = getattr(got, name), getattr(expected, name)
         assert len(ours) == len(theirs) == got.sequences.shape[1] - 8
-        running = torch.ones(3, dtype=torch.bool)
-        for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for a, b in zip(ours, theirs, strict=True):  # of rows that have ended too: they read padding, as in plain decoding
             assert a.dtype == torch.float32
-            torch.testing.assert_close(a[running], b[running], rtol=1e-4, atol=1e-3)
-            assert not a[~running].any()
-            running &= ~torch.isin(got.sequences[:, 8 + step], torch.tensor(ends))
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
     lean = pair[1].generate(**inputs, **options, assistant=assistant)
     assert lean.scores is None and lean.logits is None
     assert lean.fastspec.assistant == getattr(assistant, "name", assistant)

@@ -125,12 +125,9 @@ def test_processors_see_no_prefix_that_plain_decoding_does_not_show_them(pair, l
     expected, plain = shown(pair[0], inputs, **options)
     got, seen = shown(pair[1], inputs, **options, assistant=Oracle(texts, set(range(rows))))
     assert got == expected
+    assert seen == plain
     said = [next((i + 1 for i, token in enumerate(row[width:]) if token in ends), len(row) - width) for row in expected]
-    wanted = {tuple(row[: width + i]) for row, length in zip(expected, said, strict=True) for i in range(length)}
-    assert set(seen) == wanted <= set(plain)
-    if rows == 1:
-        assert seen == plain
-    assert stats(pair[1]).rounds <= 1 + max(said) // 7
+    assert stats(pair[1]).rounds <= rows + max(said) // 7  # each end of a row but the last cuts a round
 
 
 @pytest.mark.parametrize("lengths", [(6,), (6, 3, 9)])
@@ -147,13 +144,12 @@ def test_processors_see_nothing_behind_what_a_users_criterion_stopped(pair, leng
             return torch.tensor([row[width:] == text[: place + 1] for row, text in zip(input_ids.tolist(), texts, strict=True)])
 
     options = {"max_new_tokens": LENGTH, "eos_token_id": NEVER, "stopping_criteria": [Stops()]}
-    expected, _ = shown(pair[0], inputs, **options)
+    expected, plain = shown(pair[0], inputs, **options)
+    wanted = list(asked)
     asked.clear()
     got, seen = shown(pair[1], inputs, **options, assistant=Oracle(texts, set(range(rows))))
     assert got == expected
-    assert set(seen) == {tuple(row[: width + i]) for row in expected for i in range(place + 1)}
-    if rows == 1:
-        assert len(asked) == len(set(asked)) == place + 1
+    assert seen == plain and asked == wanted
 
 
 TEMPERATURE, TOP_K = lp.TemperatureLogitsWarper(0.7), lp.TopKLogitsWarper(5)

@@ -38,18 +38,19 @@ class Aside:
         return self.left > 0
 
     def step(
-        self, rounds: Rounds, longest: int, stats: Stats, decide: Callable[[], tuple[Verdict, Tensor]] | None, ahead: bool
+        self, rounds: Rounds, longest: int, stats: Stats, decide: Callable[[], tuple[Verdict, Tensor | None]] | None, ahead: bool
     ) -> list[list[int]]:  # fmt: skip
         """`Rounds.step` without the drafter, which hears of it behind the last one."""
         plain = self.plain = self.plain or without_drafter(rounds)
         if not self.unheard:
             plain.clock, self.counts = rounds.clock, [0] * len(rounds.running)
             plain.begin(rounds.root)
-        plain.activate(rounds.running)
+        plain.activate(rounds.running, rounds.filled)
         packed = plain.step(longest, stats, None if decide is None else partial(_decided, rounds, plain, decide), ahead and self.left > 1)
         rounds.show(plain)
         self.unheard.append([tokens[0] for _, *tokens in packed])
-        self.counts = [count + going for count, going in zip(self.counts, rounds.running, strict=True)]
+        going = zip(self.counts, rounds.running, rounds.filled, strict=True)
+        self.counts = [count + (running and not filled) for count, running, filled in going]
         self.left -= 1
         if not self.left:
             self.catch_up(rounds)
@@ -76,12 +77,12 @@ def without_drafter(rounds: Rounds) -> Rounds:
     try:
         return type(rounds)(
             target, None, rounds.ops, rows=len(rounds.root), sample=rounds.sample, process=rounds.process, whole=rounds.whole,
-            measure=rounds.measure, law=rounds.law,
+            measure=rounds.measure, law=rounds.law, filler=rounds.filler,
         )  # fmt: skip
     finally:
         target.alone = alone
 
 
-def _decided(rounds: Rounds, plain: Rounds, decide: Callable[[], tuple[Verdict, Tensor]]) -> tuple[Verdict, Tensor]:
+def _decided(rounds: Rounds, plain: Rounds, decide: Callable[[], tuple[Verdict, Tensor | None]]) -> tuple[Verdict, Tensor | None]:
     rounds.show(plain)
     return decide()

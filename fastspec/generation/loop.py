@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.handover import Read
+from fastspec.generation.lockstep import Steps, until_end, walk_in_step
 from fastspec.generation.protocols import Drafter, LanguageModel
 from fastspec.generation.rounds import Rounds
 from fastspec.generation.stats import Stats, timed
@@ -31,7 +33,8 @@ class Request:
     history-dependent processor sees of row b before its first new token, `limit` the number of new tokens, `ends` the end
     tokens. Rows that `stop` ends before the others go on, as in transformers, where there are no end tokens and no prompts that wait; else
     they are over. `process_at` is called level by level of the walk where processors look at the history; all others
-    belong to the rounds. `stop(row, new_tokens)` is asked after every token, and
+    belong to the rounds. With `steps` the rows decode in lockstep, and these choose every token and say when a row has ended: `ends`,
+    `stop`, `process_at` and `keep_scores` are not used. `stop(row, new_tokens)` is asked after every token, and
     `emit(row, tokens, accepted, done)` is told of every round; before that `watch(tree, verdict, logits)` sees the round's tree and
     the target's raw logits [B, N, V] of its nodes, on the device. `answers`, a text per row that another model wrote, are verified as
     drafts first. `measure` asks for `fastspec.generation.verify.measure` of every new token.
@@ -55,6 +58,7 @@ class Request:
     answers: Sequence[Sequence[int]] | None = None
     measure: bool = False
     rows: int | None = None
+    steps: Steps | None = None
     entry: Callable[[], tuple[LanguageModel, Drafter | None]] | None = None
 
     def begins(self) -> Request:
@@ -119,10 +123,13 @@ class _Run:
     def take(self, prompt: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
         """Append tokens to a prompt's answer until it ends; scores and logits are [len(tokens), V]."""
         request, said = self.request, self.out.tokens[prompt]
-        kept = 0
+        if request.steps is not None:
+            self._take_steps(request.steps, prompt, tokens, accepted)
+            return
+        count = 0
         for token in tokens:
             said.append(token)
-            kept += 1
+            count += 1
             stopped = self.stopped(prompt, said)
             if stopped and not self.alone:
                 self._wait(prompt)
@@ -131,11 +138,26 @@ class _Run:
                 self.active[prompt] = False
                 break
         if scores is not None:
-            self.out.scores[prompt] += list(scores[:kept])
+            self.out.scores[prompt] += list(scores[:count])
         if logits is not None:
-            self.out.logits[prompt] += list(logits[:kept])
+            self.out.logits[prompt] += list(logits[:count])
         if request.emit is not None:
-            request.emit(prompt, tokens[:kept], min(accepted, kept), not self.active[prompt])
+            request.emit(prompt, tokens[:count], min(accepted, count), not self.active[prompt])
+
+    def _take_steps(self, steps: Steps, prompt: int, tokens: list[int], accepted: int) -> None:
+        """`take` in lockstep: `steps` has ended rows and call already, and rows that have ended stay in the batch."""
+        said = self.out.tokens[prompt]
+        more = until_end(tokens, steps.lengths[prompt], len(said))
+        said += more
+        self.active[prompt] = not steps.over
+        if self.request.emit is not None and more:
+            self.request.emit(prompt, more, min(accepted, len(more)), steps.over or steps.lengths[prompt] == len(said))
+
+    @property
+    def filled(self) -> list[bool]:
+        """Which rows have ended and are filled up, in lockstep."""
+        steps = self.request.steps
+        return [False] * len(self.places) if steps is None else [length is not None for length in steps.lengths]
 
     def stopped(self, prompt: int, said: list[int]) -> bool:
         """What `stop` says of a prompt whose answer says this; it is asked once, by the walk or after it."""
@@ -204,9 +226,8 @@ def decode(rounds: Rounds, request: Request, name: str) -> Outcome:
         if free and not rounds.ahead:
             _join(rounds, run, free[0])
             continue
-        rounds.activate(run.running)
-        decide = None if request.process_at is None else lambda: _decide(rounds, request, run)
-        _take(rounds.step(max(run.lengths), stats, decide, not free and run.goes_on(drafter)), rounds, run)
+        rounds.activate(run.running, run.filled)
+        _take(rounds.step(max(run.lengths), stats, _decider(rounds, request, run), not free and run.goes_on(drafter)), rounds, run)
     rounds.end()
     run.finish()
     stats.seconds = time.perf_counter() - began
@@ -222,10 +243,9 @@ def _verify_answers(rounds: Rounds, run: _Run, read: Read) -> None:
         chain.drafter.begin(request.prompts, request.counts, read.blank, chain.root)
         stats, run.stats = run.stats, Stats()  # of these rounds, which say nothing of the drafter's
         while chain.drafter.goes_on and any(run.active):
-            chain.activate(run.active)
-            running = list(run.active)
-            decide = None if request.process_at is None else lambda: _decide(chain, request, run)
-            _take(chain.step(max(run.lengths), run.stats, decide), chain, run)
+            chain.activate(run.active, run.filled)
+            running = [on and not filled for on, filled in zip(run.active, run.filled, strict=True)]
+            _take(chain.step(max(run.lengths), run.stats, _decider(chain, request, run)), chain, run)
             read.add(chain.tree, chain.verdict, chain.features, running)
         run.stats = stats
     # a row's last round may go on in its text behind the end
@@ -272,6 +292,8 @@ def _first(
         scores = rounds.processed(logits)
         if mixes:
             scores = rounds.drafter.first(*shown, logits, scores, process=rounds.process, sample=rounds.sample)
+        if request.steps is not None:
+            return torch.tensor(request.steps(logits, scores if mixes else None), device=logits.device), scores
     else:
         scores = request.process_at(prompts, torch.stack([request.history[prompt] for prompt in prompts]), logits.float())
     uniform = rounds.uniform((scores.shape[0], 1))
@@ -287,6 +309,9 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> None:
     drafted = getattr(rounds.drafter, "drafted", None)
     for row, (prompt, (accepted, *said)) in enumerate(zip(run.places, packed, strict=True)):
         if not run.active[prompt]:
+            continue
+        if rounds.filled[row]:
+            run.take(prompt, said[: accepted + 1], accepted, None, None)
             continue
         stats.row_rounds += 1
         nodes = rounds.tree.tokens.shape[1] - 1
@@ -306,6 +331,20 @@ def _take(packed: list[list[int]], rounds: Rounds, run: _Run) -> None:
         run.take(prompt, said[: accepted + 1], accepted, scores, logits)
     run.lengths = [length + accepted + 1 for length, (accepted, *_) in zip(run.lengths, packed, strict=True)]
     stats.rounds += 1
+
+
+def _decider(rounds: Rounds, request: Request, run: _Run) -> Callable[[], tuple[Verdict, Tensor | None]] | None:
+    """What makes the verdict in place of the round's own choice, where the host does."""
+    if request.steps is not None:
+        return partial(_decide_in_step, rounds, request.steps)
+    return None if request.process_at is None else partial(_decide, rounds, request, run)
+
+
+def _decide_in_step(rounds: Rounds, steps: Steps) -> tuple[Verdict, None]:
+    """The verdict on a scored tree in lockstep; a drafter that mixes its own law in gives the scores."""
+    tree, logits = rounds.tree, rounds.logits
+    scores = rounds.drafter.mix(tree, logits, rounds.processed(logits)) if hasattr(rounds.drafter, "mix") else None
+    return walk_in_step(tree, logits, steps, scores), None
 
 
 def _decide(rounds: Rounds, request: Request, run: _Run) -> tuple[Verdict, Tensor]:

@@ -19,6 +19,7 @@ from fastspec.generation.aside import Aside
 from fastspec.generation.capture import Captured, CapturedByShape
 from fastspec.generation.clock import Clock, unmarked
 from fastspec.generation.handover import TextVerifier
+from fastspec.generation.lockstep import fill_ended
 from fastspec.generation.protocols import Drafter, LanguageModel, Ops
 from fastspec.generation.stats import Stats, timed
 from fastspec.generation.tree import TokenTree, Verdict
@@ -27,7 +28,7 @@ from fastspec.kernels.reference import SamplingLaw
 
 EXTENT_BUCKET = 128
 Process = Callable[[Tensor], Tensor]
-Decide = Callable[[], tuple[Verdict, Tensor]]
+Decide = Callable[[], tuple[Verdict, Tensor | None]]
 LEFT = ("tree", "logits", "features", "scores", "verdict", "packed", "measures")
 SHOWN = (*LEFT, "kept")
 """What a round leaves behind; see `Rounds`."""
@@ -54,19 +55,24 @@ class Rounds:
     any. With `law`, which is all that they do, tokens are drawn under it from the logits and no scores are processed, unless the drafter
     brings a law of its own. Rounds are captured where the backend captures and the drafter is static: its passes wait for nothing and
     keep their tensors in place. With `whole=False` the choice is not captured with the rest, for processors that wait for the device.
+    With `filler`, the rounds of a call in lockstep, rows that have ended go on and say this token; the drafter hears nothing of it.
     """
 
     def __init__(
         self, target: LanguageModel, drafter: Drafter | None, ops: Ops, *, rows: int, sample: bool, process: Process | None,
-        whole: bool = True, measure: bool = False, law: SamplingLaw | None = None,
+        whole: bool = True, measure: bool = False, law: SamplingLaw | None = None, filler: int | None = None,
     ) -> None:  # fmt: skip
         # beyond the protocols, what is captured has a cache, and is opened and given room
         self.target, self.drafter = cast(Any, target), cast(Any, drafter)
         self.ops, self.sample, self.process, self.whole, self.measure, self.law = ops, sample, process, whole, measure, law
+        self.filler = filler
         device = target.lengths.device
         self.root = torch.zeros(rows, dtype=torch.long, device=device)
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
         self.running = [True] * rows
+        self.ended = torch.zeros_like(self.active)
+        """Rows that say `filler`."""
+        self.filled = [False] * rows
         self.tree: TokenTree
         self.logits: Tensor
         self.scores: Tensor
@@ -103,7 +109,7 @@ class Rounds:
         if self.chain is None:
             self.chain = Rounds(
                 self.target, TextVerifier(texts, self.root.device), self.ops, rows=len(self.root), sample=self.sample, process=self.process,
-                whole=self.whole, measure=self.measure, law=self.law,
+                whole=self.whole, measure=self.measure, law=self.law, filler=self.filler,
             )  # fmt: skip
         chain = self.chain
         chain.drafter = TextVerifier(texts, self.root.device)
@@ -137,11 +143,20 @@ class Rounds:
         plain = self.aside.plain
         return self.flight is not None or (plain is not None and plain.flight is not None)
 
-    def activate(self, running: list[bool]) -> None:
-        """Say which rows go on."""
+    def activate(self, running: list[bool], filled: list[bool] | None = None) -> None:
+        """Say which rows go on, and which of them say `filler` alone."""
         if running != self.running:
             self.running = list(running)
             self.active.copy_(torch.tensor(running))
+        filled = filled or [False] * len(running)
+        if filled != self.filled:
+            self.filled = list(filled)
+            self.ended.copy_(torch.tensor(filled))
+
+    @property
+    def heard(self) -> Tensor:
+        """[B] bool: the rows whose tokens the drafter hears of."""
+        return self.active if self.filler is None else self.active & ~self.ended
 
     def uniform(self, shape: tuple[int, ...] | torch.Size) -> Tensor | None:
         """Random numbers in [0, 1) where the call samples."""
@@ -337,6 +352,8 @@ class Rounds:
         if hasattr(self.drafter, "mark"):
             self.drafter.mark = unmarked if self.clock is None else self.clock.mark
         self.tree = TokenTree.root_only(self.root) if self.drafter is None else self.drafter.propose(extent)
+        if self.filler is not None and self.drafter is not None:
+            self.tree = fill_ended(self.tree, self.root, self.ended, self.filler)
         self._mark("draft")
 
     def _score(self, extent: int) -> None:
@@ -359,7 +376,7 @@ class Rounds:
     def _back(self, extent: int) -> None:
         self._commit()
         if self.drafter is not None:
-            self.drafter.observe(self.tree, self.verdict, self.logits, self.features, self.active, extent)
+            self.drafter.observe(self.tree, self.verdict, self.logits, self.features, self.heard, extent)
         self._mark("observe")
 
     def _commit(self) -> None:

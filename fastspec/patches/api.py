@@ -17,10 +17,11 @@ from fastspec.generation.clock import Profile
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import adapter_for, check_supported, mode_of
+from fastspec.patches.assistants import resolve
 from fastspec.patches.backends import choose_backend
 from fastspec.patches.cascade import CascadeModels
-from fastspec.patches.compat import device_of, drop_capturing_hooks, has_capturing_hooks
-from fastspec.patches.generate import generate
+from fastspec.patches.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
+from fastspec.patches.generate import generate, generate_batch
 from fastspec.patches.heads import load_heads
 from fastspec.patches.refusals import refuse_heads
 from fastspec.patches.session import STATE, PatchSession, session_of
@@ -32,22 +33,25 @@ Source = str | Path | EagleHead | None
 
 def patch(
     model: Any, *, eagle: Source = None, eagle2: Source = None, eagle3: Source = None, speculative: Any = None,
-    cascade: Cascade | None = None, backend: str = "auto",
+    cascade: Cascade | None = None, assistant: Any = None, backend: str = "auto",
 ) -> Any:  # fmt: skip
-    """Give a transformers model `generate(..., assistant=...)`, and return the same model.
+    """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT, `torch.compile` or
+    `accelerate.prepare` has wrapped is patched inside its wrapper.
 
     `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of a head
     that ships with fastspec ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
     `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another tokenizer a tuple
     `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the smaller models of a cascade whose last
-    stage is this one: they are patched, where they are not yet, when a call first needs them. `backend` is "auto", "triton" or "torch".
-    Only this instance is changed, and nothing in its forward pass; without `assistant=` it does what it did. On CUDA the weights of
-    layers that read one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
+    stage is this one: they are patched, where they are not yet, when a call first needs them. `assistant` is the default of every
+    `generate` call that names none: a call that it cannot serve runs transformers' own, with a warning. `backend` is "auto", "triton" or
+    "torch". Only this instance is changed, and nothing in its forward pass; without an assistant it does what it did. On CUDA the weights
+    of layers that read one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
     values, names and shapes stay.
 
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
     """
+    given, model = model, unwrapped(model)
     if session_of(model) is not None:
         raise PatchConflict(f"this {type(model).__name__} is patched already: call fastspec.unpatch(model) first")
     check_supported(model)
@@ -60,15 +64,25 @@ def patch(
     if cascade is not None:
         resources["cascade"] = _cascade(cascade, model)
     choose_backend(backend, device_of(model).type, adapted=adapter_for(model) is not None)  # refuses what cannot be
-    session = PatchSession(backend, resources, has_capturing_hooks(model))
+    session = PatchSession(backend, resources, has_capturing_hooks(model), default=_default(assistant, resources, model))
     try:
         session.set(model, STATE, session)
         session.set(model, "generate", types.MethodType(generate, model))
+        if hasattr(model, "generate_batch"):
+            session.set(model, "generate_batch", types.MethodType(generate_batch, model))
         session.pack(model)
     except BaseException:  # an interrupt too must not leave the model half patched
         session.undo(force=True)
         raise
-    return model
+    return given
+
+
+def _default(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
+    """The default assistant. Raises Unsupported for one that no call could have."""
+    if assistant is None or assistant == "none":
+        return None
+    resolve(assistant, resources, model)
+    return assistant
 
 
 def _cascade(config: Any, model: Any) -> CascadeModels:
@@ -83,6 +97,7 @@ def unpatch(model: Any, *, force: bool = False) -> Any:
     Raises PatchConflict when the model is not patched, or when someone else has written over what `patch` set; with
     `force=True` the latter is left in place, named in a warning, and the rest is undone.
     """
+    given, model = model, unwrapped(model)
     session = session_of(model)
     if session is None:
         raise PatchConflict(f"this {type(model).__name__} is not patched: fastspec.patch(model) comes first")
@@ -91,7 +106,7 @@ def unpatch(model: Any, *, force: bool = False) -> Any:
         drop_capturing_hooks(model)
     if left:
         warnings.warn(f"unpatch left {', '.join(left)} as someone else had set it", stacklevel=2)
-    return model
+    return given
 
 
 @contextmanager
@@ -112,7 +127,7 @@ def profile(model: Any) -> Iterator[Profile]:
     and `p.write_trace(path)` writes a trace for Perfetto. On CUDA the times are those of events in the stream, inside captured rounds
     too. Raises Unsupported for an unpatched model.
     """
-    session = session_of(model)
+    session = session_of(unwrapped(model))
     if session is None:
         raise Unsupported(f"this {type(model).__name__} is not patched: nothing to profile before fastspec.patch(model)")
     before, session.profile = session.profile, Profile()
@@ -138,6 +153,10 @@ class Report:
     trees: dict[tuple[Any, int], TreeChoice] = field(default_factory=dict)
     """(config, rows) -> what total_tokens="auto" measured and chose for the model as it is now."""
 
+    default: Any = None
+    """The assistant of calls that name none."""
+    unassisted: dict[str, int] = field(default_factory=dict)
+    """Why calls that the default assistant could not serve ran transformers' own decoding -> how many did."""
     memory: MemoryStats | None = None
     """What the cascade keeps of keys and values between calls, and how that went; None where it keeps nothing."""
 
@@ -150,6 +169,9 @@ class Report:
         lines = [
             f"{self.model} on {self.device}, {self.dtype}: {self.mode}, kernels: {self.backend}, assistants: {', '.join(self.assistants)}",
         ]
+        if self.default is not None:
+            lines[0] += f"; default: {self.default if isinstance(self.default, str) else getattr(self.default, 'name', self.default)}"
+        lines += [f"  left to transformers' own generate: {count} calls, {why}" for why, count in self.unassisted.items()]
         for name in dict.fromkeys(call.assistant for call in self.calls):
             mine = [call for call in self.calls if call.assistant == name]
             rounds, seconds = sum(c.row_rounds for c in mine), sum(c.seconds for c in mine)
@@ -191,6 +213,7 @@ def _stages_reached(calls: list[tuple[Any, ...]]) -> list[str]:
 
 def report(model: Any) -> Report:
     """What `patch` did to a model and what its assisted calls have done since. Raises Unsupported for an unpatched model."""
+    model = unwrapped(model)
     session = session_of(model)
     if session is None:
         raise Unsupported(f"this {type(model).__name__} is not patched: nothing to report before fastspec.patch(model)")
@@ -204,6 +227,8 @@ def report(model: Any) -> Report:
         assistants=("autoregressive", "nasd", *session.resources),
         calls=tuple(session.calls),
         kernels=dict(session.kernels),
+        default=session.default,
+        unassisted=dict(session.unassisted),
         memory=None if "cascade" not in session.resources else session.resources["cascade"].memory_stats,
         trees={(config, rows): choice for (config, rows, *where), choice in session.trees.items() if where == place},
     )

@@ -97,8 +97,38 @@ class Continued:
     rows: int | None = None
 
 
+def chosen(call: Any, model: Any, default: Any) -> tuple[Any, bool]:
+    """The assistant of a call that does not name one as an argument, and whether its own generation_config does: `call` is that config,
+    `model` the model's, `default` the patch's assistant. Raises Unsupported for an object in a generation_config."""
+    for config in (call, model):
+        held = getattr(config, "assistant", None)
+        if held is not None and not isinstance(held, (str, dict)):
+            raise Unsupported(
+                f"generation_config.assistant={held!r} would be lost when the generation_config is saved: use a name, or a dictionary such "
+                'as {"name": "eagle3", "depth": 5}; an object goes to generate(assistant=...) or to fastspec.patch(model, assistant=...)'
+            )
+        if held is not None:
+            return held, config is call
+    return default, False
+
+
+def read_config(fields: dict[str, Any]) -> Any:
+    """The config object of a dictionary: its `name` says which, the rest are its settings. Raises Unsupported for what is none."""
+    settings = dict(fields)
+    name = settings.pop("name", None)
+    if name not in NAMES or NAMES[name] is Cascade:
+        known = ", ".join(repr(each) for each in NAMES if each != Cascade.name)
+        raise Unsupported(f"assistant={fields!r} has the name {name!r}: accepted are {known}")
+    try:
+        return NAMES[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+    except TypeError as error:
+        raise Unsupported(f"assistant={fields!r} does not fit fastspec.{NAMES[name].__name__}: {error}") from error
+
+
 def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
     """The decoding that an `assistant=` asks for. Raises Unsupported for an unknown name or a missing resource."""
+    if isinstance(assistant, dict):
+        assistant = read_config(assistant)
     if isinstance(assistant, str):
         if assistant not in NAMES:
             raise Unsupported(f"assistant={assistant!r} is unknown: accepted are {', '.join(map(repr, NAMES))}, or a config object")

@@ -176,15 +176,19 @@ class AdaptiveCascade:
     assistant: Any = None
     reuse: bool = True
 
+    def check(self, large: Any, given: dict[str, Any]) -> None:
+        """Raise Unsupported for arguments of a call that a cascade cannot honour, before any stage runs."""
+        refuse(self.models.stages, given)
+        ids, _ = read_prompts(large, given)
+        if given.get("streamer") is not None and len(ids) > 1:
+            raise Unsupported("a streamer takes one row: leave streamer out, or pass a batch of 1")
+
     def generate(self, large: Any, session: Any, given: dict[str, Any]) -> Any:
         """Answer every row of a `generate` call with these arguments, by name."""
         began = time.perf_counter()
-        refuse(self.models.stages, given)
         ids, keep = read_prompts(large, given)
         streamer = given.get("streamer")
         if streamer is not None:
-            if len(ids) > 1:
-                raise Unsupported("a streamer takes one row: leave streamer out, or pass a batch of 1")
             streamer.put(ids.cpu())
         rows = [_Row(number, row[mask].tolist()) for number, (row, mask) in enumerate(zip(ids, keep, strict=True))]
         limit = new_tokens(large, given, ids.shape[1])

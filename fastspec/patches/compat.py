@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.utils import GENERATION_MODES_MAPPING, is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 
 def cache_geometry(config: Any) -> tuple[int, int, int]:
@@ -55,6 +57,48 @@ def own_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments
     given = [*(arguments.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
     return {**arguments, "stopping_criteria": StoppingCriteriaList(given), "stop_strings": None}
+
+
+def plain_decoding(model: Any, given: dict[str, Any], ids: Tensor, processors: Any, criteria: Any, config: Any, inputs: Any) -> Any:
+    """transformers' own decoding of a call that `generate` has prepared for a custom loop: `given` are the call's arguments by name, the
+    others what `generate` hands to the loop.
+
+    `GENERATION_MODES_MAPPING` names the methods since transformers 4.56; a custom loop is not handed the streamer.
+    """
+    decode = getattr(type(model), GENERATION_MODES_MAPPING[config.get_generation_mode(None)])
+    settings = {"logits_processor": processors, "stopping_criteria": criteria, "generation_config": config}
+    return decode(model, ids, **settings, streamer=given.get("streamer"), **inputs)
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside what PEFT, `torch.compile` or `accelerate.prepare` wrapped around it, or the model itself.
+
+    accelerate knows its own wrappers and torch's; PEFT's models name theirs.
+    """
+    inner = extract_model_from_parallel(model) if isinstance(model, nn.Module) else model
+    base = getattr(inner, "get_base_model", None)
+    return unwrapped(base()) if callable(base) and type(inner).__module__.startswith("peft.") else inner
+
+
+def is_transparent(model: Any, method: Any) -> bool:
+    """Whether an override of a model's `prepare_inputs_for_generation` is PEFT's, put there for the length of its own `generate`, which
+    changes the inputs of prompt-learning adapters alone.
+
+    Delete when PEFT leaves the method of other adapters' models as it is.
+    """
+    owner: Any = getattr(method, "__self__", None)
+    if not type(owner).__module__.startswith("peft.") or method.__name__ != "prepare_inputs_for_generation":
+        return False
+    return not owner.active_peft_config.is_prompt_learning
+
+
+def is_synced(model: Any) -> bool:
+    """Whether plain `generate` would keep several processes in step for a model whose weights are spread over them.
+
+    A custom loop is not told; delete when it is handed `synced_gpus`.
+    """
+    several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return several and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
 
 
 def position_limit(config: Any) -> int | None:

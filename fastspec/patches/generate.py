@@ -1,60 +1,56 @@
-"""The front door: `model.generate(..., assistant=...)`, from transformers' arguments to a Request and back."""
+"""The front door: `model.generate(..., assistant=...)`, and calls that a default assistant serves or leaves to transformers."""
 
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.clock import Clock
-from fastspec.generation.handover import CHUNKS
-from fastspec.generation.loop import Outcome, Request, decode
-from fastspec.generation.rounds import Rounds
-from fastspec.generation.tree import TokenTree
-from fastspec.kernels.reference import SamplingLaw
-from fastspec.patches.assistants import Continued, EagleDecoding, resolve
-from fastspec.patches.cache import export_span, import_past
+from fastspec.errors import Unsupported
+from fastspec.patches.assistants import chosen, resolve
+from fastspec.patches.call import Call
 from fastspec.patches.cascade import AdaptiveCascade
-from fastspec.patches.compat import device_of, fill_cache, is_out_of_memory, own_stop_strings, read_cache
-from fastspec.patches.engines import weights_of
-from fastspec.patches.hf_model import HFModel
-from fastspec.patches.refusals import refuse_arguments, refuse_prepared, refuse_prompts
-from fastspec.patches.selection import CAPTURABLE, Ending, Streaming, make_processors, read_law, signature
-from fastspec.patches.seq2seq import language_model, read_source, refuse_seq2seq
+from fastspec.patches.compat import own_stop_strings, plain_decoding
+from fastspec.patches.refusals import refuse_arguments, refuse_overrides, refuse_prepared
+from fastspec.patches.seq2seq import refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
-from fastspec.patches.speculative import warn_if_refused
-from fastspec.patches.tree_size import choose_tree
+
+DEFAULT: Any = "default"
+"""What `assistant=` is in a call that does not name one."""
 
 
-def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
+def generate(self: Any, *args: Any, assistant: Any = DEFAULT, **kwargs: Any) -> Any:
     """transformers' `generate`, with `assistant=`: a name, a config object or an object with a `drafter` method.
 
-    Everything else keeps its meaning; without an assistant the original runs, untouched. Raises Unsupported for what cannot
-    be combined with an assistant.
+    Everything else keeps its meaning. A call that names none has the one of its generation_config, of the model's, or of the patch, in this
+    order; without any, and with None or "none", the original runs untouched. Raises Unsupported for what cannot be combined with an
+    assistant that the call names; where it is a default, the original runs and a warning says why.
     """
     session = session_of(self)
     if session is None:  # someone kept this method from before `unpatch`
-        if assistant is not None:
+        if assistant is not DEFAULT and assistant is not None:
             raise Unsupported(f"this {type(self).__name__} is not patched any more: fastspec.patch(model) comes before assistant=")
         return type(self).generate(self, *args, **kwargs)
     before = session.before(self, "generate")
     original = type(self).generate.__get__(self) if before is ABSENT else before
-    if assistant is None:
-        return original(*args, **kwargs)
-    decoding = assistant if isinstance(assistant, AdaptiveCascade) else resolve(assistant, session.resources, self)
-    if isinstance(decoding, AdaptiveCascade):
-        return decoding.generate(self, session, _by_name(self, args, kwargs))
-    session.pack(self)
     given = _by_name(self, args, kwargs)
-    refuse_arguments(given, self.generation_config)
-    if self.config.is_encoder_decoder:
-        refuse_seq2seq(self, decoding, given)
+    named = assistant is not DEFAULT
+    if not named:
+        assistant, named = chosen(given.get("generation_config"), self.generation_config, session.default)
+    if assistant is None or assistant == "none" or (not named and given.get("custom_generate") is not None):
+        return original(*args, **kwargs)
+    try:
+        decoding = _checked(self, session, assistant, given)
+    except Unsupported as reason:
+        if named:
+            raise
+        session.leave(reason)
+        return original(*args, **kwargs)
+    if isinstance(decoding, AdaptiveCascade):
+        return decoding.generate(self, session, given)
+    session.pack(self)
 
     def custom(
         model: Any,
@@ -65,265 +61,52 @@ def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
-        return _Call(model, session, decoding, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs).run()
+        try:
+            refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
+            call = Call(
+                model, session, decoding, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            )  # fmt: skip
+        except Unsupported as reason:
+            if named:
+                raise
+            session.leave(reason)
+            return plain_decoding(
+                model, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            )  # fmt: skip
+        return call.run()
 
     with session.turn.taken():
         return original(**{**own_stop_strings(self, given), "custom_generate": custom})
+
+
+def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' continuous batching, which takes no assistant: it would swallow the argument. Raises Unsupported for one."""
+    if kwargs.pop("assistant", None) not in (None, "none"):
+        raise Unsupported(
+            "generate_batch takes no assistant=: it is transformers' own continuous batching. For many prompts with an assistant: "
+            "model.generate(**inputs, assistant=fastspec.ContinuousBatch(...))"
+        )
+    session = session_of(self)
+    before = ABSENT if session is None else session.before(self, "generate_batch")
+    original = type(self).generate_batch.__get__(self) if before is ABSENT else before
+    return original(*args, **kwargs)
+
+
+def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str, Any]) -> Any:
+    """The decoding of a call. Raises Unsupported, before anything runs, for what its arguments and the model's state rule out."""
+    decoding = assistant if isinstance(assistant, AdaptiveCascade) else resolve(assistant, session.resources, model)
+    refuse_overrides(model)
+    session.turn.refuse_nested()
+    if isinstance(decoding, AdaptiveCascade):
+        decoding.check(model, given)
+        return decoding
+    refuse_arguments(given, model.generation_config)
+    if model.config.is_encoder_decoder:
+        refuse_seq2seq(model, decoding, given)
+    return decoding
 
 
 def _by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a `generate` call by name."""
     given = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
     return {name: value for name, value in (given | given.pop("kwargs", {})).items() if value is not model}
-
-
-class _Call:
-    """One assisted call: what transformers prepared, as a Request, and the Outcome as transformers' output.
-
-    `given` holds the user's own arguments by name, all else is what transformers made of them.
-    """
-
-    def __init__(
-        self, model: Any, session: PatchSession, decoding: Any, given: dict[str, Any], ids: Tensor, processors: LogitsProcessorList,
-        criteria: Any, config: Any, model_kwargs: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.given = decoding if isinstance(decoding, Continued) else Continued(decoding)
-        self.model, self.session, self.decoding, self.config, self.processors = model, session, self.given.decoding, config, processors
-        self.device = device_of(model)
-        self.ids, self.ops = ids.to(self.device), session.ops(model)
-        self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
-        self.handed_in = given.get("past_key_values") is not None  # the cache is the user's own, to be filled in place
-        self.cache = model_kwargs.get("past_key_values")
-        self.past = read_cache(self.cache, model.config.get_text_config().num_hidden_layers)
-        self.past_length = 0 if self.past is None else self.past[0][0].shape[2]
-        self.source = read_source(model, given, model_kwargs, ids.shape[0]) if model.config.is_encoder_decoder else None
-        if self.source is None:
-            self.keep = self._keep(given.get("attention_mask"), ids.shape[0])
-        else:  # the mask is the source's
-            self.keep = torch.ones_like(self.ids, dtype=torch.bool)
-            self.decoding = self.decoding.reading(self.source) if hasattr(self.decoding, "reading") else self.decoding
-        refuse_prompts(model, self.ids, self.keep, self.past_length)
-        self.ending = Ending(criteria, self.ids)
-        rows = self.given.rows
-        self.rows = rows if rows is not None and rows < ids.shape[0] else None
-        """Prompts that are decoded at a time, where these are fewer than all."""
-        if rows is not None and self.handed_in:
-            raise Unsupported("ContinuousBatch takes whole prompts, without past_key_values: name its assistant itself")
-
-    def _keep(self, mask: Tensor | None, rows: int) -> Tensor:
-        """Which of the past and prompt tokens are real, [B, past + new] bool."""
-        width = self.ids.shape[1]
-        if mask is None:
-            held = getattr(self.config, "_pad_token_tensor", None)
-            inferred = self.model._prepare_attention_mask_for_generation(self.ids, self.config, {}) if held is not None else None
-            keep = torch.ones_like(self.ids, dtype=torch.bool) if inferred is None or inferred.dim() != 2 else inferred.bool()
-        else:
-            keep = mask.to(self.ids.device).bool()
-            repeat = rows // max(1, keep.shape[0])
-            keep = keep.repeat_interleave(repeat, 0) if repeat > 1 else keep
-        if keep.shape[1] == self.past_length + width and self.past_length:
-            return keep
-        if keep.shape[1] != width:
-            raise Unsupported(
-                f"attention_mask is {keep.shape[1]} wide and input_ids {width}: they must agree, the tokens of "
-                "past_key_values counted in both or in the mask alone"
-            )
-        return keep
-
-    def run(self) -> Any:
-        new = self.keep.shape[1] - self.past_length  # tokens of the prompt that the cache does not hold
-        prompts, counts = _compact(self.ids[:, -new:], self.keep[:, -new:])
-        limit = self.ending.limit
-        rows = prompts.shape[0] if self.rows is None else self.rows
-        capacity = int(self.keep[:, : self.past_length].sum(1).max()) + prompts.shape[1] + limit
-        process_rows, process_at = make_processors(self.processors, self.ids)
-        streaming = Streaming(self.streamer, len(prompts), self._pad()) if self.streamer is not None else None
-        request = Request(
-            prompts, counts, list(self.ids), limit, self.ending.ends, process_at,
-            context=self._context(),
-            stop=self.ending.stop, emit=streaming.emit if streaming else None,
-            watch=streaming.watch if streaming else None,
-            keep_scores=bool(self.config.return_dict_in_generate and self.config.output_scores),
-            keep_logits=bool(self.config.return_dict_in_generate and self.config.output_logits),
-            answers=self.given.answers, measure=self.given.measure, rows=self.rows,
-        )  # fmt: skip
-        try:
-            self.decoding = self._sized(capacity, request)
-            rounds, key = self._rounds(rows, capacity, process_rows, self._law(request.keep_scores))
-            if self.rows is not None:
-                request.entry = partial(self._entry, rounds, capacity, process_rows if self.config.do_sample else None)
-            outcome = decode(rounds, request, self.decoding.name)
-        except RuntimeError as error:
-            if isinstance(error, FastSpecError) or not is_out_of_memory(error):
-                raise
-            raise FastSpecError(
-                f"out of memory while decoding {rows} rows of up to {capacity} tokens on {self.device}: ask for fewer new tokens, "
-                "a shorter prompt or a smaller batch"
-            ) from error
-        if streaming is not None:
-            streaming.end()
-        if self.given.hear is not None:
-            self.given.hear(outcome)
-        outcome.stats.fused = getattr(rounds.drafter, "fused", None) is not None
-        self.session.calls.append(outcome.stats)
-        self.session.warned = self.session.warned or warn_if_refused(self.decoding, outcome.stats)
-        output = self._output(outcome, rounds.target, counts)
-        if key is not None:
-            self.session.engines.put(key, rounds)
-        return output
-
-    def _context(self) -> tuple[Tensor, Tensor] | None:
-        """What a drafter without a model reads before the first new token, where that is more than the prompt."""
-        if self.source is not None:
-            return None if hasattr(self.decoding, "reading") else self.source.text(self.ids)
-        return _compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
-
-    def _law(self, keep_scores: bool) -> SamplingLaw | None:
-        """The law that the rounds draw under without processing scores, where the call samples and nobody asks for processed ones."""
-        return read_law(self.processors) if self.config.do_sample and not keep_scores else None
-
-    def _rounds(self, rows: int, capacity: int, process: Any, law: SamplingLaw | None) -> tuple[Rounds, Any]:
-        """The rounds of this call, from the pool where they were captured before, and the key to put them back under."""
-        sample, engines = bool(self.config.do_sample), self.session.engines
-        key = self._key(rows, sample, process, law) if self.ops.captures else None
-        rounds = None if key is None else engines.take(key)
-        drawn = process if sample else None
-        if rounds is None:
-            engines.make_room()
-            target, drafter = self._parts(rows, capacity, drawn)
-            whole = process is None or all(type(each) in CAPTURABLE for each in self.processors)
-            measure = self.given.measure
-            rounds = Rounds(target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole, measure=measure, law=law)
-            key = None if key is None else self._key(rows, sample, process, law)  # making the drafter may have packed its head's weights
-        else:
-            rounds.drafter = self._opened(rounds.target, rounds.drafter, rows, capacity, drawn)
-        self._restore(rounds.target)
-        rounds.clock = None if self.session.profile is None else Clock(self.session.profile, self.device)
-        return rounds, key
-
-    def _opened(self, target: HFModel, drafter: Any, rows: int, capacity: int, process: Any) -> Any:
-        """Begin a call on a target and a drafter that were kept -> the drafter, which may be another."""
-        target.open(capacity)
-        if drafter is None:
-            return None
-        if not hasattr(drafter, "open"):
-            return self._drafter(rows, capacity, process)
-        drafter.open(capacity)
-        self._tell_ends(drafter)
-        return drafter
-
-    def _entry(self, rounds: Rounds, capacity: int, process: Any) -> tuple[HFModel, Any]:
-        """A target and a drafter of one row, for a prompt to begin in: the same ones for all prompts."""
-        if rounds.entry is None:
-            rounds.entry = self._parts(1, capacity, process)
-        else:
-            target, drafter = rounds.entry
-            rounds.entry = target, self._opened(target, drafter, 1, capacity, process)
-        if rounds.drafter is not None and rounds.entry[1] is rounds.drafter:
-            raise Unsupported(f"assistant {self.decoding.name!r} joins, and made one drafter twice: each must be an object of its own")
-        return rounds.entry
-
-    def _sized(self, capacity: int, request: Request) -> Any:
-        """The call's decoding, the size of its trees chosen where that is left to a measurement: once for calls of one kind."""
-        decoding, model, trees = self.decoding, self.model, self.session.trees
-        if not isinstance(decoding, EagleDecoding) or decoding.auto is None:
-            return decoding
-        rows = len(request.prompts) if self.rows is None else self.rows
-        key = decoding.auto, rows, self.device, model.dtype
-        if key not in trees:
-
-            def fresh() -> tuple[HFModel, Any]:
-                target, drafter = self._parts(rows, capacity, None)
-                self._restore(target)
-                return target, drafter
-
-            self.session.engines.make_room()
-            trees[key] = choose_tree(fresh, self.ops, request.begins(), decoding.auto.sizes(self.device.type))
-        return decoding.sized(trees[key].chosen)
-
-    def _restore(self, target: HFModel) -> None:
-        """Begin where the caller's cache ends."""
-        if self.past is not None:
-            import_past(target.cache, self.past, self.keep[:, : self.past_length])
-
-    def _key(self, rows: int, sample: bool, process: Any, law: SamplingLaw | None) -> Any:
-        """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
-        drawn = signature(self.processors) if process is not None else None
-        others = [value for name in ("draft", "head") if isinstance(value := getattr(self.decoding, name, None), nn.Module)]
-        others += getattr(self.decoding, "drafts", ())
-        extra = self.given.answers is not None, self.given.measure
-        key = self.decoding, rows, sample, drawn, law, extra, tuple(weights_of(module) for module in (self.model, *others))
-        try:
-            hash(key)
-        except TypeError:
-            return None
-        return key
-
-    def _drafter(self, rows: int, capacity: int, process: Any) -> Any:
-        drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.device, ops=self.ops, process=process)
-        self._tell_ends(drafter)
-        return drafter
-
-    def _tell_ends(self, drafter: Any) -> None:
-        if hasattr(drafter, "ends"):
-            drafter.ends = self.ending.ends
-
-    def _parts(self, rows: int, capacity: int, process: Any) -> tuple[HFModel, Any]:
-        drafter = self._drafter(rows, capacity, process)
-        nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
-        nodes = nodes if self.given.answers is None else max(nodes, *CHUNKS.get(self.device.type, CHUNKS["cuda"]))
-        target = language_model(
-            self.model, self.source, rows=rows, capacity=capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
-        )  # fmt: skip
-        attach = getattr(self.decoding, "attach", None)
-        if attach is not None:
-            attach(drafter, target)
-        return target, drafter
-
-    def _pad(self) -> int:
-        pad = getattr(self.config, "_pad_token_tensor", None)
-        return int(pad) if pad is not None else 0
-
-    def _output(self, outcome: Outcome, target: HFModel, counts: Tensor) -> Any:
-        longest = max(len(row) for row in outcome.tokens)
-        pad = self._pad()
-        new = torch.tensor([row + [pad] * (longest - len(row)) for row in outcome.tokens], device=self.ids.device)
-        sequences = torch.cat((self.ids, new), 1)
-        whole = self.source is None and self.rows is None
-        wants_past = self.cache is not None and whole and (self.handed_in or bool(self.config.return_dict_in_generate))
-        if wants_past:
-            first = self.keep[:, : self.past_length].sum(1)
-            width = self.keep.shape[1] - self.past_length
-            said = torch.tensor([len(row) for row in outcome.tokens], device=first.device)
-            target.cache.lengths.copy_(first + counts + said - 1)
-            if bool((said < longest).any()):  # the next turn attends to the last token of rows that ended early
-                last = new.gather(1, said[:, None] - 1)[:, 0]
-                target.score(TokenTree.root_only(last), int(target.cache.lengths.max()))
-                target.cache.grow((said < longest).long())
-            keys, values = export_span(target.cache, first, width + longest - 1, width - counts)
-            fill_cache(self.cache, self.past_length, keys, values)
-        if not self.config.return_dict_in_generate:
-            return sequences
-        kind = GenerateDecoderOnlyOutput if self.source is None else GenerateEncoderDecoderOutput
-        out = kind(
-            sequences=sequences,
-            scores=_columns(outcome.scores, longest) if self.config.output_scores else None,
-            logits=_columns(outcome.logits, longest) if self.config.output_logits else None,
-            past_key_values=self.cache if wants_past else None,
-        )
-        out.fastspec = outcome.stats
-        return out
-
-
-def _compact(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Move each row's real tokens to the front -> ids [B, max count], counts [B]."""
-    counts = keep.sum(1)
-    order = torch.argsort((~keep).int(), dim=1, stable=True)[:, : int(counts.max())]
-    return ids.gather(1, order), counts
-
-
-def _columns(rows: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
-    """Per-row lists of [V] -> one [B, V] per step; a row that has ended is filled with zeros."""
-    blank = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[step] if step < len(row) else blank for row in rows]) for step in range(longest))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.patches.compat import position_limit
+from fastspec.patches.compat import is_synced, is_transparent, position_limit
 
 _ARGUMENTS = {
     "inputs_embeds": "an assistant drafts from token ids: pass input_ids",
@@ -27,6 +27,39 @@ _EXPECTED = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "tokenizer", "synced_gpus",
     "assistant_model", "assistant_tokenizer", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
 }  # fmt: skip
+
+
+_PASSED_BY = (
+    "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample", "_has_unfinished_sequences",
+)  # fmt: skip
+"""Methods of a model that plain decoding calls at every pass, and an assisted call does not: those of transformers' own are known."""
+
+
+def refuse_overrides(model: Any) -> None:
+    """Refuse a model whose decoding someone else has changed, in ways that an assistant's rounds would pass by, and one that several
+    processes must run in step."""
+    for name in _PASSED_BY:
+        method = getattr(type(model) if name == "_sample" else model, name, None)  # as plain decoding looks them up
+        if method is not None and not _home(method).startswith("transformers.") and not is_transparent(model, method):
+            raise Unsupported(
+                f"{type(model).__name__}.{name} is {_home(method)}'s: plain decoding calls it at every step, an assistant's rounds do not; "
+                f"{_remedy(method)}"
+            )
+    if is_synced(model):
+        raise Unsupported(
+            f"the weights of this {type(model).__name__} are spread over several processes, which must run the same number of passes: "
+            "rounds take as many as their drafts need; generate with the unsharded model"
+        )
+
+
+def _home(method: Any) -> str:
+    return getattr(method, "__module__", None) or type(method).__module__
+
+
+def _remedy(method: Any) -> str:
+    if _home(method).startswith("peft."):
+        return "a prompt-learning adapter changes the model's inputs; a LoRA adapter, or one that was merged, can be used"
+    return "remove the override, or leave out assistant="
 
 
 def refuse_arguments(given: dict[str, Any], default: Any) -> None:

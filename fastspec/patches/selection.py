@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as lp
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
-from fastspec.errors import Unsupported
 from fastspec.generation.verify import RowProcessor
 from fastspec.kernels.reference import SamplingLaw
 from fastspec.patches.engines import plain_value
@@ -40,6 +39,10 @@ ROWWISE = BLIND + tuple(
 )  # fmt: skip
 
 
+# Criteria that keep nothing between calls and judge each row by its own text, or all of them by the clock.
+CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCriteria)
+
+
 def of_rows(processor: Any, rows: list[int]) -> Any:
     """The processor for these rows of the batch: a repetition penalty knows how much padding to leave out of each row."""
     ignored = getattr(processor, "prompt_ignore_length", None)
@@ -51,39 +54,31 @@ def of_rows(processor: Any, rows: list[int]) -> Any:
 
 
 def make_processors(processors: lp.LogitsProcessorList, ids: Tensor) -> tuple[Callable[[Tensor], Tensor] | None, RowProcessor | None]:
-    """One of two forms: over rows [R, V] at once where no processor looks at the history, else over some rows with their prefixes;
-    neither where there is none.
-
-    A processor of unknown behaviour is called row by row with the whole batch's shape, every row a copy of the row in question,
-    so that processors which count rows see the right index; prefix_allowed_tokens_fn is asked about that row alone. Raises
-    Unsupported for processors that keep a state of their own per row.
-    """
-    if not processors:
+    """Processors of known types in one of two forms: over rows [R, V] at once where none looks at the history, else over some rows with
+    their prefixes; neither where there is none, or one of another type."""
+    if not processors or not are_known(processors, ()):
         return None, None
-    for processor in processors:
-        if isinstance(processor, lp.SynthIDTextWatermarkLogitsProcessor):
-            raise Unsupported("SynthID watermarking keeps a state per call, which a tree would disturb: leave out watermarking_config")
     if all(type(p) in BLIND for p in processors):
         return (lambda scores: processors(ids[:1], scores)), None
-    if all(type(p) in ROWWISE for p in processors):
-        return None, lambda rows, texts, scores: lp.LogitsProcessorList(of_rows(p, rows) for p in processors)(texts, scores)
-    count = ids.shape[0]
+    return None, lambda rows, texts, scores: process_rows(processors, rows, texts, scores)
 
-    def process_one(row: int, text: Tensor, scores: Tensor) -> Tensor:
-        texts, values = text.expand(count, -1), scores.expand(count, -1).clone()
-        for processor in processors:
-            if type(processor) is lp.PrefixConstrainedLogitsProcessor:
-                allowed = processor._prefix_allowed_tokens_fn
-                one = lp.PrefixConstrainedLogitsProcessor(lambda _, seen, allowed=allowed: allowed(row, seen), 1)
-                values = one(texts[:1], values[row : row + 1]).expand(count, -1).clone()
-            else:
-                values = processor(texts, values)
-        return values[row]
 
-    def process_at(rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
-        return torch.stack([process_one(*entry) for entry in zip(rows, texts, scores, strict=True)])
+def process_rows(processors: Iterable[Any], rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
+    """Scores [R, V] of these rows of the batch as processors of known types leave them; texts [R, T] are all the rows' tokens."""
+    processed: Tensor = lp.LogitsProcessorList(of_rows(p, rows) for p in processors)(texts, scores)
+    return processed
 
-    return None, process_at
+
+def are_known(processors: Iterable[Any], criteria: Iterable[Any]) -> bool:
+    """Whether all of these are transformers' own that keep nothing between calls and treat each row by itself. Any other may have a state,
+    and is shown the calls of plain decoding (`fastspec.generation.lockstep`)."""
+    return all(type(p) in ROWWISE for p in processors) and all(type(c) in CRITERIA for c in criteria)
+
+
+def unknown_types(processors: Iterable[Any], criteria: Iterable[Any] = ()) -> str:
+    """The types that `are_known` does not know, for a message."""
+    kinds = [type(p) for p in processors if type(p) not in ROWWISE] + [type(c) for c in criteria if type(c) not in CRITERIA]
+    return ", ".join(dict.fromkeys(kind.__name__ for kind in kinds))
 
 
 # The filters of a sampling law: attribute of the law -> the warper, in transformers' order, with an attribute of the same name.

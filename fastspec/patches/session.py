@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import re
 import threading
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,11 +71,15 @@ class Turn:
     def __deepcopy__(self, memo: dict[int, Any]) -> Turn:
         return Turn()
 
+    def refuse_nested(self) -> None:
+        """Raise Unsupported when this thread holds the turn already."""
+        if self.owner == threading.get_ident():
+            raise Unsupported("generate(assistant=...) was called inside another such call on the same model, from a streamer or criterion")
+
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Hold the turn; raises Unsupported when this thread holds it already."""
-        if self.owner == threading.get_ident():
-            raise Unsupported("generate(assistant=...) was called inside another such call on the same model, from a streamer or criterion")
+        self.refuse_nested()
         with self.lock:
             self.owner = threading.get_ident()
             try:
@@ -97,6 +103,10 @@ class PatchSession:
     log: list[Change] = field(default_factory=list)
     turn: Turn = field(default_factory=Turn)
     calls: deque[Stats] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
+    default: Any = None
+    """The assistant of calls that name none, as `patch` was given it."""
+    unassisted: Counter[str] = field(default_factory=Counter)
+    """Why calls that a default assistant could not serve ran transformers' own decoding -> how many did."""
     kernels: Counter[str] = field(default_factory=Counter)
     """How often each op was called from Python; a captured round repeats its calls without Python."""
     profile: Profile | None = None
@@ -117,6 +127,14 @@ class PatchSession:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the model was moved."""
         if self.ops(model).captures and not (self.packed and is_packed(self.packed[0])):
             self.packed += pack_model(model)
+
+    def leave(self, reason: Exception) -> None:
+        """Leave a call to transformers that the default assistant cannot serve: count it, and warn once of each reason."""
+        text = str(reason)
+        kind = re.sub(r"\d+", "N", text)
+        if not any(re.sub(r"\d+", "N", told) == kind for told in self.unassisted):
+            warnings.warn(f"the default assistant cannot serve this call, and transformers' own generate runs: {text}", stacklevel=4)
+        self.unassisted[text] += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here

@@ -1,0 +1,289 @@
+"""One assisted call: what transformers prepared, as a Request, decoded and made into transformers' output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.logits_process import LogitsProcessorList
+
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.clock import Clock
+from fastspec.generation.handover import CHUNKS
+from fastspec.generation.loop import Request, decode
+from fastspec.generation.rounds import Rounds
+from fastspec.kernels.reference import SamplingLaw
+from fastspec.patches.assistants import Continued, EagleDecoding
+from fastspec.patches.cache import import_past
+from fastspec.patches.compat import device_of, is_out_of_memory, read_cache
+from fastspec.patches.engines import weights_of
+from fastspec.patches.hf_model import HFModel
+from fastspec.patches.mixtures import MixedDecoding
+from fastspec.patches.output import output_of
+from fastspec.patches.refusals import refuse_prompts
+from fastspec.patches.selection import (
+    CAPTURABLE,
+    Ending,
+    Streaming,
+    are_known,
+    make_processors,
+    read_law,
+    signature,
+    unknown_types,
+)  # fmt: skip
+from fastspec.patches.seq2seq import language_model, read_source
+from fastspec.patches.session import PatchSession
+from fastspec.patches.speculative import warn_if_refused
+from fastspec.patches.steps import PlainSteps
+from fastspec.patches.tree_size import choose_tree
+
+
+class Call:
+    """One assisted call. Making it refuses what the call cannot have, before anything was decoded; `run` decodes.
+
+    `given` holds the user's own arguments by name, all else is what transformers made of them.
+    """
+
+    def __init__(
+        self, model: Any, session: PatchSession, decoding: Any, given: dict[str, Any], ids: Tensor, processors: LogitsProcessorList,
+        criteria: Any, config: Any, model_kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.given = decoding if isinstance(decoding, Continued) else Continued(decoding)
+        self.model, self.session, self.decoding, self.config, self.processors = model, session, self.given.decoding, config, processors
+        self.device = device_of(model)
+        self.ids, self.ops = ids.to(self.device), session.ops(model)
+        self.pad = int(pad) if (pad := getattr(config, "_pad_token_tensor", None)) is not None else 0
+        self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
+        self.handed_in = given.get("past_key_values") is not None  # the cache is the user's own, to be filled in place
+        self.cache = model_kwargs.get("past_key_values")
+        self.past = read_cache(self.cache, model.config.get_text_config().num_hidden_layers)
+        self.past_length = 0 if self.past is None else self.past[0][0].shape[2]
+        self.source = read_source(model, given, model_kwargs, ids.shape[0]) if model.config.is_encoder_decoder else None
+        if self.source is None:
+            self.keep = self._keep(given.get("attention_mask"), ids.shape[0])
+        else:  # the mask is the source's
+            self.keep = torch.ones_like(self.ids, dtype=torch.bool)
+            self.decoding = self.decoding.reading(self.source) if hasattr(self.decoding, "reading") else self.decoding
+        refuse_prompts(model, self.ids, self.keep, self.past_length)
+        self.ending = Ending(criteria, self.ids)
+        self.steps = None if are_known(processors, criteria) else self._steps(ids, criteria)
+        """Plain decoding's own steps, where processors or criteria may have a state: the call decodes in lockstep."""
+        rows = self.given.rows
+        self.rows = rows if rows is not None and rows < ids.shape[0] else None
+        """Prompts that are decoded at a time, where these are fewer than all."""
+        if rows is not None and self.handed_in:
+            raise Unsupported("ContinuousBatch takes whole prompts, without past_key_values: name its assistant itself")
+        if self.rows is not None and self.steps is not None:
+            raise Unsupported(
+                f"ContinuousBatch decodes {self.rows} of {ids.shape[0]} prompts at a time, and {unknown_types(processors, criteria)} may "
+                "keep a state over the whole batch: name its assistant itself, or pass at most as many prompts as it has rows"
+            )
+        self._begin()
+
+    def _steps(self, ids: Tensor, criteria: Any) -> PlainSteps:
+        if isinstance(self.decoding, MixedDecoding) and not are_known(self.processors, ()):
+            raise Unsupported(
+                f"a mixture of two models' laws takes no processors that may look at the tokens so far ({unknown_types(self.processors)}): "
+                "leave them out, or decode the large model's own law"
+            )
+        told = callable(getattr(self.streamer, "on_round", None))  # ours: a round before its tokens
+        return PlainSteps(ids, self.processors, criteria, self.config, None if told else self.streamer)
+
+    def _keep(self, mask: Tensor | None, rows: int) -> Tensor:
+        """Which of the past and prompt tokens are real, [B, past + new] bool."""
+        width = self.ids.shape[1]
+        if mask is None:
+            held = getattr(self.config, "_pad_token_tensor", None)
+            inferred = self.model._prepare_attention_mask_for_generation(self.ids, self.config, {}) if held is not None else None
+            keep = torch.ones_like(self.ids, dtype=torch.bool) if inferred is None or inferred.dim() != 2 else inferred.bool()
+        else:
+            keep = mask.to(self.ids.device).bool()
+            repeat = rows // max(1, keep.shape[0])
+            keep = keep.repeat_interleave(repeat, 0) if repeat > 1 else keep
+        if keep.shape[1] == self.past_length + width and self.past_length:
+            return keep
+        if keep.shape[1] != width:
+            raise Unsupported(
+                f"attention_mask is {keep.shape[1]} wide and input_ids {width}: they must agree, the tokens of "
+                "past_key_values counted in both or in the mask alone"
+            )
+        return keep
+
+    def _begin(self) -> None:
+        """Make the request and the rounds. Raises Unsupported, and FastSpecError when memory has run out."""
+        new = self.keep.shape[1] - self.past_length  # tokens of the prompt that the cache does not hold
+        prompts, counts = _compact(self.ids[:, -new:], self.keep[:, -new:])
+        limit, steps, config = self.ending.limit, self.steps, self.config
+        rows = prompts.shape[0] if self.rows is None else self.rows
+        self.capacity = int(self.keep[:, : self.past_length].sum(1).max()) + prompts.shape[1] + limit
+        process_all, process_at = make_processors(self.processors, self.ids)
+        if steps is not None:  # drafts are not drawn: they would take random numbers that plain decoding does not
+            process_all, process_at = process_all if isinstance(self.decoding, MixedDecoding) else None, None
+        self.streaming = Streaming(self.streamer, len(prompts), self.pad) if self.streamer is not None else None
+        emits = self.streaming is not None and (steps is None or steps.streamer is None)
+        wanted = bool(config.return_dict_in_generate) and steps is None
+        self.request = Request(
+            prompts, counts, list(self.ids), limit, self.ending.ends, process_at,
+            context=self._context(),
+            stop=self.ending.stop, emit=self.streaming.emit if self.streaming and emits else None,
+            watch=self.streaming.watch if self.streaming else None,
+            keep_scores=bool(wanted and config.output_scores), keep_logits=bool(wanted and config.output_logits),
+            answers=self.given.answers, measure=self.given.measure, rows=self.rows, steps=steps,
+        )  # fmt: skip
+        with self._memory(rows):
+            self.decoding = self._sized(self.capacity, self.request)
+            self.rounds, self.key = self._rounds(rows, self.capacity, process_all, self._law(self.request.keep_scores))
+        if self.rows is not None:
+            self.request.entry = partial(self._entry, self.rounds, self.capacity, process_all if config.do_sample else None)
+
+    def run(self) -> Any:
+        """Decode, and return what `generate` returns."""
+        rounds = self.rounds
+        with self._memory(len(rounds.running)):
+            outcome = decode(rounds, self.request, self.decoding.name)
+        if self.streaming is not None:
+            self.streaming.end()
+        if self.given.hear is not None:
+            self.given.hear(outcome)
+        outcome.stats.fused = getattr(rounds.drafter, "fused", None) is not None
+        self.session.calls.append(outcome.stats)
+        self.session.warned = self.session.warned or warn_if_refused(self.decoding, outcome.stats)
+        output = output_of(self, outcome, rounds.target, self.request.counts)
+        if self.key is not None:
+            self.session.engines.put(self.key, rounds)
+        return output
+
+    @contextmanager
+    def _memory(self, rows: int) -> Iterator[None]:
+        """Say of an error that memory has run out, and what would need less."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, FastSpecError) or not is_out_of_memory(error):
+                raise
+            raise FastSpecError(
+                f"out of memory while decoding {rows} rows of up to {self.capacity} tokens on {self.device}: ask for fewer new tokens, "
+                "a shorter prompt or a smaller batch"
+            ) from error
+
+    def _context(self) -> tuple[Tensor, Tensor] | None:
+        """What a drafter without a model reads before the first new token, where that is more than the prompt."""
+        if self.source is not None:
+            return None if hasattr(self.decoding, "reading") else self.source.text(self.ids)
+        return _compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
+
+    def _law(self, keep_scores: bool) -> SamplingLaw | None:
+        """The law that the rounds draw under without processing scores, where the call samples and nobody asks for processed ones."""
+        return read_law(self.processors) if self.config.do_sample and not keep_scores else None
+
+    def _rounds(self, rows: int, capacity: int, process: Any, law: SamplingLaw | None) -> tuple[Rounds, Any]:
+        """The rounds of this call, from the pool where they were captured before, and the key to put them back under."""
+        sample, engines = bool(self.config.do_sample), self.session.engines
+        key = self._key(rows, sample, process, law) if self.ops.captures else None
+        rounds = None if key is None else engines.take(key)
+        drawn = process if sample else None
+        if rounds is None:
+            engines.make_room()
+            target, drafter = self._parts(rows, capacity, drawn)
+            whole = process is None or all(type(each) in CAPTURABLE for each in self.processors)
+            measure = self.given.measure
+            rounds = Rounds(
+                target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole, measure=measure, law=law,
+                filler=None if self.steps is None else self.steps.filler,
+            )  # fmt: skip
+            key = None if key is None else self._key(rows, sample, process, law)  # making the drafter may have packed its head's weights
+        else:
+            rounds.drafter = self._opened(rounds.target, rounds.drafter, rows, capacity, drawn)
+        self._restore(rounds.target)
+        rounds.clock = None if self.session.profile is None else Clock(self.session.profile, self.device)
+        return rounds, key
+
+    def _opened(self, target: HFModel, drafter: Any, rows: int, capacity: int, process: Any) -> Any:
+        """Begin a call on a target and a drafter that were kept -> the drafter, which may be another."""
+        target.open(capacity)
+        if drafter is None:
+            return None
+        if not hasattr(drafter, "open"):
+            return self._drafter(rows, capacity, process)
+        drafter.open(capacity)
+        self._tell_ends(drafter)
+        return drafter
+
+    def _entry(self, rounds: Rounds, capacity: int, process: Any) -> tuple[HFModel, Any]:
+        """A target and a drafter of one row, for a prompt to begin in: the same ones for all prompts."""
+        if rounds.entry is None:
+            rounds.entry = self._parts(1, capacity, process)
+        else:
+            target, drafter = rounds.entry
+            rounds.entry = target, self._opened(target, drafter, 1, capacity, process)
+        if rounds.drafter is not None and rounds.entry[1] is rounds.drafter:
+            raise Unsupported(f"assistant {self.decoding.name!r} joins, and made one drafter twice: each must be an object of its own")
+        return rounds.entry
+
+    def _sized(self, capacity: int, request: Request) -> Any:
+        """The call's decoding, the size of its trees chosen where that is left to a measurement: once for calls of one kind."""
+        decoding, model, trees = self.decoding, self.model, self.session.trees
+        if not isinstance(decoding, EagleDecoding) or decoding.auto is None:
+            return decoding
+        rows = len(request.prompts) if self.rows is None else self.rows
+        key = decoding.auto, rows, self.device, model.dtype
+        if key not in trees:
+
+            def fresh() -> tuple[HFModel, Any]:
+                target, drafter = self._parts(rows, capacity, None)
+                self._restore(target)
+                return target, drafter
+
+            self.session.engines.make_room()
+            trees[key] = choose_tree(fresh, self.ops, request.begins(), decoding.auto.sizes(self.device.type))
+        return decoding.sized(trees[key].chosen)
+
+    def _restore(self, target: HFModel) -> None:
+        """Begin where the caller's cache ends."""
+        if self.past is not None:
+            import_past(target.cache, self.past, self.keep[:, : self.past_length])
+
+    def _key(self, rows: int, sample: bool, process: Any, law: SamplingLaw | None) -> Any:
+        """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
+        drawn = signature(self.processors) if process is not None else None
+        others = [value for name in ("draft", "head") if isinstance(value := getattr(self.decoding, name, None), nn.Module)]
+        others += getattr(self.decoding, "drafts", ())
+        extra = self.given.answers is not None, self.given.measure, None if self.steps is None else self.steps.filler
+        key = self.decoding, rows, sample, drawn, law, extra, tuple(weights_of(module) for module in (self.model, *others))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _drafter(self, rows: int, capacity: int, process: Any) -> Any:
+        drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.device, ops=self.ops, process=process)
+        self._tell_ends(drafter)
+        return drafter
+
+    def _tell_ends(self, drafter: Any) -> None:
+        if hasattr(drafter, "ends"):
+            drafter.ends = self.ending.ends
+
+    def _parts(self, rows: int, capacity: int, process: Any) -> tuple[HFModel, Any]:
+        drafter = self._drafter(rows, capacity, process)
+        nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
+        nodes = nodes if self.given.answers is None else max(nodes, *CHUNKS.get(self.device.type, CHUNKS["cuda"]))
+        target = language_model(
+            self.model, self.source, rows=rows, capacity=capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
+        )  # fmt: skip
+        attach = getattr(self.decoding, "attach", None)
+        if attach is not None:
+            attach(drafter, target)
+        return target, drafter
+
+
+def _compact(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Move each row's real tokens to the front -> ids [B, max count], counts [B]."""
+    counts = keep.sum(1)
+    order = torch.argsort((~keep).int(), dim=1, stable=True)[:, : int(counts.max())]
+    return ids.gather(1, order), counts

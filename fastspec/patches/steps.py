@@ -1,0 +1,53 @@
+"""One step of transformers' own `generate` at a time, for the rounds that decode in lockstep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class PlainSteps:
+    """What plain `generate` does with a step's logits, in its order: processors, choice, padding, criteria, streamer.
+
+    ids [B, T] are the prompts as `generate` has them. A sampled token is drawn as `generate` draws it, so that a seed gives its tokens.
+    `scores` and `logits` hold a tensor [B, V] per step, where the call asks for them.
+    """
+
+    def __init__(self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any) -> None:
+        self.ids, self.processors, self.criteria, self.streamer = ids, processors, criteria, streamer
+        self.sample = bool(config.do_sample)
+        wanted = bool(config.return_dict_in_generate)
+        self.scores: tuple[Tensor, ...] | None = () if wanted and config.output_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if wanted and config.output_logits else None
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        """Whether rows that have ended are padded; else they go on until all have ended, as in transformers."""
+        pad = getattr(config, "_pad_token_tensor", None)
+        self.filler = 0 if pad is None else int(pad)
+        self.unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)
+        self.width = ids.shape[1]
+        self.lengths: list[int | None] = [None] * ids.shape[0]
+        self.over = False
+
+    def __call__(self, logits: Tensor, scores: Tensor | None = None) -> list[int]:
+        """The next token of every row; see `fastspec.generation.lockstep.Steps`."""
+        raw = logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
+        processed = self.processors(self.ids, raw) if scores is None else scores.to(dtype=torch.float32, device=self.ids.device)
+        if self.scores is not None:
+            self.scores += (processed,)
+        if self.logits is not None:
+            self.logits += (raw,)
+        tokens = torch.multinomial(torch.softmax(processed, -1), num_samples=1)[:, 0] if self.sample else processed.argmax(-1)
+        if self.pads:
+            tokens = tokens * self.unfinished + self.filler * (1 - self.unfinished)
+        self.ids = torch.cat((self.ids, tokens[:, None]), -1)
+        self.unfinished = self.unfinished & ~self.criteria(self.ids, self.scores)
+        going, said = self.unfinished.tolist(), tokens.tolist()
+        if self.streamer is not None:
+            self.streamer.put(tokens.cpu())
+        self.over = not any(going)
+        if self.pads:
+            here = self.ids.shape[1] - self.width
+            self.lengths = [here if length is None and not on else length for length, on in zip(self.lengths, going, strict=True)]
+        return list(said)

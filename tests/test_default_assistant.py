@@ -1,0 +1,190 @@
+"""A default assistant serves calls that name none, and leaves to transformers what it cannot serve, with one warning per reason."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import TREE, prompts, stats
+from helpers_models import tiny_head, tiny_model
+from transformers import GenerationConfig
+
+import fastspec
+from fastspec import Unsupported
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return tiny_model()
+
+
+@pytest.fixture
+def model():
+    made = tiny_model()
+    return fastspec.patch(made, eagle3=tiny_head(made), assistant=TREE)
+
+
+def assisted(model: Any) -> int:
+    return len(fastspec.report(model).calls)
+
+
+def test_a_call_that_names_none_is_served(plain, model):
+    want = plain.generate(**prompts(6, 3), **OPTIONS)
+    assert model.generate(**prompts(6, 3), **OPTIONS).tolist() == want.tolist()
+    assert stats(model).assistant == "eagle3" and stats(model).drafted > 0
+    assert "default: eagle3" in str(fastspec.report(model)) and fastspec.report(model).default is TREE
+
+
+@pytest.mark.parametrize("off", [None, "none"])
+def test_none_turns_it_off(plain, model, off):
+    assert model.generate(**prompts(6), **OPTIONS, assistant=off).tolist() == plain.generate(**prompts(6), **OPTIONS).tolist()
+    assert not assisted(model) and not fastspec.report(model).unassisted
+
+
+def test_a_call_may_name_another(model):
+    model.generate(**prompts(6), **OPTIONS, assistant="nasd")
+    assert stats(model).assistant == "nasd"
+
+
+def test_generation_configs_name_one(model, tmp_path):
+    """The call's own before the model's, and the model's before the patch's; a saved one names it still."""
+    model.generation_config.assistant = "nasd"
+    model.generate(**prompts(6), **OPTIONS)
+    assert stats(model).assistant == "nasd"
+    GenerationConfig(assistant={"name": "eagle3", "depth": 3, "top_k": 2, "total_tokens": 6}, **OPTIONS).save_pretrained(tmp_path)
+    held = GenerationConfig.from_pretrained(tmp_path)
+    model.generate(**prompts(6), generation_config=held)
+    assert stats(model).assistant == "eagle3" and stats(model).drafted % 5 == 0
+    model.generate(**prompts(6), generation_config=GenerationConfig(**OPTIONS))
+    assert stats(model).assistant == "nasd"
+    model.save_pretrained(tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["assistant"] == "nasd"
+    before = assisted(model)
+    model.generate(**prompts(6), generation_config=GenerationConfig(assistant="none", **OPTIONS))
+    assert assisted(model) == before
+
+
+def test_an_object_in_a_generation_config_is_refused(model):
+    """Saving would lose it without a word."""
+    with pytest.raises(Unsupported, match="would be lost when the generation_config is saved"):
+        model.generate(**prompts(6), generation_config=GenerationConfig(assistant=fastspec.Nasd(), **OPTIONS))
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [({"name": "eagle4"}, "has the name 'eagle4'"), ({"name": "nasd", "gama": 3}, "does not fit fastspec.Nasd"), ({}, "has the name None")],
+)
+def test_a_dictionary_that_fits_nothing_is_refused(model, given, match):
+    with pytest.raises(Unsupported, match=match):
+        model.generate(**prompts(6), **OPTIONS, assistant=given)
+
+
+def test_a_default_that_no_call_could_have_is_refused_at_patch():
+    model = tiny_model()
+    with pytest.raises(Unsupported, match="assistant 'eagle3' has no head"):
+        fastspec.patch(model, assistant="eagle3")
+    with pytest.raises(Unsupported, match="is unknown"):
+        fastspec.patch(model, assistant="eagle9")
+    assert "generate" not in model.__dict__
+
+
+UNSERVED: dict[str, Any] = {
+    "num_beams": {"num_beams": 2},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "cache_implementation": {"cache_implementation": "static"},
+    "inputs_embeds": None,
+    "use_cache": {"use_cache": False},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_what_it_cannot_serve_runs_plain(plain, model, name):
+    """The same output, one warning however often, and a count; a call that names the assistant is refused."""
+
+    def call(each: Any, **more: Any) -> Any:
+        inputs, options = prompts(6), UNSERVED[name] or {}
+        if name == "inputs_embeds":
+            inputs = {"inputs_embeds": each.get_input_embeddings()(inputs["input_ids"]), "attention_mask": inputs["attention_mask"]}
+        out = each.generate(**inputs, **OPTIONS, **options, **more)
+        return (out if isinstance(out, torch.Tensor) else out.sequences).tolist()
+
+    with pytest.warns(UserWarning, match="the default assistant cannot serve this call") as told:
+        assert call(model) == call(plain)
+    assert sum("default assistant" in str(warning.message) for warning in told) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the default assistant")
+        call(model)
+    assert list(fastspec.report(model).unassisted.values()) == [2] and not assisted(model)
+    assert "left to transformers' own generate: 2 calls" in str(fastspec.report(model))
+    with pytest.raises(Unsupported):
+        call(model, assistant="nasd")
+
+
+def test_a_reason_that_differs_in_numbers_alone_is_told_once():
+    model = fastspec.patch(tiny_model(max_position_embeddings=16), assistant="nasd")
+    plain = tiny_model(max_position_embeddings=16)
+    with pytest.warns(UserWarning, match="default assistant") as told:
+        for length in (18, 20):
+            assert model.generate(**prompts(length), **OPTIONS).tolist() == plain.generate(**prompts(length), **OPTIONS).tolist()
+    assert len([warning for warning in told if "default assistant" in str(warning.message)]) == 1
+    assert list(fastspec.report(model).unassisted.values()) == [1, 1]
+
+
+def test_a_streamer_hears_a_call_once_that_is_left_to_transformers_late():
+    """What is refused behind transformers' preparation goes on there: the streamer has the prompt already."""
+    model, plain = fastspec.patch(tiny_model(max_position_embeddings=16), assistant="nasd"), tiny_model(max_position_embeddings=16)
+    heard: list[Any] = []
+
+    class Told:
+        def put(self, value: Any) -> None:
+            heard.append(value.tolist())
+
+        def end(self) -> None:
+            heard.append("end")
+
+    with pytest.warns(UserWarning, match="default assistant"):
+        model.generate(**prompts(18), **OPTIONS, streamer=Told())
+    ours, heard = heard, []
+    plain.generate(**prompts(18), **OPTIONS, streamer=Told())
+    assert ours == heard
+
+
+def test_a_nested_call_runs_plain(plain, model):
+    """From a criterion: the model decodes one call at a time with an assistant."""
+    inner: list[Any] = []
+
+    def criterion(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if not inner:
+            inner.append(model.generate(**prompts(5), **OPTIONS).tolist())
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with pytest.warns(UserWarning, match="inside another such call"):
+        out = model.generate(**prompts(6), **OPTIONS, stopping_criteria=[criterion])
+    assert out.tolist() == plain.generate(**prompts(6), **OPTIONS).tolist()
+    assert inner == [plain.generate(**prompts(5), **OPTIONS).tolist()]
+
+
+def test_unpatch_removes_it_and_copies_keep_it(plain, model):
+    twin = copy.deepcopy(model)
+    fastspec.unpatch(model)
+    want = plain.generate(**prompts(6), **OPTIONS).tolist()
+    assert model.generate(**prompts(6), **OPTIONS).tolist() == want
+    assert twin.generate(**prompts(6), **OPTIONS).tolist() == want and stats(twin).assistant == "eagle3"
+    loaded = pickle.loads(pickle.dumps(twin))
+    assert loaded.generate(**prompts(6), **OPTIONS).tolist() == want
+
+
+def test_generate_batch_does_not_swallow_an_assistant(model):
+    """transformers' continuous batching has its own loop; what it would take as a keyword and ignore is refused."""
+    with pytest.raises(Unsupported, match="generate_batch takes no assistant="):
+        model.generate_batch([[7, 8, 9]], assistant="nasd")
+    assert fastspec.unpatch(model).generate_batch.__func__ is type(model).generate_batch

@@ -1,0 +1,243 @@
+"""Processors, criteria and streamers of unknown types see plain decoding's calls: the whole batch, every step once, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_captured import stand_in
+from helpers_generate import LENGTH, MAKERS, NEVER, TREE, Oracle, free, stats
+from helpers_models import tiny_head, tiny_model
+from helpers_seq2seq import sources, tiny_seq2seq
+from test_sitting_out import ON_CUDA, prompts
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria, SynthIDTextWatermarkingConfig, WatermarkingConfig
+
+import fastspec
+from fastspec import ContinuousBatch, Unsupported
+
+SAMPLED = fastspec.Speculative(gamma=3)
+ASSISTANTS = ["autoregressive", TREE, "eagle", "nasd", SAMPLED]
+Log = list[tuple[str, Any, Any]]
+
+
+class Watching(LogitsProcessor):
+    """Writes down what it is shown, and changes the scores by how often it was called."""
+
+    def __init__(self, log: Log) -> None:
+        self.log, self.calls = log, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.log.append(("processor", input_ids.tolist(), scores.clone()))
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, 6 + self.calls % 7 :: 11] += 2.0
+        return scores
+
+
+class Held(StoppingCriteria):
+    """Keeps which rows were ever stopped, as lm-eval's criterion for stop sequences does."""
+
+    def __init__(self, log: Log, tokens: list[int]) -> None:
+        self.log, self.tokens = log, torch.tensor(tokens)
+        self.done: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.log.append(("criterion", input_ids.tolist(), None if scores is None else len(scores)))
+        hit = torch.isin(input_ids[:, -1], self.tokens.to(input_ids.device))
+        self.done = hit if self.done is None else self.done | hit
+        return self.done.clone()
+
+
+class Told:
+    """A streamer that writes down what it is given."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def put(self, value: Tensor) -> None:
+        self.log.append(("streamer", value.tolist(), None))
+
+    def end(self) -> None:
+        self.log.append(("streamer", "end", None))
+
+
+@pytest.fixture(scope="module", params=["torch", "stand-in", pytest.param("cuda", marks=ON_CUDA)])
+def place(request):
+    """Where calls run: uncaptured, with the stand-in for captured graphs, on a GPU."""
+    patched = pytest.MonkeyPatch()
+    if request.param == "stand-in":
+        stand_in(patched)
+    yield "cuda" if request.param == "cuda" else "cpu"
+    patched.undo()
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def both(request, place):
+    """(the unpatched model, the same patched, with what every assistant needs)."""
+    target, head = MAKERS[request.param]
+    plain, model = target().to(place), target()
+    heads = {"eagle3": head(model), "eagle": tiny_head(model, kind="eagle", taps=(), own_lm_head=False)}
+    resources = {name: each.to(place) for name, each in heads.items()}
+    return plain, fastspec.patch(model.to(place), **resources, speculative=target(seed=0).to(place))
+
+
+def recorded(model: Any, inputs: dict[str, Tensor], stops: list[int], streams: bool = False, **options: Any) -> tuple[Any, Log]:
+    """A call's output, and the calls of its processor, criterion and streamer."""
+    log: Log = []
+    torch.manual_seed(0)
+    parts = {"logits_processor": [Watching(log)], "stopping_criteria": [Held(log, stops)], **({"streamer": Told(log)} if streams else {})}
+    out = model.generate(**inputs, **{"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0, **options}, **parts)
+    return out, log
+
+
+def agree(got: Log, wanted: Log) -> None:
+    """The same calls; scores within the rounding of fp32 sums taken in another order over 97 logits of size about 10."""
+    assert [(who, ids) for who, ids, _ in got] == [(who, ids) for who, ids, _ in wanted]
+    for (_, _, ours), (_, _, theirs) in zip(got, wanted, strict=True):
+        assert type(ours) is type(theirs)
+        if isinstance(ours, Tensor):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+        else:
+            assert ours == theirs
+
+
+def stopping(plain: Any, inputs: dict[str, Tensor]) -> list[int]:
+    """Tokens at which rows end at different steps, without a processor."""
+    return [row[2 + 4 * index] for index, row in enumerate(free(plain, inputs))]
+
+
+@pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
+@pytest.mark.parametrize("lengths", [(6,), (4, 9), (7, 3, 5, 5)], ids=len)
+def test_every_call_is_one_of_plain_decoding(both, place, lengths, assistant):
+    """With end tokens, after which rows are padded, and without any, where rows go on until all have ended."""
+    plain, model = both
+    inputs = prompts(place, *lengths)
+    _, seen = recorded(plain, inputs, [NEVER], eos_token_id=NEVER)
+    said = torch.tensor(seen[-1][1])[:, max(lengths) :].tolist()
+    stops = [row[1 + 3 * index] for index, row in enumerate(said)]
+    for options in ({"eos_token_id": stops[:1]}, {"eos_token_id": None}, {"eos_token_id": [NEVER]}):
+        want, calls = recorded(plain, inputs, stops[len(stops) // 2 :], len(lengths) == 1, **options)
+        got, ours = recorded(model, inputs, stops[len(stops) // 2 :], len(lengths) == 1, **options, assistant=assistant)
+        assert got.tolist() == want.tolist()
+        agree(ours, calls)
+
+
+@pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
+def test_scores_seeds_and_return_sequences(both, place, assistant):
+    """Samples are plain decoding's own under a seed; scores are all of plain decoding's, those of ended rows included."""
+    plain, model = both
+    inputs, stops = prompts(place, 6, 3), stopping(plain, prompts(place, 6, 3))
+    options: dict[str, Any] = {"num_return_sequences": 2, "do_sample": True, "temperature": 0.7, "top_k": 8, "eos_token_id": stops}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    want, calls = recorded(plain, inputs, stops[:1], **options)
+    got, ours = recorded(model, inputs, stops[:1], **options, assistant=assistant)
+    assert got.sequences.tolist() == want.sequences.tolist()
+    agree(ours, calls)
+    for name in ("scores", "logits"):
+        for mine, theirs in zip(getattr(got, name), getattr(want, name), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
+
+
+class Draws(LogitsProcessor):
+    """Forces one text per call of `generate`, token by token, whatever row asks: it counts its calls."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text, self.calls = text, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.text[self.calls]] = 0.0
+        self.calls += 1
+        return forced
+
+
+def test_a_forced_text_is_whole_in_every_returned_sequence():
+    model, text = fastspec.patch(tiny_model()), list(range(10, 22))
+    out = model.generate(
+        **prompts("cpu", 5), do_sample=True, num_return_sequences=2, max_new_tokens=12, eos_token_id=NEVER, logits_processor=[Draws(text)],
+        assistant="nasd",
+    )  # fmt: skip
+    assert out[:, 5:].tolist() == [text, text]
+
+
+def test_right_drafts_are_kept_by_all_rows_together():
+    """Rows whose drafts are right take whole trees a round, also beside a row that has ended."""
+    plain, model = tiny_model(), fastspec.patch(tiny_model())
+    inputs = prompts("cpu", 6, 3, 5)
+    texts = free(plain, inputs, 60)
+    log: Log = []
+    options = {"max_new_tokens": 40, "eos_token_id": [texts[1][3]], "do_sample": False, "pad_token_id": 0}
+    want = plain.generate(**inputs, **options)
+    got = model.generate(**inputs, **options, stopping_criteria=[Held(log, [NEVER])], assistant=Oracle(texts, {0, 1, 2}))
+    assert got.tolist() == want.tolist()
+    assert stats(model).rounds <= 2 + 40 // 7 + 1  # one round is cut where the second row ends
+    assert len(log) == 40 and stats(model).emitted == sum((row != 0).sum() for row in got[:, 6:])
+
+
+def test_one_wrong_row_holds_the_others_back():
+    plain, model = tiny_model(), fastspec.patch(tiny_model())
+    inputs = prompts("cpu", 6, 3)
+    texts = free(plain, inputs, 40)
+    options = {"max_new_tokens": 10, "eos_token_id": NEVER, "do_sample": False, "stopping_criteria": [Held([], [NEVER])]}
+    out = model.generate(**inputs, **options, assistant=Oracle(texts, {0}))
+    assert out[:, 6:].tolist() == [row[:10] for row in texts]
+    assert stats(model).rounds == 9
+
+
+def test_the_next_turn_finds_the_padding_of_rows_that_ended():
+    """A cache handed in holds real keys behind an early end, as plain decoding's does, with processors of known types and without."""
+    plain, model = tiny_model(), fastspec.patch(tiny_model(), eagle3=tiny_head(tiny_model()))
+    inputs = prompts("cpu", 6, 4, 5)
+    ends = [free(plain, inputs)[0][2], free(plain, inputs)[2][7]]
+    options = {"max_new_tokens": 12, "eos_token_id": ends, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    for extra in ({}, {"logits_processor": [Watching([])]}):
+        turns = []
+        for each, more in ((plain, {}), (model, {"assistant": TREE})):
+            if "logits_processor" in extra:
+                extra = {"logits_processor": [Watching([])]}
+            first = each.generate(**inputs, **options, **extra, **more)
+            fresh = torch.tensor([[11, 12], [13, 14], [15, 16]])
+            ids = torch.cat((first.sequences, fresh), 1)
+            mask = torch.ones_like(ids)
+            mask[:, :6] = inputs["attention_mask"]
+            again = options | {"return_dict_in_generate": False, "eos_token_id": NEVER, "past_key_values": first.past_key_values}
+            turns.append((first.sequences.tolist(), each.generate(ids, attention_mask=mask, **again, **more).tolist()))
+        assert turns[0] == turns[1]
+
+
+@pytest.mark.parametrize("kind", [SynthIDTextWatermarkingConfig, WatermarkingConfig])
+def test_watermarks_of_transformers(kind):
+    """One of them keeps a state per row over the whole call."""
+    plain, model = tiny_model(), fastspec.patch(tiny_model())
+    config = kind(keys=[1, 2, 3], ngram_len=3) if kind is SynthIDTextWatermarkingConfig else kind(seeding_scheme="selfhash")
+    options = {"watermarking_config": config, "do_sample": True, "max_new_tokens": LENGTH, "pad_token_id": 0}
+    texts = []
+    for each, more in ((plain, {}), (model, {"assistant": "nasd"})):
+        torch.manual_seed(1)
+        texts.append(each.generate(**prompts("cpu", 6, 3, 5), **options, **more).tolist())
+    assert texts[0] == texts[1]
+
+
+def test_encoder_decoder_models():
+    """A decoder's tokens are shown as plain decoding shows them."""
+    plain, model = tiny_seq2seq("t5"), fastspec.patch(tiny_seq2seq("t5"))
+    inputs = sources(7, 4)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": NEVER}
+    want, calls = recorded(plain, inputs, [NEVER], **options)
+    for assistant in ("autoregressive", "nasd"):
+        got, ours = recorded(model, inputs, [NEVER], **options, assistant=assistant)
+        assert got.tolist() == want.tolist()
+        agree(ours, calls)
+
+
+def test_continuous_batches_are_refused_where_prompts_wait():
+    model = fastspec.patch(tiny_model())
+    inputs = prompts("cpu", 6, 3, 5)
+    options = {"max_new_tokens": 4, "stopping_criteria": [Held([], [NEVER])]}
+    with pytest.raises(Unsupported, match="decodes 2 of 3 prompts at a time, and Held may keep a state"):
+        model.generate(**inputs, **options, assistant=ContinuousBatch("nasd", rows=2))
+    model.generate(**inputs, **options, assistant=ContinuousBatch("nasd", rows=3))
+    with pytest.raises(Unsupported, match="Watching may keep a state"):
+        model.generate(**inputs, max_new_tokens=4, logits_processor=[Watching([])], assistant=ContinuousBatch("nasd", rows=1))
