@@ -1,0 +1,54 @@
+"""`custom_generate=` with the folder of the package, through transformers' own loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers_generate import TREE, prompts
+from helpers_models import tiny_head, tiny_model
+
+import fastspec
+from fastspec.generation.rounds import Rounds
+from fastspec.patches.session import session_of
+
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "custom_generate": fastspec.CUSTOM_GENERATE, "trust_remote_code": True}
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """An unpatched model; transformers copies the folder's file to its cache of modules, here a temporary one."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    return tiny_model()
+
+
+def test_an_assistant_serves_one_call(model, monkeypatch):
+    """The output is plain decoding's, rounds were drafted, and the model is left as it was."""
+    drafted: list[int] = []
+    step = Rounds.step
+
+    def counted(self, *args, **kwargs):
+        packed = step(self, *args, **kwargs)
+        drafted.append(self.tree.tokens.shape[1] - 1)
+        return packed
+
+    monkeypatch.setattr(Rounds, "step", counted)
+    want = tiny_model().generate(**prompts(6, 3), max_new_tokens=12, do_sample=False)
+    assert model.generate(**prompts(6, 3), **OPTIONS).tolist() == want.tolist()
+    assert model.generate(**prompts(6, 3), **OPTIONS, assistant=TREE, eagle3=tiny_head(model)).tolist() == want.tolist()
+    assert drafted[-1] == 11 and session_of(model) is None and "generate" not in model.__dict__
+
+
+def test_what_cannot_be_combined_is_refused(model):
+    with pytest.raises(fastspec.Unsupported, match="num_beams=2"):
+        model.generate(**prompts(6), **OPTIONS, num_beams=2)
+    assert session_of(model) is None
+
+
+def test_the_folder_is_a_repository_for_transformers():
+    """What the loader asks for, and what a hub repository shows."""
+    folder = Path(fastspec.CUSTOM_GENERATE)
+    assert (folder / "custom_generate" / "generate.py").is_file() and "custom_generate" in (folder / "README.md").read_text()
