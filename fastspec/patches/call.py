@@ -19,11 +19,12 @@ from fastspec.generation.rounds import Rounds
 from fastspec.kernels.reference import SamplingLaw
 from fastspec.patches.assistants import Continued, EagleDecoding
 from fastspec.patches.cache import import_past
-from fastspec.patches.compat import device_of, is_out_of_memory, read_cache
+from fastspec.patches.compat import device_of, fill_cache, is_out_of_memory, read_cache
 from fastspec.patches.engines import weights_of
 from fastspec.patches.hf_model import HFModel
 from fastspec.patches.mixtures import MixedDecoding
 from fastspec.patches.output import output_of
+from fastspec.patches.peft_models import virtual_tokens
 from fastspec.patches.refusals import refuse_prompts
 from fastspec.patches.selection import (
     CAPTURABLE,
@@ -68,6 +69,7 @@ class Call:
         else:  # the mask is the source's
             self.keep = torch.ones_like(self.ids, dtype=torch.bool)
             self.decoding = self.decoding.reading(self.source) if hasattr(self.decoding, "reading") else self.decoding
+        self._put_virtual_tokens()
         refuse_prompts(model, self.ids, self.keep, self.past_length)
         self.ending = Ending(criteria, self.ids)
         self.steps = None if are_known(processors, criteria) else self._steps(ids, criteria)
@@ -112,6 +114,20 @@ class Call:
                 "past_key_values counted in both or in the mask alone"
             )
         return keep
+
+    def _put_virtual_tokens(self) -> None:
+        """Begin behind the virtual tokens of a prompt-learning adapter, as behind a cache of the user's own."""
+        layers = self.model.config.get_text_config().num_hidden_layers
+        virtual = None if self.source is not None else virtual_tokens(self.model, self.keep, layers)
+        if virtual is None:
+            return
+        if self.past is not None or self.given.rows is not None:
+            what = "past_key_values" if self.past is not None else "ContinuousBatch"
+            raise Unsupported(f"{what} cannot be combined with a prompt-learning adapter: its virtual tokens begin every prompt of a call")
+        self.past, self.past_length = virtual, virtual[0][0].shape[2]
+        self.keep = torch.cat((torch.ones_like(self.keep[:, :1]).expand(-1, self.past_length), self.keep), 1)
+        if self.cache is not None:
+            fill_cache(self.cache, 0, *map(list, zip(*virtual, strict=True)))
 
     def _begin(self) -> None:
         """Make the request and the rounds. Raises Unsupported, and FastSpecError when memory has run out."""

@@ -80,18 +80,6 @@ def unwrapped(model: Any) -> Any:
     return unwrapped(base()) if callable(base) and type(inner).__module__.startswith("peft.") else inner
 
 
-def is_transparent(model: Any, method: Any) -> bool:
-    """Whether an override of a model's `prepare_inputs_for_generation` is PEFT's, put there for the length of its own `generate`, which
-    changes the inputs of prompt-learning adapters alone.
-
-    Delete when PEFT leaves the method of other adapters' models as it is.
-    """
-    owner: Any = getattr(method, "__self__", None)
-    if not type(owner).__module__.startswith("peft.") or method.__name__ != "prepare_inputs_for_generation":
-        return False
-    return not owner.active_peft_config.is_prompt_learning
-
-
 def is_synced(model: Any) -> bool:
     """Whether plain `generate` would keep several processes in step for a model whose weights are spread over them.
 

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.patches.compat import is_synced, is_transparent, position_limit
+from fastspec.patches.compat import is_synced, position_limit
+from fastspec.patches.peft_models import peft_of, refuse_peft
 
 _ARGUMENTS = {
     "inputs_embeds": "an assistant drafts from token ids: pass input_ids",
@@ -40,11 +41,15 @@ def refuse_overrides(model: Any) -> None:
     processes must run in step."""
     for name in _PASSED_BY:
         method = getattr(type(model) if name == "_sample" else model, name, None)  # as plain decoding looks them up
-        if method is not None and not _home(method).startswith("transformers.") and not is_transparent(model, method):
-            raise Unsupported(
-                f"{type(model).__name__}.{name} is {_home(method)}'s: plain decoding calls it at every step, an assistant's rounds do not; "
-                f"{_remedy(method)}"
-            )
+        if method is None or _home(method).startswith("transformers."):
+            continue
+        if name == "prepare_inputs_for_generation" and (owner := peft_of(model)) is not None:
+            refuse_peft(owner)
+            continue
+        raise Unsupported(
+            f"{type(model).__name__}.{name} is {_home(method)}'s: plain decoding calls it at every step, an assistant's rounds do not; "
+            "remove the override, or leave out assistant="
+        )
     if is_synced(model):
         raise Unsupported(
             f"the weights of this {type(model).__name__} are spread over several processes, which must run the same number of passes: "
@@ -54,12 +59,6 @@ def refuse_overrides(model: Any) -> None:
 
 def _home(method: Any) -> str:
     return getattr(method, "__module__", None) or type(method).__module__
-
-
-def _remedy(method: Any) -> str:
-    if _home(method).startswith("peft."):
-        return "a prompt-learning adapter changes the model's inputs; a LoRA adapter, or one that was merged, can be used"
-    return "remove the override, or leave out assistant="
 
 
 def refuse_arguments(given: dict[str, Any], default: Any) -> None:

@@ -1,0 +1,98 @@
+"""Virtual tokens of prompt-learning adapters, with a stand-in for PEFT's model: the suite of clients runs the real one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import TREE, prompts, stats
+from helpers_models import tiny_head, tiny_model
+from transformers import DynamicCache
+
+import fastspec
+from fastspec import ContinuousBatch, Unsupported
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
+
+
+class Adapted:
+    """What fastspec reads of PEFT's model; `generate` puts its method on the base model, as PEFT does."""
+
+    __module__ = "peft.peft_model"
+
+    def __init__(self, base: Any, kind: str, learns: bool = True, **config: Any) -> None:
+        self.base, self.word_embeddings = base, base.get_input_embeddings()
+        self.active_peft_config = SimpleNamespace(peft_type=kind, is_prompt_learning=learns, **config)
+        self.embeddings = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0))
+
+    def held(self, rows: int) -> Any:
+        with torch.no_grad():
+            return type(self.base).forward(self.base, inputs_embeds=self.embeddings.expand(rows, -1, -1), use_cache=True).past_key_values
+
+    def get_prompt(self, batch_size: int) -> Any:
+        as_cache = self.active_peft_config.peft_type == "PREFIX_TUNING"
+        return self.held(batch_size) if as_cache else self.embeddings.expand(batch_size, -1, -1)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("plain decoding's own")
+
+    def generate(self, **options: Any) -> Any:
+        self.base.prepare_inputs_for_generation = self.prepare_inputs_for_generation
+        try:
+            return self.base.generate(**options)
+        finally:
+            del self.base.prepare_inputs_for_generation
+
+
+def behind(adapted: Adapted, inputs: dict[str, torch.Tensor]) -> Any:
+    """Plain decoding behind the virtual tokens, as behind a cache: the mask counts them."""
+    rows = len(inputs["input_ids"])
+    mask = torch.cat((torch.ones(rows, 3, dtype=torch.long), inputs["attention_mask"]), 1)
+    return tiny_model().generate(inputs["input_ids"], attention_mask=mask, past_key_values=adapted.held(rows), **OPTIONS)
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "lengths"), [("PREFIX_TUNING", (6,)), ("PREFIX_TUNING", (5, 2, 3)), ("PROMPT_TUNING", (6,)), ("P_TUNING", (4, 4))]
+)  # fmt: skip
+def test_prompts_begin_behind_virtual_tokens(assistant, kind, lengths):
+    model, inputs = tiny_model(), prompts(*lengths)
+    fastspec.patch(model, eagle3=tiny_head(model))
+    adapted = Adapted(model, kind)
+    want = behind(adapted, inputs)
+    assert adapted.generate(**inputs, **OPTIONS, assistant=assistant).tolist() == want.tolist()
+    assert model.generate(**inputs, **OPTIONS).tolist() != want.tolist()
+    out = adapted.generate(**inputs, **OPTIONS, assistant=assistant, return_dict_in_generate=True)
+    assert out.past_key_values.get_seq_length() == 3 + out.sequences.shape[1] - 1  # with the virtual ones, as PEFT's
+
+
+def test_an_adapter_of_weights_has_no_say_in_the_inputs():
+    model = fastspec.patch(tiny_model())
+    out = Adapted(model, "LORA", learns=False).generate(**prompts(6, 3), **OPTIONS, assistant="nasd")
+    assert out.tolist() == tiny_model().generate(**prompts(6, 3), **OPTIONS).tolist() and stats(model).assistant == "nasd"
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "call", "match"),
+    [
+        ("PROMPT_TUNING", {}, {}, "prompts of different lengths behind a prompt-tuning adapter"),
+        ("MULTITASK_PROMPT_TUNING", {}, {}, "adapter MULTITASK_PROMPT_TUNING cannot be combined"),
+        ("LORA", {"learns": False, "alora_invocation_tokens": [7]}, {}, "an activated LoRA begins within the text"),
+        ("PREFIX_TUNING", {}, {"assistant": ContinuousBatch("nasd", rows=2)}, "ContinuousBatch cannot be combined"),
+        ("PREFIX_TUNING", {}, {"past": True}, "past_key_values cannot be combined"),
+    ],
+)
+def test_what_would_differ_is_refused(kind, config, call, match):
+    model = fastspec.patch(tiny_model())
+    more = {"assistant": "nasd", **{name: value for name, value in call.items() if name != "past"}}
+    if "past" in call:
+        cache = DynamicCache(config=model.config)
+        model(prompts(5, 5)["input_ids"], past_key_values=cache)
+        more["past_key_values"] = cache
+        inputs = {"input_ids": prompts(6, 6)["input_ids"], "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    else:
+        inputs = prompts(6, 3)
+    with pytest.raises(Unsupported, match=match):
+        Adapted(model, kind, **config).generate(**inputs, **OPTIONS, **more)
