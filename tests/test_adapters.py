@@ -60,7 +60,7 @@ def test_greedy_tokens_equal_the_unpatched_ones(kind: str) -> None:
         report = fastspec.report(model)
     adapted = kind in ADAPTERS or kind in ROPES
     assert report.mode.startswith("adapter " if adapted else "generic")
-    assert ("hooked" in report.mode) == (kind == "hooked")
+    assert ("forward hook" in report.mode) == (kind == "hooked")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -167,7 +167,7 @@ def test_what_others_changed_in_a_layer_is_kept(how: str) -> None:
     assert not torch.equal(expected, tiny_model("llama").generate(**inputs))
     with fastspec.patched(model, eagle3=tiny_head(model)):
         assert torch.equal(model.generate(**inputs, assistant="eagle3"), expected)
-        assert fastspec.report(model).mode == "generic (a layer is hooked or replaced)"
+        assert fastspec.report(model).mode.startswith("generic (")
 
 
 def _led() -> LEDForConditionalGeneration:

@@ -88,8 +88,8 @@ def map_devices(model: Any) -> None:
 
 
 PLACES = {
-    "all": (offload_all, "generic (a layer is hooked or replaced)"), "a block": (offload_a_block, "adapter llama"),
-    "mapped": (map_devices, "generic (a layer is hooked or replaced)"),
+    "all": (offload_all, "generic (LlamaForCausalLM has a forward hook)"), "a block": (offload_a_block, "adapter llama"),
+    "mapped": (map_devices, "generic (LlamaForCausalLM has a forward hook)"),
 }  # fmt: skip
 
 

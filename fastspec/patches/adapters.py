@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from fastspec.errors import Unsupported
 from fastspec.patches.compat import is_capturing_hook
+from fastspec.patches.wrappers import calls_original, where_defined
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +162,30 @@ def adapter_for(model: nn.Module) -> Adapter | None:
     adapter = ADAPTERS.get(getattr(model.config, "model_type", ""))
     if adapter is None or not hasattr(model, adapter.lm_head):
         return None
+    return None if any(is_foreign(module) for module in _looped_over(model, adapter)) else adapter
+
+
+def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
+    """The modules whose forward an adapter's loop takes the place of."""
     decoder = getattr(model, adapter.decoder)
     layers = list(getattr(decoder, adapter.layers))
     attention = [getattr(layer, adapter.attention) for layer in layers]
     norms = [norm for each in attention for norm in (each.q_norm, each.k_norm)] if adapter.qk_norm else []
-    own = [model, decoder, *layers, *attention, *norms]
-    return None if any(is_foreign(module) for module in own) else adapter
+    return [model, decoder, *layers, *attention, *norms]
+
+
+def why_generic(model: Any) -> str | None:
+    """What keeps a model of a known family from its adapter, or None."""
+    adapter = ADAPTERS.get(getattr(model.config, "model_type", ""))
+    if adapter is None or not hasattr(model, adapter.lm_head):
+        return None
+    found = next((module for module in _looped_over(model, adapter) if is_foreign(module)), None)
+    if found is None:
+        return None
+    name = type(found).__name__
+    if is_watched(found):
+        return f"{name} has a forward hook"
+    return f"{name} has a forward of someone else's ({where_defined(found.forward)})"
 
 
 def mode_of(model: Any) -> str:
@@ -176,14 +195,13 @@ def mode_of(model: Any) -> str:
         return f"adapter {adapter.model_type}"
     if getattr(model.config, "is_encoder_decoder", False):
         return f"encoder-decoder {model.config.model_type}"
-    known = getattr(model.config, "model_type", "") in ADAPTERS
-    return "generic (a layer is hooked or replaced)" if known else f"generic (no adapter for {getattr(model.config, 'model_type', '?')})"
+    return f"generic ({why_generic(model) or 'no adapter for ' + getattr(model.config, 'model_type', '?')})"
 
 
 def is_foreign(module: nn.Module) -> bool:
     """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
     home = type(module).forward.__module__.startswith(("transformers.", "torch."))
-    return not home or "forward" in module.__dict__ or is_watched(module)
+    return not home or ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
 
 
 def is_watched(module: nn.Module) -> bool:

@@ -51,6 +51,7 @@ def generate(self: Any, *args: Any, assistant: Any = DEFAULT, **kwargs: Any) -> 
     if isinstance(decoding, AdaptiveCascade):
         return decoding.generate(self, session, given)
     session.pack(self)
+    session.tell_mode(self)
 
     def custom(
         model: Any,

@@ -20,7 +20,7 @@ from fastspec.generation.clock import Profile
 from fastspec.generation.packing import is_packed, unpack
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stats import Stats
-from fastspec.patches.adapters import adapter_for
+from fastspec.patches.adapters import adapter_for, why_generic
 from fastspec.patches.backends import choose_backend, counted
 from fastspec.patches.compat import device_of
 from fastspec.patches.engines import Engines
@@ -107,6 +107,8 @@ class PatchSession:
     """The assistant of calls that name none, as `patch` was given it."""
     unassisted: Counter[str] = field(default_factory=Counter)
     """Why calls that a default assistant could not serve ran transformers' own decoding -> how many did."""
+    told: set[str] = field(default_factory=set)
+    """Why calls ran in generic mode, as the user was told."""
     kernels: Counter[str] = field(default_factory=Counter)
     """How often each op was called from Python; a captured round repeats its calls without Python."""
     profile: Profile | None = None
@@ -127,6 +129,13 @@ class PatchSession:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the model was moved."""
         if self.ops(model).captures and not (self.packed and is_packed(self.packed[0])):
             self.packed += pack_model(model)
+
+    def tell_mode(self, model: Any) -> None:
+        """Warn once of each reason why a model of a known family runs in generic mode."""
+        why = why_generic(model)
+        if why is not None and why not in self.told:
+            self.told.add(why)
+            warnings.warn(f"assisted calls run in generic mode, which is slower: {why}", stacklevel=4)
 
     def leave(self, reason: Exception) -> None:
         """Leave a call to transformers that the default assistant cannot serve: count it, and warn once of each reason."""

@@ -1,0 +1,44 @@
+"""Who has a say in a model's forward, and wrappers of trainers that leave it as it is when the model generates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def calls_original(model: nn.Module) -> bool:
+    """Whether what stands in a model's own `__dict__` as `forward` calls the class's with the same arguments and returns its outputs.
+
+    Followed by what is really called, since `functools.wraps` lets any decorator look like what it wraps: TRL's forward with a fused LM
+    head, which computes its own loss in training alone, and accelerate's conversion of outputs to fp32, which generation does anyway. An
+    autocast region is not followed: what it casts is the modules' own to say.
+    """
+    forward: Any = model.__dict__.get("forward")
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        if function is type(model).forward:
+            return True
+        forward = _called(function)
+    return False
+
+
+def where_defined(forward: Any) -> str:
+    """A function's place in its file, which decorators do not change."""
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    return type(forward).__name__ if code is None else f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
+
+
+def _called(function: Any) -> Any:
+    """What a known wrapper calls, or None."""
+    kind = type(function)
+    if (kind.__module__, kind.__name__) == ("accelerate.utils.operations", "ConvertOutputsToFp32"):
+        return function.model_forward
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    cells = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+    home = function.__globals__["__name__"], code.co_name
+    if home == ("trl.trainer.utils", "_fused_forward"):
+        return cells.get("original_forward")
+    return cells.get("model_forward") if home == ("accelerate.utils.operations", "forward") else None

@@ -1,0 +1,79 @@
+"""Forwards that trainers put on a model: those that call the original in generation keep the adapter, others are warned of."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+from helpers_generate import prompts, stats
+from helpers_models import tiny_model
+
+import fastspec
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+FUSED = """
+def add_fused_lm_head(model):
+    original_forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def _fused_forward(self, *args, fused_lm_head=False, **kwargs):
+        if not fused_lm_head:
+            return original_forward(*args, **kwargs)
+        raise RuntimeError("training")
+
+    model.forward = types.MethodType(_fused_forward, model)
+"""
+"""The shape of TRL's function; the suite of clients runs the real one."""
+
+
+def as_trl(model: Any, module: str = "trl.trainer.utils") -> Any:
+    """The model with such a forward, from a module of this name."""
+    import types
+
+    home: dict[str, Any] = {"__name__": module, "functools": functools, "types": types}
+    exec(FUSED, home)
+    home["add_fused_lm_head"](model)
+    return model
+
+
+def test_a_forward_that_calls_the_original_keeps_the_adapter():
+    plain = tiny_model().generate(**prompts(6, 3), **OPTIONS).tolist()
+    for model in (as_trl(tiny_model()), as_trl(as_trl(tiny_model()))):
+        fastspec.patch(model)
+        assert fastspec.report(model).mode == "adapter llama"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="assisted calls run in generic mode")
+            assert model.generate(**prompts(6, 3), **OPTIONS, assistant="nasd").tolist() == plain
+
+
+def test_accelerates_conversion_keeps_the_adapter_and_its_autocast_does_not():
+    from accelerate.utils import convert_outputs_to_fp32
+
+    model = tiny_model()
+    model.forward = convert_outputs_to_fp32(model.forward)
+    assert fastspec.report(fastspec.patch(model)).mode == "adapter llama"
+    import torch
+
+    model = tiny_model()
+    model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
+    assert fastspec.report(fastspec.patch(model)).mode.startswith("generic (LlamaForCausalLM has a forward of someone else's (")
+
+
+@pytest.mark.parametrize("level", ["of the same shape", "on an instance", "on a layer"])
+def test_a_forward_of_someone_elses_is_named_once(level):
+    """Also one that looks like the original from outside: `functools.wraps` copies names."""
+    model, want = tiny_model(), tiny_model().generate(**prompts(6), **OPTIONS).tolist()
+    if level == "of the same shape":
+        as_trl(model, "mine")
+    else:
+        changed = model if level == "on an instance" else model.model.layers[2]
+        own = type(changed).forward
+        changed.forward = functools.wraps(own)(lambda *args, **kwargs: own(changed, *args, **kwargs))
+    fastspec.patch(model)
+    name = "LlamaDecoderLayer" if level == "on a layer" else "LlamaForCausalLM"
+    with pytest.warns(UserWarning, match=f"generic mode, which is slower: {name} has a forward of someone else's") as told:
+        for _ in range(2):
+            assert model.generate(**prompts(6), **OPTIONS, assistant="nasd").tolist() == want
+    assert sum("generic mode" in str(warning.message) for warning in told) == 1 and stats(model).assistant == "nasd"
