@@ -241,3 +241,19 @@ def test_continuous_batches_are_refused_where_prompts_wait():
     model.generate(**inputs, **options, assistant=ContinuousBatch("nasd", rows=3))
     with pytest.raises(Unsupported, match="Watching may keep a state"):
         model.generate(**inputs, max_new_tokens=4, logits_processor=[Watching([])], assistant=ContinuousBatch("nasd", rows=1))
+
+
+def test_processors_are_shown_scores_that_lie_row_by_row():
+    """As plain decoding's do: xgrammar masks them through a pointer, whatever their strides say."""
+    seen = []
+
+    class Layout(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            seen.append(scores.stride())
+            return scores
+
+    model = tiny_model()
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        for assistant in ("autoregressive", TREE):
+            model.generate(**prompts("cpu", 4, 7), assistant=assistant, max_new_tokens=5, do_sample=False, logits_processor=[Layout()])
+    assert set(seen) == {(model.config.vocab_size, 1)}

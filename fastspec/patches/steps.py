@@ -32,7 +32,8 @@ class PlainSteps:
 
     def __call__(self, logits: Tensor, scores: Tensor | None = None) -> list[int]:
         """The next token of every row; see `fastspec.generation.lockstep.Steps`."""
-        raw = logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
+        # Processors write into these scores, some past torch and its strides: a copy, laid out as plain decoding's.
+        raw = logits.to(dtype=torch.float32, device=self.ids.device).clone(memory_format=torch.contiguous_format)
         processed = self.processors(self.ids, raw) if scores is None else scores.to(dtype=torch.float32, device=self.ids.device)
         if self.scores is not None:
             self.scores += (processed,)
