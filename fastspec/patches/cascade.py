@@ -271,7 +271,9 @@ class AdaptiveCascade:
         else:
             check_room(memory, stage.model, ids.shape[1] + limit)
             past = past_of(memory, index, stage.model, ids)
-            out = stage.model.generate(ids, past_key_values=past, return_dict_in_generate=True, assistant=assistant, **options)
+            out = stage.model.generate(
+                ids, attention_mask=mask, past_key_values=past, return_dict_in_generate=True, assistant=assistant, **options
+            )
             keep_past(memory, index, out.sequences, out.past_key_values)
         return heard[0]
 
