@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastspec.generation.clock import Profile
     from fastspec.generation.ngram import NgramStorage
     from fastspec.generation.suffix import SuffixStorage
-    from fastspec.patches.api import Report, patch, patched, profile, report, unpatch
+    from fastspec.patches.api import Report, clear_memory, patch, patched, profile, report, unpatch
     from fastspec.patches.frontier import frontier_generate
     from fastspec.patches.heads import load_head
 
@@ -32,13 +32,14 @@ _LAZY = {
     "report": "fastspec.patches.api", "Report": "fastspec.patches.api", "load_head": "fastspec.patches.heads",
     "frontier_generate": "fastspec.patches.frontier", "NgramStorage": "fastspec.generation.ngram",
     "SuffixStorage": "fastspec.generation.suffix", "profile": "fastspec.patches.api", "Profile": "fastspec.generation.clock",
+    "clear_memory": "fastspec.patches.api",
 }  # fmt: skip
 
 __all__ = [
     "CUSTOM_GENERATE",
     "Autoregressive", "Cascade", "CheckpointError", "ContinuousBatch", "Eagle1", "Eagle2", "Eagle3", "FastSpecError", "Nasd",
     "NgramStorage", "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage", "TreeShape",
-    "Unsupported", "__version__", "frontier_generate", "load_head", "patch", "patched", "profile", "report", "unpatch",
+    "Unsupported", "__version__", "clear_memory", "frontier_generate", "load_head", "patch", "patched", "profile", "report", "unpatch",
 ]  # fmt: skip
 
 

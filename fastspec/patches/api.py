@@ -1,4 +1,4 @@
-"""patch, unpatch, patched, report."""
+"""patch, unpatch, patched, profile, clear_memory, report."""
 
 from __future__ import annotations
 
@@ -135,6 +135,23 @@ def profile(model: Any) -> Iterator[Profile]:
         yield session.profile
     finally:
         session.profile = before
+
+
+def clear_memory(model: Any) -> None:
+    """Free the keys and values that a patched model's cascade keeps between calls (`Cascade(memory=...)`); the counts go on.
+
+    A change of a stage's weights needs no such call: it is seen. Raises Unsupported for a model that is not patched, or whose cascade keeps
+    nothing.
+    """
+    session = session_of(model)
+    if session is None:
+        raise Unsupported(f"this {type(model).__name__} is not patched: nothing to clear before fastspec.patch(model)")
+    held = session.resources.get("cascade")
+    if held is None or held.memory is None:
+        raise Unsupported(
+            f"this {type(model).__name__} keeps nothing between calls: fastspec.patch(model, cascade=Cascade(memory=bytes)) lets it"
+        )
+    held.memory.clear()
 
 
 @dataclass(frozen=True, slots=True)
