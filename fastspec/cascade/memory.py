@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
@@ -54,8 +54,8 @@ class CacheManager:
     CPU's memory, and those that were used even earlier are dropped from there; what finds no room there is dropped. Room is made
     before anything is copied. Prefixes of fewer than `least` tokens are neither kept nor found.
 
-    The keys and values of a stage are those of its model as it was: after a change of its weights, `clear`. Calls from several threads
-    take turns. A deep copy starts empty. Raises `Unsupported` for budgets that are no whole numbers of bytes.
+    The keys and values of a stage are those of its model as it was: `renew` before a call drops them where the model has changed.
+    Calls from several threads take turns. A deep copy starts empty. Raises `Unsupported` for budgets that are no whole numbers of bytes.
     """
 
     def __init__(self, budget: int, *, host_budget: int = 0, least: int = 16) -> None:
@@ -67,6 +67,7 @@ class CacheManager:
         self._entries: list[_Entry] = []  # the least recently used first
         self._dropped: deque[tuple[int, array[int]]] = deque(maxlen=DROPPED)
         self._stats = MemoryStats()
+        self._models: dict[int, Hashable] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheManager:
         return CacheManager(self.budget, host_budget=self.host_budget, least=self.least)
@@ -87,6 +88,14 @@ class CacheManager:
     def stats(self) -> MemoryStats:
         """The counts so far."""
         return self._stats
+
+    def renew(self, stage: int, model: Hashable) -> None:
+        """Say what the stage's model is now, as a value that is equal for equal models: what another one left is dropped."""
+        with self._lock:
+            if self._models.get(stage, model) != model:
+                self._entries = [each for each in self._entries if each.stage != stage]
+                self._dropped = deque((each for each in self._dropped if each[0] != stage), maxlen=DROPPED)
+            self._models[stage] = model
 
     def keep(self, stage: int, tokens: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy a stage's keys and values [1, Hkv, T, D] per layer, those of these T tokens from the first on.

@@ -24,6 +24,7 @@ from fastspec.generation.loop import Outcome
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants import Continued
 from fastspec.patches.compat import device_of, position_limit
+from fastspec.patches.fingerprint import fingerprint
 from fastspec.patches.kept import check_kept, check_room, keep_past, past_of
 from fastspec.patches.mixtures import MixedDecoding, StagedDecoding
 from fastspec.patches.settings import ends_of, left_padded, new_tokens, pad_of, read_prompts, refuse, setting, stage_options
@@ -270,6 +271,7 @@ class AdaptiveCascade:
             stage.model.generate(ids, attention_mask=mask, assistant=assistant, **options)
         else:
             check_room(memory, stage.model, ids.shape[1] + limit)
+            memory.renew(index, fingerprint(stage.model))
             past = past_of(memory, index, stage.model, ids)
             out = stage.model.generate(
                 ids, attention_mask=mask, past_key_values=past, return_dict_in_generate=True, assistant=assistant, **options

@@ -131,6 +131,10 @@ def rope_tables(rotary: Any, model: Any, count: int) -> tuple[Tensor, Tensor]:
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 
+CAPTURING_FLAG = "_output_capturing_hooks_installed"
+"""The attribute by which transformers remembers that its capturing hooks are on a model; it goes with the three below."""
+
+
 def is_capturing_hook(hook: Any) -> bool:
     """Whether a forward hook is transformers' own, left on layers by the first output_hidden_states=True and idle otherwise.
 
@@ -149,7 +153,7 @@ def drop_capturing_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for key in [key for key, hook in module._forward_hooks.items() if is_capturing_hook(hook)]:
             del module._forward_hooks[key]
-        module.__dict__.pop("_output_capturing_hooks_installed", None)
+        module.__dict__.pop(CAPTURING_FLAG, None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

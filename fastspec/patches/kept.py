@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from fastspec.errors import Unsupported
 from fastspec.patches.compat import cache_geometry, device_of, read_cache, rope_bound
+from fastspec.patches.fingerprint import check_present
 
 if TYPE_CHECKING:
     from fastspec.cascade.memory import CacheManager
@@ -20,6 +21,7 @@ def check_kept(model: Any) -> None:
     name, instead = type(model).__name__, "keep nothing between calls (Cascade: memory=None)"
     if model.config.is_encoder_decoder:
         raise Unsupported(f"the cache of {name}, an encoder-decoder model, belongs to its source: {instead}")
+    check_present(model)
     wanted = model.generation_config.cache_implementation
     if wanted not in (None, "dynamic"):
         raise Unsupported(f"{name} asks for cache_implementation={wanted!r}: set it to None in its generation_config, or {instead}")
