@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fastspec.cascade.labels import KEY_FIELDS
 from fastspec.errors import Unsupported
 
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
@@ -17,6 +18,12 @@ Stages = Annotated[list[str], typer.Option(help="NAME=MODEL of a smaller stage, 
 Model = Annotated[str, typer.Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")]
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTH = 80
+ITEMS = (
+    "Items as JSON lines; several files are several sets. A line has an `id`, a `prompt` or `turns`, and the key that answers are judged "
+    f"by, one of: {KEY_FIELDS}. Without one see --agreement."
+)
+AGREEMENT = "Without a key: an answer is good where its words agree with the last stage's, which is then right by definition."
+EXECUTION = "Run the code that models wrote, for items with unit tests; docs/cascade.md says what it is kept from."
 POINTS = 15
 """Prices of a frontier that are printed; the rows have all."""
 RATED, LONG = 8, 64
@@ -27,7 +34,7 @@ RATED, LONG = 8, 64
 def train(
     stage: Stages,
     model: Model,
-    prompts: Annotated[list[Path], typer.Option(help="Items as JSON lines, with their answer keys; several files are several sets.")],
+    prompts: Annotated[list[Path], typer.Option(help=ITEMS)],
     out: Annotated[Path, typer.Option(help="The predictor to write, a .safetensors file.")],
     answers: Annotated[Path, typer.Option(help="The stages' answers; a file that is there is gone on with.")],
     report: Annotated[Path | None, typer.Option(help="Append the calibration's rows to this file, as JSON lines.")] = None,
@@ -36,8 +43,9 @@ def train(
     share: Annotated[float, typer.Option(min=0, max=1, help="Part of the items that is trained on; the rest is held out.")] = 0.5,
     batch: Annotated[int, typer.Option(min=1, help="Items answered at a time.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
-    threshold: Annotated[float, typer.Option(min=0, max=1, help="Without a key: the F1 with the last stage's answer to reach.")] = 0.5,
-    run_code: Annotated[bool, typer.Option("--run-code", help="Run the code that models wrote, for items with unit tests.")] = False,
+    agreement: Annotated[bool, typer.Option("--agreement", help=AGREEMENT)] = False,
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="With --agreement: the F1 to reach.")] = 0.5,
+    allow_code_execution: Annotated[bool, typer.Option("--allow-code-execution", help=EXECUTION)] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split and of the training.")] = 0,
@@ -48,7 +56,7 @@ def train(
     from fastspec.training import cascade, cascade_answers
 
     console = Console(highlight=False, markup=False)
-    items = cascade_answers.read_sets(prompts, most)
+    items = cascade_answers.read_sets(prompts, most, agreement=agreement)
     models, tokenizer = models_of(stage, model, head or [], device, dtype)
     try:
         told = console.print
@@ -60,11 +68,13 @@ def train(
         where = cascade_answers.place(models.large)
     finally:
         models.close()
-    cascade_answers.judge(answers, items, threshold=threshold, run_code=run_code)
+    ways = cascade_answers.judge(answers, items, threshold=threshold, allow_code_execution=allow_code_execution)
+    where["judged"] = _told(ways)
     predictor = cascade.fit(answers, models.names, seed=seed, rates=rates, place=where)
     predictor.save(out)
     table = records.table(records.read(answers), models.names)
     _print_rates(console, models.names, rates)
+    _print_judged(console, ways)
     told_of = {"seed": seed, **where}
     rows = cascade.calibration_rows(cascade.held_out(predictor, table.where(split="held-out")), more=told_of) if share < 1 else []
     _print_calibration(console, rows)
@@ -84,16 +94,20 @@ def evaluate(
     """The quality-cost frontier over the price of a bad answer, beside single stages, random mixing and the oracle, on held-out items."""
     from fastspec.cascade import records
     from fastspec.cascade.predictor import Predictor
-    from fastspec.training import cascade
+    from fastspec.training import cascade, cascade_answers
 
     console = Console(highlight=False, markup=False)
     held = Predictor.load(predictor)
     if held.rates is None:
         raise Unsupported(f"{predictor} does not say what its stages cost: make it with `fastspec cascade train`")
-    table = records.table(records.read(answers), held.stages).where(split="held-out")
-    rows = cascade.frontier_rows(held, table, held.rates, seed=seed, risk=risk, more=held.place)
-    rows += cascade.calibration_rows(cascade.held_out(held, table, risk), more={"seed": seed, **held.place})
+    read = records.read(answers)
+    ways = cascade_answers.ways_by_set(read.records)
+    table = records.table(read, held.stages).where(split="held-out")
+    told_of = {**held.place, "judged": _told(ways)}
+    rows = cascade.frontier_rows(held, table, held.rates, seed=seed, risk=risk, more=told_of)
+    rows += cascade.calibration_rows(cascade.held_out(held, table, risk), more={"seed": seed, **told_of})
     _print_rates(console, held.stages, held.rates)
+    _print_judged(console, ways)
     _print_frontier(console, rows)
     _print_calibration(console, [row for row in rows if row["kind"] == "reliability"])
     _append(out, rows)
@@ -161,6 +175,16 @@ def _print_rates(console: Console, stages: tuple[str, ...], rates: Any) -> None:
     for name, *values in zip(stages, rates.token_ms, rates.verify_ms, rates.start_ms, strict=True):
         table.add_row(name, *(f"{value:.2f}" for value in values))
     console.print(table)
+
+
+def _told(ways: dict[str, str]) -> str:
+    """How every set was judged, in one line for what is written."""
+    return "; ".join(f"{name}: {way}" for name, way in ways.items())
+
+
+def _print_judged(console: Console, ways: dict[str, str]) -> None:
+    for name, way in ways.items():
+        console.print(f"{name}: judged by {way}", soft_wrap=True)
 
 
 def _print_calibration(console: Console, rows: list[dict[str, Any]]) -> None:

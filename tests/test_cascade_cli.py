@@ -45,7 +45,7 @@ def training(folder: Path, *more: str) -> list[str]:
     return [
         "train", "--stage", f"small={folder}/small", "--model", f"large={folder}/large", "--prompts", f"{folder}/first.jsonl",
         "--prompts", f"{folder}/second.jsonl", "--out", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl",
-        "--max-new-tokens", "16", "--batch", "8", *more,
+        "--max-new-tokens", "16", "--batch", "8", "--agreement", *more,
     ]  # fmt: skip
 
 

@@ -240,11 +240,11 @@ def test_items_are_refused_by_line_and_ids_must_be_unique(tmp_path: Path) -> Non
     assert [item.name for item in read_items(first)] == ["a", "first-3"] and len(read_items(first, 1)) == 1
     second.write_text('{"id": "a", "prompt": "four"}')
     with pytest.raises(Unsupported, match="'a' is there twice, in first and second"):
-        read_sets([first, second])
+        read_sets([first, second], agreement=True)
     for text, message in (("", "no prompts"), ("[1]", "line 1 is no JSON object"), ("{", "line 1 is no JSON object")):
         second.write_text(text)
         with pytest.raises(Unsupported, match=message):
-            read_sets([second])
+            read_sets([second], agreement=True)
 
 
 @settings(max_examples=40, deadline=None)

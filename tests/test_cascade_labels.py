@@ -241,14 +241,14 @@ def test_code_is_not_run_without_consent(tmp_path: Path) -> None:
     tests = key_of(HUMAN).tests
     for call in (
         lambda: label(key_of(HUMAN), answer), lambda: passes(tests, answer), lambda: passes_all([(tests, answer)]),
-        lambda: label_all([key_of(HUMAN)], [answer]), lambda: passes(tests, answer, run_code=1),  # type: ignore[arg-type]
+        lambda: label_all([key_of(HUMAN)], [answer]), lambda: passes(tests, answer, allow_code_execution=1),  # type: ignore[arg-type]
     ):  # fmt: skip
-        with pytest.raises(Unsupported, match="run_code=True"):
+        with pytest.raises(Unsupported, match="allow_code_execution=True"):
             call()
     with pytest.raises(Unsupported, match="consent"):
         accepts(key_of(HUMAN), answer)
     assert not mark.exists()
-    assert label(key_of(HUMAN), answer, run_code=True) == 1.0 and mark.exists()
+    assert label(key_of(HUMAN), answer, allow_code_execution=True) == 1.0 and mark.exists()
 
 
 HALF = "def half(x):\n    return x // 2"
@@ -281,18 +281,19 @@ ANSWERS = {
 
 def test_answers_are_judged_by_their_tests() -> None:
     tests = key_of(HUMAN).tests
-    found = passes_all([(tests, answer) for answer in ANSWERS], run_code=True, limits=QUICK, workers=3)
+    found = passes_all([(tests, answer) for answer in ANSWERS], allow_code_execution=True, limits=QUICK, workers=3)
     assert {answer for answer, fine in zip(ANSWERS, found, strict=True) if fine} == {answer for answer, fine in ANSWERS.items() if fine}
 
 
 def test_tests_after_the_setup_and_mixed_keys() -> None:
     keys = [key_of(MBPP), key_of(SUM), None, key_of(MBPP)]
     answers = [in_code("def add(a, b):\n    return a + b"), "42", "x y", in_code("def add(a, b):\n    return a - b")]
-    assert label_all(keys, answers, last=["", "", "x y", ""], threshold=1.0, run_code=True, limits=QUICK) == [1.0, 1.0, 1.0, 0.0]
+    found = label_all(keys, answers, last=["", "", "x y", ""], threshold=1.0, allow_code_execution=True, limits=QUICK)
+    assert found == [1.0, 1.0, 1.0, 0.0]
     with pytest.raises(Unsupported, match="do not match"):
         label_all(keys, answers[:3])
     with pytest.raises(Unsupported, match="workers"):
-        passes_all([], run_code=True, workers=0)
+        passes_all([], allow_code_execution=True, workers=0)
     with pytest.raises(Unsupported, match="seconds"):
         Limits(seconds=0)
 
@@ -314,7 +315,7 @@ def test_everything_that_was_started_is_killed(tmp_path: Path, end: str) -> None
         f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{p.pid}}')\n"
     )
     start = time.monotonic()
-    assert not passes(UnitTests("", "f"), child + end, run_code=True, limits=Limits(seconds=2))
+    assert not passes(UnitTests("", "f"), child + end, allow_code_execution=True, limits=Limits(seconds=2))
     assert time.monotonic() - start < 20
     pause = time.monotonic() + 10  # the signal is sent; the kernel may take a moment
     while any(alive(int(pid)) for pid in pids.read_text().split()) and time.monotonic() < pause:
@@ -326,15 +327,15 @@ def test_the_process_gets_nothing_and_is_bounded(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("FASTSPEC_SECRET", "1")
     seen = tmp_path / "seen"
     look = f"import os, sys\nopen({str(seen)!r}, 'w').write(repr((sorted(os.environ), os.listdir('.'), os.getcwd(), sys.flags.isolated)))"
-    assert passes(UnitTests(""), look, run_code=True, limits=QUICK)
+    assert passes(UnitTests(""), look, allow_code_execution=True, limits=QUICK)
     names, entries, folder, isolated = eval(seen.read_text())
     assert set(names) <= {"PATH", "LC_CTYPE"} and entries == [] and isolated == 1  # Python sets LC_CTYPE itself in the C locale
     assert not os.path.exists(folder)
     big = "x = bytearray(1 << 30)"
-    assert not passes(UnitTests(""), big, run_code=True, limits=Limits(5, 1 << 28))
-    assert passes(UnitTests(""), big, run_code=True, limits=Limits(5, 1 << 31))
-    assert not passes(UnitTests(""), "open('f', 'wb').write(bytes(1 << 22))", run_code=True, limits=QUICK)
-    assert passes(UnitTests(""), "print('x' * (1 << 24))", run_code=True, limits=QUICK)
+    assert not passes(UnitTests(""), big, allow_code_execution=True, limits=Limits(5, 1 << 28))
+    assert passes(UnitTests(""), big, allow_code_execution=True, limits=Limits(5, 1 << 31))
+    assert not passes(UnitTests(""), "open('f', 'wb').write(bytes(1 << 22))", allow_code_execution=True, limits=QUICK)
+    assert passes(UnitTests(""), "print('x' * (1 << 24))", allow_code_execution=True, limits=QUICK)
 
 
 def test_there_is_no_input() -> None:
@@ -343,7 +344,7 @@ def test_there_is_no_input() -> None:
     try:
         os.write(write, b"5\n")
         os.dup2(read, 0)
-        assert not passes(UnitTests(""), "input()", run_code=True, limits=QUICK)
+        assert not passes(UnitTests(""), "input()", allow_code_execution=True, limits=QUICK)
     finally:
         os.dup2(kept, 0)
         for each in (kept, read, write):
@@ -354,7 +355,7 @@ def test_several_run_at_a_time(tmp_path: Path) -> None:
     meet = "import os, time\nopen({0!r}, 'w').close()\nwhile not os.path.exists({1!r}): time.sleep(0.01)"
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     items = [(UnitTests(""), meet.format(one, two)), (UnitTests(""), meet.format(two, one))]
-    assert passes_all(items, run_code=True, limits=Limits(30), workers=2) == [True, True]
+    assert passes_all(items, allow_code_execution=True, limits=Limits(30), workers=2) == [True, True]
 
 
 @given(st.text(max_size=40), st.sampled_from(["", "python", "py", "text"]))

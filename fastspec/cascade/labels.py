@@ -1,4 +1,4 @@
-"""Is an answer acceptable? By the item's key where it has one, else by agreement with the last stage's answer.
+"""Is an answer acceptable? By the item's key where it has one, else, where the caller asks for it, by agreement with the last stage's.
 
 Items are rows (dictionaries) of Spec-Bench's manner: `id`, `category`, `prompt` or `turns`, and of `reference`, `answer`, `choices`,
 `answer_letter`, `test`, `entry_point`, `test_list`, `source` those that the set has.
@@ -55,6 +55,21 @@ class Key:
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     tests: UnitTests | None = None
+
+
+KEY_FIELDS = (
+    "`answer`: a number, a text or a list of accepted texts; `reference` that ends with '#### 42'; `choices` with `answer_letter`, or with "
+    "`answer` from 0 on; `test` with `entry_point`, or `test_list`: unit tests in Python"
+)
+"""The fields of a row that answers can be judged by, for people."""
+
+
+def judged_by(key: Key | None, last: str, threshold: float) -> str:
+    """What the answers to an item are judged by, for people and for what is written: its key's kind, or the agreement with the answer of
+    the stage `last`, whose own answers are then right by definition."""
+    if key is None:
+        return f"agreement with {last} (F1 of at least {threshold:g})"
+    return {"number": "a number", "choice": "a choice", "text": "a reference text", "code": "unit tests"}[key.kind]
 
 
 def key_of(row: Mapping[str, Any], kind: str | None = None) -> Key | None:
@@ -160,22 +175,24 @@ def _question(row: Mapping[str, Any]) -> str:
 
 
 def label(
-    key: Key | None, answer: str, *, last: str | None = None, metric: str = "f1", threshold: float | None = None, run_code: bool = False,
-    limits: Limits = Limits(),  # noqa: B008 - frozen
+    key: Key | None, answer: str, *, last: str | None = None, metric: str = "f1", threshold: float | None = None,
+    allow_code_execution: bool = False, limits: Limits = Limits(),  # noqa: B008 - frozen
 ) -> float:  # fmt: skip
     """1.0 where `answer` is acceptable, else 0.0.
 
     Without a key, an answer is acceptable where its `agreement` with the `last` stage's answer reaches `threshold`. A key of kind "code"
-    runs the model's code: `run_code=True` says that the caller accepts that, `limits` bounds it. Raises `Unsupported` where a part that
-    is needed is missing.
+    runs the model's code: `allow_code_execution=True` says that the caller accepts that, `limits` bounds it. Raises `Unsupported` where a
+    part that is needed is missing.
     """
     lasts = None if last is None else [last]
-    return label_all([key], [answer], last=lasts, metric=metric, threshold=threshold, run_code=run_code, limits=limits, workers=1)[0]
+    return label_all(
+        [key], [answer], last=lasts, metric=metric, threshold=threshold, allow_code_execution=allow_code_execution, limits=limits, workers=1
+    )[0]
 
 
 def label_all(
     keys: Sequence[Key | None], answers: Sequence[str], *, last: Sequence[str] | None = None, metric: str = "f1",
-    threshold: float | None = None, run_code: bool = False, limits: Limits = Limits(), workers: int = 2,  # noqa: B008 - frozen
+    threshold: float | None = None, allow_code_execution: bool = False, limits: Limits = Limits(), workers: int = 2,  # noqa: B008 - frozen
 ) -> list[float]:  # fmt: skip
     """`label` of each answer; `last` are the last stage's answers to the same items. Unit tests run in `workers` processes at a time."""
     if len(keys) != len(answers) or (last is not None and len(last) != len(keys)):
@@ -192,7 +209,8 @@ def label_all(
         else:
             found[place] = float(agreement(answer, last[place], metric) >= threshold)
     if trials:
-        passed = passes_all([(tests, answers[place]) for place, tests in trials], run_code=run_code, limits=limits, workers=workers)
+        tried = [(tests, answers[place]) for place, tests in trials]
+        passed = passes_all(tried, allow_code_execution=allow_code_execution, limits=limits, workers=workers)
         for (place, _), fine in zip(trials, passed, strict=True):
             found[place] = float(fine)
     return [each for each in found if each is not None]

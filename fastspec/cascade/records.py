@@ -33,7 +33,8 @@ class Record:
     cascade, from 0. `prompt_tokens` as this stage's tokenizer counts them; the answer is `kept_tokens` taken over from the stage before and
     `new_tokens` that this stage generated, and `ended` says that it reached an end token. `start_ms` is the time of the prefill and of
     verifying what was handed over, `decode_ms` the rest. `label` in [0, 1] says how good the answer is, None where that was not judged
-    yet; `features` are the numbers that the header names. `versions` maps packages and devices to their versions.
+    yet, and `judged` by what (`fastspec.cascade.labels.judged_by`); `features` are the numbers that the header names. `versions` maps
+    packages and devices to their versions.
     """
 
     item: str
@@ -52,6 +53,7 @@ class Record:
     features: tuple[float, ...]
     seed: int
     versions: Mapping[str, str] = field(default_factory=dict)
+    judged: str | None = None
 
     def __post_init__(self) -> None:
         where = f"record of item {self.item!r} by stage {self.stage!r}"
@@ -74,6 +76,8 @@ class Record:
         if self.label is not None and not (_finite(self.label) and 0 <= self.label <= 1):
             raise Unsupported(f"{where}: label={self.label!r} must lie in [0, 1], or be None where the answer was not judged")
         object.__setattr__(self, "features", tuple(self.features))
+        if self.judged is not None and not isinstance(self.judged, str):
+            raise Unsupported(f"{where}: judged={self.judged!r} must be a text, or None where that is not known")
         wrong = [value for value in self.features if not _finite(value)]
         if wrong:
             raise Unsupported(f"{where}: features must be finite numbers, not {wrong[0]!r}")
@@ -186,8 +190,8 @@ def _record(line: str, names: Sequence[str], where: str) -> Record:
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{where}: no JSON ({error})") from error
     expected = {each.name for each in fields(Record)}
-    if not isinstance(values, dict) or set(values) != expected:
-        unlike = sorted(set(values) ^ expected) if isinstance(values, dict) else sorted(expected)
+    if not isinstance(values, dict) or set(values) | {"judged"} != expected:  # files of before do not say how they were judged
+        unlike = sorted((set(values) | {"judged"}) ^ expected) if isinstance(values, dict) else sorted(expected)
         raise CheckpointError(f"{where}: missing or unknown: {', '.join(unlike)}")
     if not isinstance(values["features"], list) or len(values["features"]) != len(names):
         raise CheckpointError(f"{where}: features must be {len(names)} numbers, as the header names them: {', '.join(names)}")

@@ -2,7 +2,7 @@
 
 The process has a time limit, a limit of memory, an empty working folder, no environment but PATH, no input, and its output is discarded.
 That guards against accidents: endless loops, floods of memory or text, `sys.exit`. It is no sandbox against code that means harm, which
-could read files and reach the network as the user can. So nothing runs without the caller's `run_code=True`.
+could read files and reach the network as the user can. So nothing runs without the caller's `allow_code_execution=True`.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ def program(tests: UnitTests, answer: str, limits: Limits) -> str:
     return DRIVER.format(parts=parts, seconds=float(limits.seconds), memory=limits.memory, passed=PASSED)
 
 
-def passes(tests: UnitTests, answer: str, *, run_code: bool = False, limits: Limits = Limits()) -> bool:
-    """Whether the code in `answer` passes `tests`. This runs the code of a model: raises `Unsupported` unless `run_code` is True."""
-    _consent(run_code)
+def passes(tests: UnitTests, answer: str, *, allow_code_execution: bool = False, limits: Limits = Limits()) -> bool:
+    """Whether the code in `answer` passes `tests`. It runs a model's code: raises `Unsupported` without `allow_code_execution=True`."""
+    _consent(allow_code_execution)
     with tempfile.TemporaryDirectory(prefix="fastspec-", ignore_cleanup_errors=True) as folder:
         path, inside = Path(folder, "program.py"), Path(folder, "empty")
         # Half a surrogate pair, which a model can write, is no UTF-8 and no Python.
@@ -165,21 +165,21 @@ def passes(tests: UnitTests, answer: str, *, run_code: bool = False, limits: Lim
 
 
 def passes_all(
-    items: Sequence[tuple[UnitTests, str]], *, run_code: bool = False, limits: Limits = Limits(), workers: int = 2
+    items: Sequence[tuple[UnitTests, str]], *, allow_code_execution: bool = False, limits: Limits = Limits(), workers: int = 2
 ) -> list[bool]:  # fmt: skip
     """`passes` of every (tests, answer), `workers` processes at a time, in the order of `items`."""
-    _consent(run_code)
+    _consent(allow_code_execution)
     if workers < 1:
         raise Unsupported(f"workers={workers} must be at least 1: the number of processes that run at a time")
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda item: passes(*item, run_code=True, limits=limits), items))
+        return list(pool.map(lambda item: passes(*item, allow_code_execution=True, limits=limits), items))
 
 
-def _consent(run_code: bool) -> None:
-    if run_code is not True:
+def _consent(allow_code_execution: bool) -> None:
+    if allow_code_execution is not True:
         raise Unsupported(
-            "judging this answer means to run code that a model wrote, as your user and without a sandbox; pass run_code=True if you "
-            "accept that (best in a container without network), or leave items with unit tests out"
+            "judging this answer means to run code that a model wrote, as your user and without a sandbox; pass allow_code_execution=True "
+            "if you accept that (best in a container without network), or leave items with unit tests out"
         )
 
 

@@ -27,10 +27,18 @@ class Item:
     key: labels.Key | None
 
 
-def read_sets(paths: Sequence[str | Path], most: int | None = None) -> list[Item]:
-    """The items of several files, at most `most` of each. Raises Unsupported where there is none, and where two have one id: answers are
-    kept by it."""
-    items = [item for path in paths for item in read_items(path, most)]
+def read_sets(paths: Sequence[str | Path], most: int | None = None, *, agreement: bool = False) -> list[Item]:
+    """The items of several files, at most `most` of each; without `agreement` every one must have a key.
+
+    Raises Unsupported where there is no item, where one has no key and agreement was not asked for, and where two have one id: answers are
+    kept by it.
+    """
+    items: list[Item] = []
+    for path in paths:
+        read = read_items(path, most)
+        if not agreement:
+            _check_keys(path, read)
+        items += read
     if not items:
         raise Unsupported(f"{', '.join(map(str, paths))}: no prompts in there")
     found: dict[str, str] = {}
@@ -39,6 +47,16 @@ def read_sets(paths: Sequence[str | Path], most: int | None = None) -> list[Item
             raise Unsupported(f"the id {item.name!r} is there twice, in {found[item.name]} and {item.set}: ids must be unique in all files")
         found[item.name] = item.set
     return items
+
+
+def _check_keys(path: str | Path, items: Sequence[Item]) -> None:
+    bare = [item.name for item in items if item.key is None]
+    if bare:
+        raise Unsupported(
+            f"{path}: {len(bare)} of {len(items)} items, such as {bare[0]!r}, have no key that an answer can be judged by (a `reference` "
+            f"in words is one good answer of many, and none). Keys are {labels.KEY_FIELDS}. To take what agrees with the last stage's "
+            "answer for good instead, ask for it: --agreement, or read_sets(..., agreement=True)"
+        )
 
 
 def read_items(path: str | Path, most: int | None = None) -> list[Item]:
@@ -94,23 +112,44 @@ def _record(item: Item, stage: Any, heard: Heard, seed: int, share: float, known
     )  # fmt: skip
 
 
-def judge(path: str | Path, items: Sequence[Item], *, threshold: float, run_code: bool) -> None:
-    """Label the records of a file: by the items' keys, else by agreement (F1 of at least `threshold`) with the last stage's answer."""
+def judge(path: str | Path, items: Sequence[Item], *, threshold: float, allow_code_execution: bool) -> dict[str, str]:
+    """Label the records of a file, and say by set how: by the items' keys, or where they have none by agreement (F1 of at least
+    `threshold`) with the last stage's answer. Labels that were made in another way are made anew."""
     read = records.read(path)
     keys = {item.name: item.key for item in items}
     unknown = sorted({record.item for record in read.records} - set(keys))
     if unknown:
         raise Unsupported(f"{path} has {len(unknown)} items that the prompts do not have, such as {unknown[0]!r}: give all prompt files")
-    last = max(record.index for record in read.records)
-    final = {record.item: record.answer for record in read.records if record.index == last}
-    open_ = [record for record in read.records if record.label is None and record.item in final]
+    last = max(read.records, key=lambda record: record.index)
+    final = {record.item: record.answer for record in read.records if record.index == last.index}
+    ways = {name: labels.judged_by(key, last.stage, threshold) for name, key in keys.items()}
+    open_ = [
+        record for record in read.records
+        if (record.label is None or record.judged != ways[record.item]) and record.item in final
+    ]  # fmt: skip
     found = labels.label_all(
         [keys[record.item] for record in open_], [record.answer for record in open_], last=[final[record.item] for record in open_],
-        threshold=threshold, run_code=run_code, workers=os.cpu_count() or 2,
+        threshold=threshold, allow_code_execution=allow_code_execution, workers=os.cpu_count() or 2,
     )  # fmt: skip
     judged = {(record.item, record.stage): value for record, value in zip(open_, found, strict=True)}
-    labelled = (replace(record, label=judged.get((record.item, record.stage), record.label)) for record in read.records)
+    labelled = []
+    for record in read.records:
+        value = judged.get((record.item, record.stage))
+        labelled.append(record if value is None else replace(record, label=value, judged=ways[record.item]))
     records.rewrite(path, records.Records(read.features, tuple(labelled)))
+    return ways_by_set(labelled)
+
+
+def ways_by_set(judged: Sequence[records.Record]) -> dict[str, str]:
+    """Set -> how its items are judged: "a number", or where there are several ways each with its number of items."""
+    counts: dict[str, dict[str, set[str]]] = {}
+    for record in judged:
+        if record.label is not None:
+            counts.setdefault(record.set, {}).setdefault(record.judged or "not known", set()).add(record.item)
+    return {
+        name: next(iter(ways)) if len(ways) == 1 else ", ".join(f"{way}: {len(ids)} items" for way, ids in sorted(ways.items()))
+        for name, ways in sorted(counts.items())
+    }
 
 
 def encode(tokenizer: Any, prompt: str) -> list[int]:
