@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastspec.cascade.labels import KEY_FIELDS
+from fastspec.cascade.sandbox import PROTECTION
 from fastspec.errors import Unsupported
 
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
@@ -57,6 +58,9 @@ def train(
 
     console = Console(highlight=False, markup=False)
     items = cascade_answers.read_sets(prompts, most, agreement=agreement)
+    kind = cascade_answers.check_execution(items, allow_code_execution)
+    if kind is not None:
+        console.print(f"the code of models runs with sandbox {kind}: {PROTECTION[kind]}", soft_wrap=True)
     models, tokenizer = models_of(stage, model, head or [], device, dtype)
     try:
         told = console.print

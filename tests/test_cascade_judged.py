@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from fastspec.cascade import records
 from fastspec.cascade.labels import KEY_FIELDS
 from fastspec.cascade.predictor import Predictor
+from fastspec.cascade.sandbox import PROTECTION
 from fastspec.cli import app
 from fastspec.errors import Unsupported
-from fastspec.training.cascade_answers import judge, read_items, read_sets
+from fastspec.training.cascade_answers import check_execution, judge, read_items, read_sets
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -102,3 +103,15 @@ def test_train_and_evaluate_say_by_set_how_answers_were_judged(tmp_path: Path) -
     assert found.exit_code == 0 and all(line in found.output for line in lines)
     for name in ("report", "rows"):
         assert {json.loads(line)["judged"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()} == {told}
+
+
+def test_running_code_is_asked_for_before_anything_is_computed(tmp_path: Path) -> None:
+    rows = [{"id": "m", "prompt": "Add.", "test_list": ["assert add(1, 2) == 3"]}]
+    path = write(tmp_path / "mbpp.jsonl", rows)
+    with pytest.raises(Unsupported, match=r"mbpp: items with unit tests.*--allow-code-execution"):
+        check_execution(read_sets([path]), False)
+    assert check_execution(read_sets([path]), True) in PROTECTION
+    assert check_execution([], False) is None
+    arguments = ["--stage", "small=/nowhere", "--model", "large=/nowhere", "--prompts", str(path), "--out", "p", "--answers", "a"]
+    said = CliRunner().invoke(app, ["cascade", "train", *arguments])
+    assert said.exit_code == 1 and "--allow-code-execution" in said.output and "/nowhere" not in said.output

@@ -1,69 +1,38 @@
-"""Run a model's code against an item's unit tests (HumanEval, arXiv 2107.03374; MBPP, arXiv 2108.07732), each in its own process.
+"""Run a model's code against an item's unit tests (HumanEval, arXiv 2107.03374; MBPP, arXiv 2108.07732), in processes of their own.
 
-The process has a time limit, a limit of memory, an empty working folder, no environment but PATH, no input, and its output is discarded.
-That guards against accidents: endless loops, floods of memory or text, `sys.exit`. It is no sandbox against code that means harm, which
-could read files and reach the network as the user can. So nothing runs without the caller's `allow_code_execution=True`.
+The tests run in one process and the answer in another (`trial`), in a sandbox where one works (`sandbox`), so that an answer cannot decide
+its own verdict. Everywhere it has limits of time, memory, processes and file sizes, a folder of its own that is removed, no environment but
+PATH, no input, and no output; and all that it started is ended with it. Nothing runs without the caller's `allow_code_execution=True`.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from fastspec.cascade.sandbox import command
+from fastspec.cascade.sandbox import sandbox as choose_sandbox
+from fastspec.cascade.trial import PASSED
 from fastspec.errors import Unsupported
 
-PASSED = 83
-"""Exit status of a run whose tests all passed: not 0, which an answer that calls `sys.exit()` would give as well."""
+SCRIPT = Path(__file__).with_name("trial.py")
+GRACE = 8.0
+"""Seconds beyond an item's limit in which its processes are started and ended."""
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 STARTS = re.compile(r"^(?:def|async def|class|import|from|@)\b|^@", re.MULTILINE)
 PYTHON = ("", "python", "python3", "py")
-
-DRIVER = """\
-import os, sys, types
-parts, seconds, memory = {parts!r}, {seconds!r}, {memory!r}
-try:
-    import resource
-except ImportError:
-    pass
-else:
-    def limit(kind, most):
-        hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
-    limit(resource.RLIMIT_CPU, int(seconds) + 1)
-    limit(resource.RLIMIT_FSIZE, 1 << 20)
-    limit(resource.RLIMIT_CORE, 0)
-    if sys.platform != "darwin":
-        limit(resource.RLIMIT_AS, memory)
-module = types.ModuleType("answer")
-sys.modules["answer"] = module
-leave = os._exit
-for name, ways in parts:
-    for place, source in enumerate(ways):
-        try:
-            code = compile(source, name, "exec")
-        except (SyntaxError, ValueError):
-            if place + 1 == len(ways):
-                raise
-        else:
-            break
-    exec(code, module.__dict__)
-leave({passed})
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class UnitTests:
@@ -82,15 +51,18 @@ class UnitTests:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """At most `seconds` (wall clock, and processor time by `RLIMIT_CPU`) and `memory` bytes of address space (by `RLIMIT_AS`, where the
-    system has it) for one item."""
+    """At most `seconds` (wall clock, and processor time by `RLIMIT_CPU`), `memory` bytes of address space (by `RLIMIT_AS`, where the system
+    has it) and `processes` more than the user has (by `RLIMIT_NPROC`, which does not hold for root) for one item."""
 
     seconds: float = 10.0
     memory: int = 2 << 30
+    processes: int = 16
 
     def __post_init__(self) -> None:
         if not self.seconds > 0 or not isinstance(self.memory, int) or self.memory < 1 << 26:
             raise Unsupported(f"Limits: seconds={self.seconds} must be positive and memory={self.memory} at least {1 << 26} bytes (64 MiB)")
+        if not isinstance(self.processes, int) or self.processes < 1:
+            raise Unsupported(f"Limits: processes={self.processes} must be a whole number of at least 1")
 
 
 def called(tests: str) -> str | None:
@@ -125,83 +97,82 @@ def _defines(code: str, name: str) -> bool:
     return re.search(rf"^\s*(?:(?:async\s+)?def\s+{re.escape(name)}\b|{re.escape(name)}\s*=[^=])", code, re.MULTILINE) is not None
 
 
-def program(tests: UnitTests, answer: str, limits: Limits) -> str:
-    """The Python source that tries `answer`: it ends with status `PASSED` where every test passes, with another one otherwise."""
+def job_of(tests: UnitTests, answer: str, limits: Limits, kind: str) -> dict[str, Any]:
+    """What `trial` needs to try an answer: the sources of the answer's process, `parts`, and those of the tests'."""
     codes = tuple(textwrap.dedent(code) for code in codes_of(answer, tests.entry_point))
     if not tests.context:
-        parts = [("answer", codes)]
+        parts = [codes]
     elif tests.entry_point and not _defines(codes[0], tests.entry_point):
         # A body alone; the last form is a body whose first line lost its indentation with the white space around the answer.
         whole = tests.context.rstrip("\n") + "\n"
-        parts = [("answer", (*(whole + textwrap.indent(code, "    ") for code in codes), whole + "    " + codes[0]))]
+        parts = [(*(whole + textwrap.indent(code, "    ") for code in codes), whole + "    " + codes[0])]
     else:
-        parts = [("context", (tests.context,)), ("answer", codes)]
-    parts += [("setup", (tests.setup,)), ("tests", (tests.tests,))]
-    return DRIVER.format(parts=parts, seconds=float(limits.seconds), memory=limits.memory, passed=PASSED)
+        parts = [(tests.context,), codes]
+    context = [tests.context, tests.context.rstrip("\n") + "\n    pass\n"]  # a signature alone needs a body
+    return {
+        "parts": parts, "context": context, "tests": [tests.setup, tests.tests], "entry_point": tests.entry_point,
+        "limits": {"seconds": float(limits.seconds), "memory": limits.memory, "processes": limits.processes},
+        "command": [*command(kind), sys.executable, "-I", "-B", "-c", SCRIPT.read_text("utf-8"), "answer"],
+        "privileges": kind in ("bubblewrap", "nsjail"),  # which may be set-user-id programs
+    }  # fmt: skip
 
 
-def passes(tests: UnitTests, answer: str, *, allow_code_execution: bool = False, limits: Limits = Limits()) -> bool:
-    """Whether the code in `answer` passes `tests`. It runs a model's code: raises `Unsupported` without `allow_code_execution=True`."""
-    _consent(allow_code_execution)
+def passes(
+    tests: UnitTests, answer: str, *, allow_code_execution: bool = False, limits: Limits = Limits(), sandbox: str = "auto",
+) -> bool:  # fmt: skip
+    """Whether the code in `answer` passes `tests`. This runs code that a model wrote: raises `Unsupported` without
+    `allow_code_execution=True`, on Windows, and for a `sandbox` that does not work on this machine ("auto" takes the best that does)."""
+    consent(allow_code_execution)
+    job = job_of(tests, answer, limits, choose_sandbox(sandbox))
     with tempfile.TemporaryDirectory(prefix="fastspec-", ignore_cleanup_errors=True) as folder:
-        path, inside = Path(folder, "program.py"), Path(folder, "empty")
-        # Half a surrogate pair, which a model can write, is no UTF-8 and no Python.
-        path.write_bytes(program(tests, answer, limits).encode("utf-8", "replace"))
-        inside.mkdir()
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(path)],
-            cwd=inside,
+            [sys.executable, "-I", "-B", "-c", SCRIPT.read_text("utf-8"), "supervise"],
+            cwd=folder,
             env={"PATH": os.environ.get("PATH", os.defpath)},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
-            _wait(process, limits.seconds)
+            process.communicate(json.dumps(job).encode(), timeout=limits.seconds + GRACE)
+        except subprocess.TimeoutExpired:
+            return False
         finally:
-            _kill(process)
+            _end(process)
         return process.returncode == PASSED
 
 
 def passes_all(
-    items: Sequence[tuple[UnitTests, str]], *, allow_code_execution: bool = False, limits: Limits = Limits(), workers: int = 2
+    items: Sequence[tuple[UnitTests, str]], *, allow_code_execution: bool = False, limits: Limits = Limits(), workers: int = 2,
+    sandbox: str = "auto",
 ) -> list[bool]:  # fmt: skip
-    """`passes` of every (tests, answer), `workers` processes at a time, in the order of `items`."""
-    _consent(allow_code_execution)
+    """`passes` of every (tests, answer), `workers` of them at a time, in the order of `items`."""
+    consent(allow_code_execution)
     if workers < 1:
-        raise Unsupported(f"workers={workers} must be at least 1: the number of processes that run at a time")
+        raise Unsupported(f"workers={workers} must be at least 1: the number of answers that are tried at a time")
+    kind = choose_sandbox(sandbox)
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda item: passes(*item, allow_code_execution=True, limits=limits), items))
+        return list(pool.map(lambda item: passes(*item, allow_code_execution=True, limits=limits, sandbox=kind), items))
 
 
-def _consent(allow_code_execution: bool) -> None:
+def consent(allow_code_execution: bool) -> None:
+    """Raise `Unsupported` where running code was not allowed, or cannot be done on this system."""
     if allow_code_execution is not True:
         raise Unsupported(
-            "judging this answer means to run code that a model wrote, as your user and without a sandbox; pass allow_code_execution=True "
-            "if you accept that (best in a container without network), or leave items with unit tests out"
+            "judging this answer means to run code that a model wrote; pass allow_code_execution=True (--allow-code-execution) if you "
+            "accept that, best where bubblewrap is installed or in a container without network, or leave items with unit tests out"
         )
+    if not hasattr(os, "fork"):
+        raise Unsupported("the code of a model is run on systems with fork alone (Linux, macOS): leave items with unit tests out")
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for the end, at most so long, and leave the ended process to be reaped: until then no other process can get its number."""
-    end, pause = time.monotonic() + seconds, 0.001
-    while time.monotonic() < end:
-        if hasattr(os, "waitid"):
-            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        else:
-            ended = process.poll() is not None
-        if ended:
-            return
-        time.sleep(min(pause, max(0.0, end - time.monotonic())))
-        pause = min(2 * pause, 0.05)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it started and that stayed in its group."""
-    if hasattr(os, "killpg"):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the supervisor: asked first, since it ends all that was started."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
     process.wait()

@@ -11,6 +11,8 @@ from typing import Any
 from fastspec.bench.device import environment
 from fastspec.cascade import labels, records
 from fastspec.cascade.features import NAMES
+from fastspec.cascade.sandbox import sandbox
+from fastspec.cascade.unit_tests import consent
 from fastspec.errors import Unsupported
 from fastspec.jsonl import read_jsonl
 from fastspec.patches.cascade import AdaptiveCascade, CascadeModels, Heard
@@ -67,6 +69,18 @@ def read_items(path: str | Path, most: int | None = None) -> list[Item]:
         if len(items) == most:
             break
     return items
+
+
+def check_execution(items: Sequence[Item], allow_code_execution: bool) -> str | None:
+    """What the code of models will run in, None where no item has unit tests. Raises Unsupported, before anything is computed, where some
+    have and running code was not allowed, and where this system cannot run it."""
+    sets = sorted({item.set for item in items if item.key is not None and item.key.tests is not None})
+    if sets:
+        try:
+            consent(allow_code_execution)
+        except Unsupported as error:
+            raise Unsupported(f"{', '.join(sets)}: items with unit tests; {error}") from error
+    return sandbox() if sets else None
 
 
 def answer(
