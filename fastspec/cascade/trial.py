@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
+from functools import partialmethod
 from typing import Any
 
 PASSED, FAILED = 83, 1
@@ -35,6 +36,11 @@ LONGEST = 1 << 26
 """Bytes of one message."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+TEXTS: dict[str, Callable[[str], Any]] = {
+    "int": lambda text: int(text, 16), "float": float.fromhex, "bytes": bytes.fromhex, "bytearray": bytearray.fromhex,
+    "Decimal": Decimal, "Fraction": Fraction,
+}  # fmt: skip
+"""Kind of value -> what reads its text."""
 CHANGED = (list, dict, set, bytearray, deque)
 """What a call can change in place, so that the caller sees it."""
 
@@ -68,14 +74,8 @@ def decode(told: list[Any], held: Callable[[str, Any], Any]) -> Any:
         return CONTAINERS[kind]([decode(each, held) for each in value])
     if kind == "dict":
         return {decode(key, held): decode(each, held) for key, each in value}
-    if kind in ("bytes", "bytearray"):
-        return getattr(builtins, kind).fromhex(value)
-    if kind in ("Decimal", "Fraction"):
-        return Decimal(value) if kind == "Decimal" else Fraction(value)
-    if kind == "int":
-        return int(value, 16)
-    if kind == "float":
-        return float.fromhex(value)
+    if kind in TEXTS:
+        return TEXTS[kind](value)
     if kind == "complex":
         return complex(float.fromhex(value), float.fromhex(told[2]))
     if kind == "range":
@@ -100,9 +100,6 @@ class Line:
         if not line.endswith(b"\n"):
             raise EOFError("the other process has ended, or its message is too long")
         return json.loads(line)
-
-
-# The answer's process.
 
 
 def answer() -> None:
@@ -178,9 +175,6 @@ class Served:
         return [self.told(value[arguments[0]] if name == "item" else getattr(builtins, name)(value))]
 
 
-# The tests' process.
-
-
 class Remote:
     """Something of the answer that is no plain data. It can be called, indexed and iterated, and equals nothing but itself: what an answer
     says of its own equality is no evidence."""
@@ -200,30 +194,21 @@ class Remote:
         self._tests.ask(["set", self._place, name, self._tests.told(value)])
 
     def __getitem__(self, key: Any) -> Any:
-        return self._tests.ask(["of", self._place, "item", self._tests.told(key)])
+        return self._of("item", self._tests.told(key))
 
     def __iter__(self) -> Iterator[Any]:
-        found = self._tests.ask(["of", self._place, "iter"])
+        found = self._of("iter")
         while True:
             try:
-                yield found._tests.ask(["of", found._place, "next"])
+                yield next(found)
             except StopIteration:
                 return
 
-    def __next__(self) -> Any:
-        return self._tests.ask(["of", self._place, "next"])
+    def _of(self, name: str, *told: Any) -> Any:
+        return self._tests.ask(["of", self._place, name, *told])
 
-    def __len__(self) -> int:
-        return int(self._tests.ask(["of", self._place, "len"]))
-
-    def __bool__(self) -> bool:
-        return bool(self._tests.ask(["of", self._place, "bool"]))
-
-    def __str__(self) -> str:
-        return str(self._tests.ask(["of", self._place, "str"]))
-
-    def __repr__(self) -> str:
-        return str(self._tests.ask(["of", self._place, "repr"]))
+    __next__, __len__, __bool__ = partialmethod(_of, "next"), partialmethod(_of, "len"), partialmethod(_of, "bool")
+    __str__, __repr__ = partialmethod(_of, "str"), partialmethod(_of, "repr")
 
 
 class Tests:
@@ -271,14 +256,8 @@ class Tests:
             changed = decode(each, self.held)
             if type(changed) is not type(given[at]) or not isinstance(changed, CHANGED):
                 raise EOFError("the answer's process told no change of an argument")
-            if isinstance(changed, (dict, set)):
-                given[at].clear()
-                given[at].update(changed)
-            elif isinstance(changed, deque):
-                given[at].clear()
-                given[at].extend(changed)
-            else:
-                given[at][:] = changed
+            given[at].clear()
+            (given[at].update if isinstance(changed, (dict, set)) else given[at].extend)(changed)
         return decode(found, self.held)
 
     def ask(self, message: list[Any]) -> Any:
@@ -321,9 +300,6 @@ def run(parts: list[list[str]], space: dict[str, Any]) -> None:
         exec(code, space)
 
 
-# Limits and the process that holds them all.
-
-
 def limit(seconds: float, memory: int, processes: int) -> None:
     """Bound this process: processor time, address space, files, and the user's processes."""
     import resource
@@ -363,7 +339,6 @@ def supervise() -> None:
 def attempt(job: dict[str, Any]) -> int:
     """The exit status of the tests, FAILED where they did not end in time."""
     deadline = time.monotonic() + job["limits"]["seconds"]
-    job["limits"]["processes"] += processes_of_user()
     process = subprocess.Popen(
         job["command"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -386,24 +361,12 @@ def attempt(job: dict[str, Any]) -> int:
     return FAILED
 
 
-def processes_of_user() -> int:
-    """Processes and threads of this user, which RLIMIT_NPROC counts."""
-    count = 0
-    for name in os.listdir("/proc") if sys.platform == "linux" else ():
-        with suppress(OSError):
-            if name.isdigit() and os.stat(f"/proc/{name}").st_uid in (0, os.getuid()):
-                count += len(os.listdir(f"/proc/{name}/task"))
-    return count
-
-
 def descendants() -> list[int]:
     """The processes below this one."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc") if sys.platform == "linux" else ():
-        with suppress(OSError):
-            if name.isdigit():
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    parents[int(name)] = int(file.read().rsplit(b")", 1)[1].split()[1])
+        with suppress(OSError, ValueError), open(f"/proc/{int(name)}/stat", "rb") as file:
+            parents[int(name)] = int(file.read().rsplit(b")", 1)[1].split()[1])
     found, edge = list[int](), {os.getpid()}
     while edge:
         edge = {process for process, parent in parents.items() if parent in edge}

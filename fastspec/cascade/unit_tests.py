@@ -18,6 +18,7 @@ import tempfile
 import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,19 @@ def job_of(tests: UnitTests, answer: str, limits: Limits, kind: str) -> dict[str
     context = [tests.context, tests.context.rstrip("\n") + "\n    pass\n"]  # a signature alone needs a body
     return {
         "parts": parts, "context": context, "tests": [tests.setup, tests.tests], "entry_point": tests.entry_point,
-        "limits": {"seconds": float(limits.seconds), "memory": limits.memory, "processes": limits.processes},
+        "limits": {"seconds": float(limits.seconds), "memory": limits.memory, "processes": limits.processes + running()},
         "command": [*command(kind), sys.executable, "-I", "-B", "-c", SCRIPT.read_text("utf-8"), "answer"],
         "privileges": kind in ("bubblewrap", "nsjail"),  # which may be set-user-id programs
     }  # fmt: skip
+
+
+def running() -> int:
+    """Processes and threads of this user and of root, which RLIMIT_NPROC may count."""
+    count = 0
+    for folder in Path("/proc").glob("[0-9]*") if sys.platform == "linux" else ():
+        with suppress(OSError):
+            count += len(os.listdir(folder / "task")) if folder.stat().st_uid in (0, os.getuid()) else 0
+    return count
 
 
 def passes(
