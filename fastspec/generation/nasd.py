@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastspec.config import Nasd
+from fastspec.errors import Unsupported
 from fastspec.generation.draft_length import Credit, pause_after
 from fastspec.generation.ngram import NgramStorage, Storage
 from fastspec.generation.protocols import Ops
@@ -272,6 +273,15 @@ class NasdDrafter:
                 if token in self.ends:
                     break
             self.cursors[row], self.roots[row] = cursor, said[width * (accepted + 1) - 1]
+
+
+def check_tokens(storage: Storage | str, vocabulary: int) -> None:
+    """Raise Unsupported where a storage of ours would draft tokens that a model of so many does not have."""
+    if isinstance(storage, (NgramStorage, SuffixStorage)) and storage.tallies.largest() >= vocabulary:
+        raise Unsupported(
+            f"Nasd: storage={storage!r} holds the token {storage.tallies.largest()}, and the model's tokens end at {vocabulary - 1}: it "
+            "was filled with another model's texts; load the one made with this model, or make a new one"
+        )
 
 
 @dataclass(frozen=True, slots=True)

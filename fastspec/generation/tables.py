@@ -130,6 +130,10 @@ class Tallies:
             if before >= 0:
                 later[before], later[at], heads[context] = later[at], first, at
 
+    def largest(self) -> int:
+        """The largest token that was counted, -1 where none was."""
+        return int(torch.frombuffer(self.tokens, dtype=torch.int32).max()) if self.tokens else -1
+
     def entries(self, context: int) -> list[tuple[int, int]]:
         """(token, count), the token counted last in front."""
         tokens, counts, later = self.tokens, self.counts, self.later

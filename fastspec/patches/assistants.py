@@ -13,12 +13,12 @@ from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.eagle.static import StaticDrafter
 from fastspec.generation.loop import Outcome
-from fastspec.generation.nasd import NasdDecoding
+from fastspec.generation.nasd import NasdDecoding, check_tokens
 from fastspec.generation.protocols import Ops
 from fastspec.patches.compat import device_of
 from fastspec.patches.heads import moved
 from fastspec.patches.refusals import refuse_heads, refuse_joining
-from fastspec.patches.speculative import read_parameters, resolve_speculative
+from fastspec.patches.speculative import read_parameters, resolve_speculative, vocabulary
 
 FUSED_BYTES = 20e6
 """The largest head, in bytes of its own weights, that is drafted with in one launch at batch 1, where the fused drafter can run it. On an
@@ -174,6 +174,11 @@ def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> 
     return EagleDecoding(config.name, _head(config.name, resources, model, max(shape.top_k, batched.top_k)), shape, auto, batched)
 
 
+def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:
+    check_tokens(config.storage, vocabulary(model))
+    return NasdDecoding(config, sum(weight.nbytes for weight in read_parameters(model)))
+
+
 def _cascade(resources: dict[str, Any]) -> Any:
     models = resources.get(Cascade.name)
     if models is None:
@@ -186,7 +191,7 @@ RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
     Eagle1: _eagle,
     Eagle2: _dynamic,
     Eagle3: _dynamic,
-    Nasd: lambda config, resources, model: NasdDecoding(config, sum(weight.nbytes for weight in read_parameters(model))),
+    Nasd: _nasd,
     Speculative: resolve_speculative,
     Cascade: lambda config, resources, model: _cascade(resources).decoding(config),
 }
