@@ -13,8 +13,8 @@ HEAVY = {"torch", "triton", "transformers", "accelerate", "safetensors", "numpy"
 REFERENCE = ("kernels.reference", "kernels.reference_round")
 ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("errors", "kernels")),
-    "generation": ({"torch", "safetensors"}, ("config", "errors", "generation", *REFERENCE)),
-    "cascade": ({"torch", "safetensors"}, ("cascade", "config", "errors", "generation", *REFERENCE)),
+    "generation": ({"torch", "safetensors"}, ("config", "errors", "generation", "reading", *REFERENCE)),
+    "cascade": ({"torch", "safetensors"}, ("cascade", "config", "errors", "generation", "reading", *REFERENCE)),
     "patches": (HEAVY - {"triton"}, ("cascade", "config", "devices", "errors", "generation", "kernels", "models", "patches")),
 }
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from fastspec.config import ContinuousBatch
 from fastspec.errors import Unsupported
+from fastspec.reading import parse_yaml
 
 MODES = ("adaptive", "token", "lossless")
 RULES = ("chow", "diff", "opt", "token_v1", "token_v2", "token_v3")
@@ -178,11 +179,9 @@ class Cascade:
         Relative paths in it start at the working directory. Raises `Unsupported` for a file that cannot be read as such, for a key that
         is none, and for a value that its key does not take.
         """
-        import yaml
-
         try:
-            read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            read = parse_yaml(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise Unsupported(f"{path} cannot be read as YAML: {error}") from error
         keys = _keys(read, cls, str(path))
         stages = keys.get("stages")

@@ -18,6 +18,7 @@ from fastspec.cascade.calibration import Calibrator, Posterior
 from fastspec.cascade.features import NAMES
 from fastspec.cascade.stopping import Rates, Scores, Table
 from fastspec.errors import CheckpointError, Unsupported
+from fastspec.reading import parse_json
 
 FORMAT, VERSION = "fastspec-cascade-predictor", "1"
 HIDDEN = 32
@@ -187,8 +188,8 @@ class Predictor:
                     raise Unsupported(f"{found}; expected {FORMAT!r}, version {VERSION!r}")
                 # Copies: a file's tensors lie at odd addresses, where torch may add in another order.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            stages, names = (tuple(map(str, json.loads(header[key]))) for key in ("stages", "features"))
-            place = {str(name): str(value) for name, value in json.loads(header["place"]).items()}
+            stages, names = (tuple(map(str, parse_json(header[key]))) for key in ("stages", "features"))
+            place = {str(name): str(value) for name, value in parse_json(header["place"]).items()}
             return replace(_read(stages, names, tensors), place=place)
         except (OSError, SafetensorError, Unsupported, KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: no readable predictor of a cascade: {error}") from error

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError, Unsupported
+from fastspec.reading import parse_json
 
 FORMAT, VERSION = "fastspec.cascade.records", 1
 SPLITS = ("train", "held-out")
@@ -172,8 +173,8 @@ def read(path: str | Path) -> Records:
 
 def _header(line: str, path: str | Path) -> tuple[str, ...]:
     try:
-        header = json.loads(line)
-    except json.JSONDecodeError as error:
+        header = parse_json(line)
+    except ValueError as error:
         raise CheckpointError(f"{path}, line 1: no JSON ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != VERSION:
         expected = f'{{"format": "{FORMAT}", "version": {VERSION}, "features": [names]}}'
@@ -186,8 +187,8 @@ def _header(line: str, path: str | Path) -> tuple[str, ...]:
 
 def _record(line: str, names: Sequence[str], where: str) -> Record:
     try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
+        values = parse_json(line)
+    except ValueError as error:
         raise CheckpointError(f"{where}: no JSON ({error})") from error
     expected = {each.name for each in fields(Record)}
     if not isinstance(values, dict) or set(values) | {"judged"} != expected:  # files of before do not say how they were judged

@@ -32,6 +32,7 @@ from fastspec.patches.compat import device_of
 
 PATTERNS = ["*.json", "*.safetensors", "*.bin"]
 PROBE_TOKENS = 64
+SOURCES = "a directory, a hub id, the name of a head that comes with fastspec, and (to patch or load) an EagleHead"
 
 
 class Sizes(NamedTuple):
@@ -93,6 +94,8 @@ def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: Pre
     for name, source in sources.items():
         if source is None:
             continue
+        if not isinstance(source, (str, Path, EagleHead)):
+            raise CheckpointError(f"{name}={source!r} is no head: accepted are {SOURCES}")
         head = found[name] = made[source] = made[source] if source in made else load_head(source, target)
         kind = head.config.kind
         if (kind == "eagle3") != (name == "eagle3"):
@@ -109,6 +112,8 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
 
     Raises CheckpointError where there is none.
     """
+    if not isinstance(source, (str, Path)):
+        raise CheckpointError(f"{source!r} is no head: accepted are {SOURCES}")
     local = Path(source).expanduser()
     if local.is_dir():
         return local

@@ -6,7 +6,6 @@ that is missing, unknown, misshapen or not finite is an error, and code that com
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from torch import Tensor
 from fastspec.errors import CheckpointError
 from fastspec.generation.eagle.dialects import Description, Flag, describe, normalise_key
 from fastspec.generation.eagle.head import EagleHead, HeadConfig
+from fastspec.reading import parse_json
 
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -161,7 +161,7 @@ def build_head(checkpoint: HeadCheckpoint) -> EagleHead:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist; a head is a directory with config.json and its weights") from error
     except (ValueError, OSError) as error:
@@ -212,6 +212,13 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         ) from error
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         raise CheckpointError(f"{path} holds something else than named tensors; expected a plain state dict")
+    for name, tensor in state.items():
+        kind = "on the device meta, without values" if tensor.is_meta else str(tensor.layout)
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+            raise CheckpointError(
+                f"{path}: {name} is {'quantised' if tensor.is_quantized else kind}; accepted are dense tensors with their values: save the "
+                "head from a loaded model, as safetensors"
+            )
     return state
 
 
