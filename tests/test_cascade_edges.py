@@ -271,3 +271,15 @@ def test_tables_fit_80_columns(names: list[str], points: int, price: float) -> N
     lines = file.getvalue().splitlines()[3:]
     assert len(lines) == min(points, 15) and all("98765.4" in line and "-0.125 +0.125" in line and len(line) <= 80 for line in lines)
     assert cli_cascade._evenly(rows, 15)[:1] == rows[:1] and cli_cascade._evenly(rows, 15)[-1:] == rows[-1:]
+
+
+@pytest.mark.parametrize("name", ["stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn"])
+def test_what_may_keep_a_state_over_the_batch_is_refused(name):
+    """The stages answer some of the rows each: none of them makes plain decoding's calls."""
+
+    def own(*args, **kwargs):
+        raise AssertionError("never called")
+
+    large = cascaded(stages(2))
+    with pytest.raises(Unsupported, match="may keep a state over a whole batch"):
+        large.generate(**prompts(6), max_new_tokens=4, assistant="cascade", **{name: own if name.startswith("prefix") else [own]})

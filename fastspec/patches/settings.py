@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from fastspec.errors import Unsupported
+from fastspec.patches.selection import unknown_types
 from fastspec.patches.stages import OWN, StageModel
 
 OF_TOKENS = (
@@ -41,6 +42,13 @@ def refuse(stages: Sequence[StageModel], given: dict[str, Any]) -> None:
     for name, why in REFUSED.items():
         if given.get(name) is not None and given[name] is not False:
             raise Unsupported(f"{name} cannot be combined with assistant='cascade': {why}")
+    criteria, processors = (given.get(name) or () for name in ("stopping_criteria", "logits_processor"))
+    stateful = unknown_types(processors, criteria) or ("prefix_allowed_tokens_fn" if given.get("prefix_allowed_tokens_fn") else "")
+    if stateful:
+        raise Unsupported(
+            f"{stateful} may keep a state over a whole batch, and the stages of a cascade answer some of its rows each, one after another: "
+            "leave it out, or decode with the large model's own assistant"
+        )
     for stage in stages:
         if stage.stage.tokenizer is not None:
             _refuse_tokens(stage, given)
