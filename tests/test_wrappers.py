@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from helpers_generate import prompts, stats
 from helpers_models import tiny_model
 
@@ -54,8 +55,6 @@ def test_accelerates_conversion_keeps_the_adapter_and_its_autocast_does_not():
     model = tiny_model()
     model.forward = convert_outputs_to_fp32(model.forward)
     assert fastspec.report(fastspec.patch(model)).mode == "adapter llama"
-    import torch
-
     model = tiny_model()
     model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
     assert fastspec.report(fastspec.patch(model)).mode.startswith("generic (LlamaForCausalLM has a forward of someone else's (")
@@ -77,3 +76,41 @@ def test_a_forward_of_someone_elses_is_named_once(level):
         for _ in range(2):
             assert model.generate(**prompts(6), **OPTIONS, assistant="nasd").tolist() == want
     assert sum("generic mode" in str(warning.message) for warning in told) == 1 and stats(model).assistant == "nasd"
+
+
+@pytest.mark.parametrize("wrap", ["compile", "data parallel", "peft", "both"])
+def test_a_wrapped_model_is_patched_inside(wrap):
+    """`patch` and `unpatch` return what they were given, and `report` and `profile` take it."""
+    class Peft(torch.nn.Module):
+        __module__ = "peft.peft_model"
+
+        def __init__(self, base: Any) -> None:
+            super().__init__()
+            self.base = base
+
+        def get_base_model(self) -> Any:
+            return self.base
+
+    model = tiny_model()
+    wrapped = Peft(model) if wrap in ("peft", "both") else model
+    wrapped = torch.compile(wrapped) if wrap in ("compile", "both") else wrapped
+    wrapped = torch.nn.DataParallel(wrapped) if wrap == "data parallel" else wrapped
+    assert fastspec.patch(wrapped, assistant="nasd") is wrapped and "generate" in model.__dict__
+    with fastspec.profile(wrapped) as profile:
+        model.generate(**prompts(6), **OPTIONS)
+    assert profile.rounds and fastspec.report(wrapped).last.assistant == "nasd"
+    with pytest.raises(fastspec.PatchConflict):
+        fastspec.patch(model)
+    assert fastspec.unpatch(wrapped) is wrapped and "generate" not in model.__dict__
+
+
+def test_a_compiled_model_generates_through_its_wrapper():
+    wrapped = fastspec.patch(torch.compile(tiny_model()), assistant="nasd")
+    assert wrapped.generate(**prompts(6, 3), **OPTIONS).tolist() == tiny_model().generate(**prompts(6, 3), **OPTIONS).tolist()
+    assert fastspec.report(wrapped).last.rounds
+
+
+@pytest.mark.parametrize("given", [None, "model", 3, dict])
+def test_what_is_no_model_is_named(given):
+    with pytest.raises(fastspec.Unsupported, match="patch takes a transformers model, not"):
+        fastspec.patch(given)

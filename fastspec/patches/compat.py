@@ -75,7 +75,7 @@ def unwrapped(model: Any) -> Any:
 
     accelerate knows its own wrappers and torch's; PEFT's models name theirs.
     """
-    inner = extract_model_from_parallel(model) if isinstance(model, nn.Module) else model
+    inner = extract_model_from_parallel(model, keep_torch_compile=False) if isinstance(model, nn.Module) else model
     base = getattr(inner, "get_base_model", None)
     return unwrapped(base()) if callable(base) and type(inner).__module__.startswith("peft.") else inner
 
