@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from fastspec.kernels import few_attention, hopper_attention, reference
 from fastspec.kernels import tree_attention as kernels
+from fastspec.kernels.launch import is_hopper
 
 HAS_CUDA = torch.cuda.is_available()
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tensors"))
@@ -287,7 +288,7 @@ def hopper_from(slots: int):
     return patch.object(hopper_attention, "LONG", slots)
 
 
-HOPPER = pytest.mark.skipif(not HAS_CUDA or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for compute capability 9.0")
+HOPPER = pytest.mark.skipif(not HAS_CUDA or not is_hopper(torch.device("cuda")), reason="the kernel is for compute capability 9.0")
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 
 

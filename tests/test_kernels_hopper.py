@@ -18,11 +18,12 @@ from fastspec.kernels import hopper_linear as kernel
 from fastspec.kernels import linear as products
 from fastspec.kernels import linear_parts as split
 from fastspec.kernels.hopper_linear import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
+from fastspec.kernels.launch import is_hopper
 from fastspec.kernels.linear import Launch, linear
 from fastspec.kernels.linear_parts import PartsLaunch, linear_parts
 from fastspec.kernels.reference import joined
 
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HAS_HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 ON_HOPPER = pytest.mark.skipif(not HAS_HOPPER, reason="the kernel is for compute capability 9.0")
 HALVES = [torch.float16, torch.bfloat16]
 LAUNCHES = [HopperLaunch(64, 128, 4, 2), HopperLaunch(128, 64, 4, 1), HopperLaunch(64, 128, 6, 6), HopperLaunch(64, 128, 6, 3)]

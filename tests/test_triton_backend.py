@@ -260,7 +260,7 @@ def test_wide_trees_are_ranked_by_the_references(device):
 def test_auto_takes_the_kernels_where_they_were_measured(monkeypatch):
     from fastspec.patches import backends
 
-    cases = ((9, 0), True, "triton"), ((9, 0), False, "torch"), ((8, 0), True, "torch"), ((12, 0), True, "torch")
+    cases = ((9, 0), True, "triton"), ((9, 0), False, "torch"), ((8, 0), True, "triton"), ((12, 0), True, "triton"), ((7, 5), True, "torch")
     for capability, adapted, name in cases:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         assert backends.choose_backend("auto", "cuda", adapted).name == name

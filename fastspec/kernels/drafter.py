@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastspec.kernels import drafter_attention as mixing
 from fastspec.kernels import drafter_phases as phases
+from fastspec.kernels.launch import stages_within
 from fastspec.kernels.rms_norm import summed
 
 
@@ -274,6 +275,8 @@ def draft_space(
     meta: dict[str, Any] = _tiles(w.fc.dtype, most)
     if not (launch or {}).keys() <= meta.keys():
         raise ValueError(f"launch={launch}; accepted entries are {', '.join(meta)}")
+    stage = max((meta["BN"] + meta["BR"]) * meta["BK"], (meta["BV"] + meta["BR"]) * meta["BKV"]) * w.fc.element_size()
+    meta["STAGES"] = stages_within(meta["STAGES"], stage, device)
     meta |= sizes | (launch or {}) | ({} if device.type == "cuda" else {"AHEAD": 0, "AHEAD_LONG": 0})
     grid = _programs(device, w.fc.dtype, meta) if programs is None else programs
     outputs = {"S_FC": (width, w.fc.shape[1]), "S_QKV": w.qkv.shape, "S_O": w.o.shape, "S_DOWN": w.down.shape}

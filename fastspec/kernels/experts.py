@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, stages_within
 from fastspec.kernels.rms_norm import rows_of
 from fastspec.kernels.swiglu import silu_times
 
@@ -233,7 +233,9 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: T
     launch = launch_for(tokens, x.dtype)
     activated, parts = x.new_empty((pairs, inner)), x.new_empty((pairs, size))
     shared = pdl | {"TILE": launch.tile, "SMALL": launch.small, "LARGE": launch.large, "num_warps": launch.warps}
-    shared |= {"SMALL_STAGES": launch.small_stages, "LARGE_STAGES": launch.large_stages}
+    stage = launch.depth * x.element_size()
+    shared["SMALL_STAGES"] = stages_within(launch.small_stages, (launch.tile + launch.small) * stage, x.device)
+    shared["LARGE_STAGES"] = stages_within(launch.large_stages, (launch.tile + launch.large) * stage, x.device)
     _gate_up[(triton.cdiv(2 * inner, launch.tile), groups)](
         rows, gate_up, order, expert, begin, end, activated, rows.stride(0), CHOICES=choices, HIDDEN=size, INNER=inner,
         DEPTH_BLOCK=_depth(launch, size), **shared,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.attention_parts import LOG2E, MAX_SPLITS, merge, update
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, stages_within
 
 MAX_ROWS = 16
 LONG = 8192  # slots from which programs take wider blocks
@@ -129,12 +129,13 @@ def few_attention(
     if splits > 1:
         part = q.new_empty((pairs, rows, splits, size), dtype=torch.float32)
         lse = q.new_empty((pairs, rows, splits), dtype=torch.float32)
+    stages = stages_within(launch.stages, 2 * launch.block_n * block_d * k.element_size(), q.device)
     _few_kernel[(splits, pairs)](
         q, k, v, out, part, lse, prefix, prefix if words is None else words, scale * LOG2E, nodes, tail, extent, splits, kv_heads,
         *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), prefix.stride(0), s_wb, s_wn,
         S_K=k.stride(2), S_V=v.stride(2), GROUP=heads // kv_heads, D=size, BLOCK_M=MAX_ROWS, BLOCK_N=launch.block_n,
-        BLOCK_D=block_d, CHAIN=words is None, SPLIT=splits > 1, STAGES=launch.stages,
-        num_warps=launch.warps, num_stages=launch.stages, **dependent(q.device),
+        BLOCK_D=block_d, CHAIN=words is None, SPLIT=splits > 1, STAGES=stages,
+        num_warps=launch.warps, num_stages=stages, **dependent(q.device),
     )  # fmt: skip
     if splits > 1:
         merge(part, lse, out, kv_heads)

@@ -20,6 +20,7 @@ do, lets more of them queue up, each behind grids whose programs have all begun;
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +31,16 @@ from torch import Tensor
 
 PDL = True
 """Whether kernels start before the kernel in front of them has finished, where the device can."""
+
+PORTABLE = os.environ.get("FASTSPEC_PORTABLE", "") not in ("", "0")
+"""Whether the kernels run as on a device that has nothing of Hopper's and the least shared memory (the environment's FASTSPEC_PORTABLE=1):
+without programmatic dependent launch, without the kernels in Gluon, and in LEAST_SHARED bytes."""
+
+LEAST_SHARED = 99 << 10
+"""Bytes of shared memory that a program may use on the devices that have the least of it: compute capability 8.6, 8.9 and 12.0 (CUDA C++
+Programming Guide, technical specifications per compute capability). 8.0 has 163 KiB; 9.0 and 10.0 have 227."""
+_RESERVED = 2 << 10
+"""Left free of them for what a kernel keeps beside its pipeline."""
 
 _INTERPRETED = triton.knobs.runtime.interpret  # as it is when the kernels are defined
 
@@ -44,15 +55,38 @@ def dependent(device: torch.device) -> dict[str, Any]:
 
 @lru_cache
 def _capable(device: torch.device) -> bool:
-    if _INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+    if _INTERPRETED or PORTABLE or device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @lru_cache
+def has_descriptors(device: torch.device) -> bool:
+    """Whether a device reads tiles through tensor descriptors itself, from compute capability 9.0 on; elsewhere Triton makes pointers of
+    them, which take many registers."""
+    return _INTERPRETED or _capable(device)
+
+
+@lru_cache
 def is_hopper(device: torch.device) -> bool:
     """Whether a device has Hopper's tensor cores, for which some kernels are written out in Gluon."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    return not PORTABLE and device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use on a device; without a GPU as many as on Hopper."""
+    if device.type != "cuda":
+        return 227 << 10
+    index = torch.cuda.current_device() if device.index is None else device.index
+    limit: int = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return min(limit, LEAST_SHARED) if PORTABLE else limit
+
+
+def stages_within(stages: int, stage: int, device: torch.device, fixed: int = 0) -> int:
+    """The stages of a pipeline, at most `stages` and at least 2, that fit a device's shared memory: `stage` bytes each, and `fixed` beside
+    them. The launch tables were measured on a Hopper GPU, where all of theirs fit."""
+    return max(2, min(stages, (shared_memory(device) - _RESERVED - fixed) // max(1, stage)))
 
 
 def padded(rows: int) -> int:

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastspec.kernels import swiglu as swiglu_kernel
 from fastspec.kernels.hopper_linear import MAX_ROWS, HopperLaunch, hopper_launch_for, hopper_linear, takes
-from fastspec.kernels.launch import dependent, padded, prefetch
+from fastspec.kernels.launch import dependent, has_descriptors, padded, prefetch, stages_within
 from fastspec.kernels.linear_row import RowLaunch, linear_row, row_launch_for
 
 
@@ -212,11 +212,13 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch:
     rows, depth = x.shape
     width = out.shape[-1]
     lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size() | depth * weight.element_size()) % 16 == 0
-    tma, pdl = launch.tma and lined_up, launch.pdl and lined_up and dependent(x.device)["PDL"]
-    options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages} | ({"launch_pdl": True} if pdl else {})
+    tma, pdl = launch.tma and lined_up and has_descriptors(x.device), launch.pdl and lined_up and dependent(x.device)["PDL"]
+    tiles = launch.channels * launch.depth * (1 + swiglu) + padded(rows) * launch.depth
+    stages = stages_within(launch.stages, tiles * x.element_size(), x.device)
+    options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": stages} | ({"launch_pdl": True} if pdl else {})
     _linear_kernel[(-(-width // launch.channels),)](
         x, weight, TensorDescriptor.from_tensor(weight, [launch.channels, launch.depth]) if tma else None,
         bias, out, rows, width, depth, x.stride(0), weight.stride(0),
         BM=launch.channels, BK=launch.depth, BR=padded(rows), SWIGLU=swiglu, BIAS=bias is not None, EVEN_K=depth % launch.depth == 0,
-        TMA=tma, PREFETCH=launch.prefetch, PDL=pdl, STAGES=launch.stages, **options,
+        TMA=tma, PREFETCH=launch.prefetch, PDL=pdl, STAGES=stages, **options,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.hopper_linear import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
-from fastspec.kernels.launch import dependent, padded
+from fastspec.kernels.launch import dependent, padded, stages_within
 from fastspec.kernels.linear import linear
 from fastspec.kernels.reference import Parts
 
@@ -97,9 +97,10 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: Part
     if isinstance(launch, HopperLaunch):
         hopper_linear(flat, weight, bias, out, replace(launch, parts=parts))
         return Parts(out.view(parts, *x.shape[:-1], channels), x.dtype)
+    stages = stages_within(launch.stages, (launch.channels + padded(rows)) * launch.depth * x.element_size(), x.device)
     _parts_kernel[(triton.cdiv(channels, launch.channels) * parts,)](
         flat, weight, bias, out, rows, channels, steps, flat.stride(0), weight.stride(0), BM=launch.channels, BK=launch.depth,
-        BR=padded(rows), S=parts, BIAS=bias is not None, STAGES=launch.stages, num_warps=launch.warps, num_stages=launch.stages,
+        BR=padded(rows), S=parts, BIAS=bias is not None, STAGES=stages, num_warps=launch.warps, num_stages=stages,
         **dependent(x.device),
     )  # fmt: skip
     return Parts(out.view(parts, *x.shape[:-1], channels), x.dtype)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastspec.kernels.launch import dependent, prefetch, prefetched
+from fastspec.kernels.launch import dependent, has_descriptors, prefetch, prefetched, stages_within
 from fastspec.kernels.reference import Candidates
 
 EMPTY = tl.constexpr(-(2**63))  # below every key
@@ -251,7 +251,8 @@ def topk_expand(
         _logits_kernel[grid](hidden, keys, peak, mass, arrived, rows, nodes, vocab, tiles, *strides, count, tile, num_warps=warps, **pdl)
     else:
         lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size()) % 16 == 0  # what a tensor descriptor asks for
-        tma = half and size % step == 0 and lined_up
+        tma = half and size % step == 0 and lined_up and has_descriptors(device)
+        stages = stages_within(stages, (tile + block) * step * weight.element_size(), device)
         _product_kernel[grid](
             hidden, weight, TensorDescriptor.from_tensor(weight, [tile, step]) if tma else None, keys, peak, mass, arrived, rows, nodes,
             vocab, size, tiles, *strides, weight.stride(0), count, block, tile, step, size % step == 0, tma,

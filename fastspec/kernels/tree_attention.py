@@ -22,7 +22,7 @@ from torch import Tensor
 from fastspec.kernels import hopper_attention as hopper
 from fastspec.kernels.attention_parts import LOG2E, MAX_SPLITS, merge, update
 from fastspec.kernels.few_attention import MAX_ROWS, few_attention, processors
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, stages_within
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MERGE_COST = 4  # what a merge takes, in the time of a block
@@ -232,13 +232,15 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: f
         tree = None if chain else layout.words
         hopper.launch(q, k, v, out, part, lse, layout.prefix, tree, layout.tail, extent, splits, scale * LOG2E)
     else:
+        held = launch.block_m * block_d * q.element_size()  # the queries, and the weights of a block on their way to the second product
+        stages = stages_within(launch.stages, 2 * launch.block_n * block_d * k.element_size(), q.device, fixed=2 * held)
         words, (s_wb, s_wn) = (layout.prefix, (0, 0)) if layout.words is None else (layout.words, layout.words.stride()[:2])
         _attention_kernel[(tiles, splits, pairs)](
             q, k, v, out, part, lse, layout.prefix, words, scale * LOG2E, nodes, layout.tail, extent, splits, kv_heads,
             *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), layout.prefix.stride(0), s_wb, s_wn,
             S_K=k.stride(2), S_V=v.stride(2), GROUP=group, D=size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=block_d,
-            MIN_BLOCKS=launch.least, CHAIN=chain, SPLIT=splits > 1, TAIL_STAGES=max(2, launch.stages - 1),
-            num_warps=launch.warps, num_stages=launch.stages, **dependent(q.device),
+            MIN_BLOCKS=launch.least, CHAIN=chain, SPLIT=splits > 1, TAIL_STAGES=max(2, stages - 1),
+            num_warps=launch.warps, num_stages=stages, **dependent(q.device),
         )  # fmt: skip
     if splits > 1:
         merge(part, lse, out, kv_heads)

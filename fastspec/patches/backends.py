@@ -112,15 +112,15 @@ NAMES = ("auto", "torch", "triton")
 def choose_backend(name: str, device_type: str, adapted: bool = True) -> Ops:
     """The kernels of a backend name on a device; `adapted` says whether the model has an adapter.
 
-    "auto" is Triton on a CUDA device of compute capability 9.0 (Hopper, where the kernels were measured) for a model with an adapter,
-    where triton is installed; plain torch on CUDA else; and torch with oneDNN on the CPU, where torch carries it. Raises Unsupported for an
-    unknown name, and for "triton" where its kernels cannot run.
+    "auto" is Triton on a CUDA device of compute capability 8.0 or more for a model with an adapter, where triton is installed; plain
+    torch on CUDA else; and torch with oneDNN on the CPU, where torch carries it. Raises Unsupported for an unknown name, and for "triton"
+    where its kernels cannot run.
     """
     if name not in NAMES:
         raise Unsupported(f"backend={name!r} on {device_type}: accepted are {', '.join(map(repr, NAMES))}")
     if name == "auto" and device_type == "cuda":
-        measured = torch.cuda.get_device_capability() == (9, 0) and find_spec("triton") is not None
-        return triton_ops() if adapted and measured else TORCH
+        able = torch.cuda.get_device_capability() >= (8, 0) and find_spec("triton") is not None
+        return triton_ops() if adapted and able else TORCH
     if name == "triton":
         if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise Unsupported(f'backend="triton" needs a CUDA device, and the model is on {device_type}: use backend="auto"')

@@ -1,0 +1,193 @@
+"""Compile every Triton kernel for a GPU that need not be there, and print a row for each launch: its name, shared memory and registers.
+
+    python tests/compile_targets.py 86
+
+The host functions run as they do on such a device, with tensors on the CPU, and each launch is compiled in place of being run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Compute capability -> bytes of shared memory that one program may use (CUDA C++ Programming Guide, technical specifications)."""
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+SHAPES = {"8B": (4096, 14336, 32, 8, 128, 128256), "135M": (576, 1536, 9, 3, 64, 49152)}
+"""name -> hidden size, inner size, query heads, key heads, head size, vocabulary."""
+
+
+class Absent:
+    """Triton's driver for a device that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+
+def compiled(capability: int, rows: list[dict[str, Any]]) -> None:
+    """Let every launch from here on be compiled for a device of this compute capability, and described in `rows`."""
+    from fastspec.kernels import hopper_attention, hopper_linear, launch, linear, topk_expand, tree_attention
+
+    triton.runtime.driver.set_active(Absent(capability))
+    launch._capable = lambda device: capability >= 90
+    for module in (linear, topk_expand):
+        module.has_descriptors = launch._capable
+    launch.shared_memory = lambda device: SHARED[capability]
+    for module in (hopper_attention, hopper_linear):
+        module.is_hopper = lambda device: capability == 90
+    tree_attention.processors = lambda device: 108
+
+    def bound(kernel: JITFunction, grid: Any) -> Callable[..., None]:
+        def run(*args: Any, **options: Any) -> None:
+            made = kernel.run(*args, grid=grid, warmup=True, **options)
+            rows.append({"kernel": kernel.__name__, "shared": made.metadata.shared, **usage(made.asm["cubin"])})
+
+        return run
+
+    JITFunction.__getitem__ = bound
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of them that went to memory (the stack), as cuobjdump reads them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", told)}
+    return {"registers": found["REG"], "stack": found["STACK"]}
+
+
+def floats(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+def whole(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int64)
+
+
+def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Each op of a round on a model of this shape: its name, and a call."""
+    from fastspec.kernels import (
+        experts,
+        head_input,
+        head_pairs,
+        kv_block_copy,
+        linear,
+        linear_parts,
+        next_frontier,
+        posterior_eval,
+        rms_norm,
+        rope_cache,
+        settle,
+        swiglu,
+        topk_expand,
+        tree_attention,
+        tree_build,
+        tree_input,
+    )
+    from fastspec.kernels.reference import SamplingLaw
+
+    hidden, inner, heads, kv_heads, size, vocab = SHAPES[shape]
+    group, draft_vocab, nodes = heads // kv_heads, min(vocab, 32000), 61
+
+    def few(*sizes: int) -> Tensor:
+        return floats(*sizes, dtype=dtype)
+
+    for rows in (1, 8, 61):
+        x, active = few(1, rows, hidden), torch.ones(1, dtype=torch.bool)
+        yield f"linear, {rows} rows", lambda x=x: linear.linear(x, few(hidden + 2 * kv_heads * size, hidden), None)
+        yield f"linear to the vocabulary, {rows} rows", lambda x=x: linear.linear(x, few(vocab, hidden), None)
+        yield f"linear with a bias, {rows} rows", lambda x=x: linear.linear(x, few(hidden, hidden), few(hidden))
+        yield f"gate_up, {rows} rows", lambda x=x: linear.gate_up(x, few(2 * inner, hidden), None)
+        yield f"linear_parts, {rows} rows", lambda rows=rows: linear_parts.linear_parts(few(1, rows, inner), few(hidden, inner), None)
+        yield f"rms_norm, {rows} rows", lambda x=x: rms_norm.rms_norm(x, few(hidden), 1e-5, x)
+        yield f"swiglu, {rows} rows", lambda rows=rows: swiglu.swiglu(few(1, rows, 2 * inner))
+        cache, table = few(1, kv_heads, 4096, size), floats(4096, size // 2, dtype=torch.float32)
+        qkv = few(1, rows, (heads + 2 * kv_heads) * size)
+        at = whole(1, rows)
+        yield f"rope_cache, {rows} rows", lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(q, t, t, n, k, k, n)
+        for extent in (1024, 16384):
+            words = None if rows == 1 else whole(1, rows, 1)
+            layout = tree_attention.attention_layout(whole(1), words, rows, rows, extent, group)
+            keys = few(1, kv_heads, extent + 64, size)
+            yield f"tree_attention, {rows} rows, {extent}", lambda n=rows, k=keys, to=layout: tree_attention.tree_attention(
+                few(1, n, heads, size), k, k, to, size**-0.5
+            )
+        logits = few(1, rows, vocab)
+        yield f"pick, {rows} rows", lambda x=logits: posterior_eval.pick(x, None)
+        drawn = floats(1, rows, dtype=torch.float32)
+        yield f"pick, drawn, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u)
+        yield f"pick under a law, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u, SamplingLaw(0.8, 50, 0.9, 0.1))
+        tree, table = whole(1, rows), few(vocab, hidden)
+        yield f"tree_input, {rows} rows", lambda t=tree, e=table: tree_input.tree_input(t, t, whole(1), 4000, e)
+        path = whole(1, min(rows, 8))
+        yield f"posterior_walk, {rows} rows", lambda t=tree, n=path.shape[1]: posterior_eval.posterior_walk(t, t, t, n)
+        yield f"commit_slots, {rows} rows", lambda p=path, a=active: settle.commit_slots(whole(1), p, whole(1), a, 4000)
+        yield f"emit, {rows} rows", lambda t=tree, p=path, a=active: settle.emit(t, p, whole(1), whole(1), a, whole(1))
+    yield "kv_block_copy", lambda: kv_block_copy.kv_block_copy(*(few(4, 1, kv_heads, 1024, size),) * 2, whole(1, 8), whole(1, 8))
+    yield "path_pairs", lambda: head_pairs.path_pairs(
+        few(1, nodes, 3 * hidden), whole(1, 8), whole(1), whole(1), torch.ones(1, dtype=torch.bool), whole(1), whole(1)
+    )
+    last = few(1, hidden)
+    yield "keep_last", lambda: head_pairs.keep_last(few(1, 8, hidden), few(1, 8, hidden), whole(1), last, last.clone(), whole(1), 4000)
+    scores, ids = floats(1, 10, dtype=torch.float32), whole(draft_vocab)
+    yield "topk_expand", lambda: topk_expand.topk_expand(few(1, 10, hidden), few(draft_vocab, hidden), scores, 10, ids)
+    yield "topk_expand of one node", lambda: topk_expand.topk_expand(few(1, 1, hidden), few(draft_vocab, hidden), scores[:, :1], 10, ids)
+    norms, table = few(hidden), few(vocab, hidden)
+    yield "next_frontier", lambda: next_frontier.next_frontier(whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10)
+    yield "head_input", lambda: head_input.head_input(whole(1, 10), few(1, 10, hidden), table, norms, norms, 1e-5)
+    yield "frontier_input", lambda: head_input.frontier_input(
+        whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10, table, norms, norms, 1e-5
+    )
+    grown = floats(1, 710, dtype=torch.float32)
+    yield "tree_build", lambda: tree_build.tree_build(grown, whole(1, 710), whole(1, 710), whole(710), whole(1), 60)
+    for rows in (1, 60, 128) if shape == "8B" else ():
+        chosen, share = whole(rows, 2), few(rows, 2)
+        yield f"experts, {rows} rows", lambda c=chosen, s=share, n=rows: experts.experts(
+            few(n, hidden), few(8, 2 * 2048, hidden), few(8, hidden, 2048), c, s
+        )
+
+
+def main(capability: int, shapes: list[str], only: str = "") -> None:
+    """Print a row of JSON per launch; one that cannot be compiled says why."""
+    rows: list[dict[str, Any]] = []
+    compiled(capability, rows)
+    for shape in shapes:
+        for name, call in launches(shape, torch.bfloat16):
+            if only and only not in name:
+                continue
+            before = len(rows)
+            try:
+                call()
+            except Exception as error:
+                rows.append({"kernel": "?", "error": f"{type(error).__name__}: {error}"[:400]})
+            for row in rows[before:]:
+                print(json.dumps({"capability": capability, "shape": shape, "op": name, "limit": SHARED[capability], **row}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2].split(",") if len(sys.argv) > 2 else list(SHAPES), *sys.argv[3:])

@@ -1,0 +1,62 @@
+"""Every kernel compiles for the GPUs that people have, and fits what they have of shared memory and registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastspec.kernels import launch
+
+SCRIPT = Path(__file__).with_name("compile_targets.py")
+TARGETS = [80, 86, 89, 90, 100, 120]
+TRITON = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+
+
+def rows_of(capability: int, shape: str, only: str = "") -> list[dict]:
+    """What the script prints; in a process of its own, since Triton's interpreter is on in this one."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "FASTSPEC_PORTABLE")}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(capability), shape, *([only] if only else [])], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(rows: list[dict]) -> None:
+    """No launch failed to compile, none takes more shared memory than there is, and none keeps much of its registers in memory."""
+    assert rows and not [row for row in rows if "error" in row]
+    assert not [row for row in rows if row["shared"] > row["limit"]]
+    assert not [row for row in rows if row["stack"] > 64]
+
+
+@TRITON
+def test_a_product_fits_the_smallest_device():
+    """One launch of the fast suite: its table's six stages would take 120 KiB."""
+    rows = rows_of(86, "8B", "linear, 8 rows")
+    check(rows)
+    assert [row["kernel"] for row in rows] == ["_linear_kernel"] and rows[0]["shared"] <= launch.LEAST_SHARED
+
+
+@TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["8B", "135M"])
+@pytest.mark.parametrize("capability", TARGETS)
+def test_every_kernel_compiles_for_every_device(capability, shape):
+    rows = rows_of(capability, shape)
+    check(rows)
+    assert len({row["kernel"] for row in rows}) >= 20
+
+
+@pytest.mark.parametrize("limit", [99 << 10, 163 << 10, 227 << 10])
+def test_a_pipeline_has_the_stages_that_fit(monkeypatch, limit):
+    """Never fewer than two, never more than the table's, and each of those that fit."""
+    monkeypatch.setattr(launch, "shared_memory", lambda device: limit)
+    for stages in (2, 3, 6):
+        for stage in (1 << 10, 20480, 40 << 10, 120 << 10):
+            got = launch.stages_within(stages, stage, None)
+            assert got == stages or (got == 2 < stages) or (got * stage <= limit - 2048 < (got + 1) * stage)
