@@ -12,7 +12,7 @@ from fastspec.errors import Unsupported
 from fastspec.patches.assistants import chosen, resolve
 from fastspec.patches.call import Call
 from fastspec.patches.cascade import AdaptiveCascade
-from fastspec.patches.compat import own_stop_strings, plain_decoding
+from fastspec.patches.compat import drop_capturing_hooks, own_stop_strings, plain_decoding
 from fastspec.patches.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.seq2seq import refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
@@ -77,7 +77,11 @@ def generate(self: Any, *args: Any, assistant: Any = DEFAULT, **kwargs: Any) -> 
         return call.run()
 
     with session.turn.taken():
-        return original(**{**own_stop_strings(self, given), "custom_generate": custom})
+        try:
+            return original(**{**own_stop_strings(self, given), "custom_generate": custom})
+        finally:
+            if not session.captured:
+                drop_capturing_hooks(self)  # a model that has them cannot be pickled
 
 
 def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
