@@ -13,7 +13,8 @@ from helpers_models import tiny_head, tiny_model
 from fastspec.errors import CheckpointError
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.patches import heads as heads_module
-from fastspec.patches.heads import find_head, inspect_head, load_head, moved, probe_head, scaled_rope
+from fastspec.patches.binding import moved
+from fastspec.patches.heads import find_head, inspect_head, load_head, probe_head, scaled_rope
 
 
 @pytest.fixture

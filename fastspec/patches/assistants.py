@@ -15,8 +15,8 @@ from fastspec.generation.eagle.static import StaticDrafter
 from fastspec.generation.loop import Outcome
 from fastspec.generation.nasd import NasdDecoding, check_tokens
 from fastspec.generation.protocols import Ops
+from fastspec.patches.binding import moved, refreshed
 from fastspec.patches.compat import device_of
-from fastspec.patches.heads import moved
 from fastspec.patches.refusals import refuse_heads, refuse_joining
 from fastspec.patches.speculative import read_parameters, resolve_speculative, vocabulary
 
@@ -156,12 +156,18 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Eagle
     if head is None:
         raise Unsupported(f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it")
     if head.fc.weight.device != device_of(model) or head.fc.weight.dtype != model.dtype:
-        fresh = moved(head, model)  # the model was moved or cast since it was patched
-        resources.update({each: fresh for each, held in resources.items() if held is head})
-        head = fresh
+        head = _replace(resources, head, moved(head, model))  # the model was moved or cast since it was patched
+    head = _replace(resources, head, refreshed(head, model))
     if top_k > head.config.draft_vocab_size:
         raise Unsupported(f"top_k={top_k} children of a node exceed the head's draft vocabulary of {head.config.draft_vocab_size}")
     return head
+
+
+def _replace(resources: dict[str, Any], head: EagleHead, fresh: EagleHead) -> EagleHead:
+    """Put one head in place of another."""
+    if fresh is not head:
+        resources.update({each: fresh for each, held in resources.items() if held is head})
+    return fresh
 
 
 def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecoding:

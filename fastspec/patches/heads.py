@@ -28,6 +28,7 @@ from fastspec.errors import CheckpointError
 from fastspec.generation.eagle.checkpoint import HeadCheckpoint, build_head, check_fit, misfits, override, read_checkpoint, with_taps
 from fastspec.generation.eagle.dialects import TRAINED_THETA, Flag
 from fastspec.generation.eagle.head import EagleHead, HeadConfig
+from fastspec.patches.binding import BOUND_ROWS, OWN_EMBEDDING, rows_of
 from fastspec.patches.compat import device_of
 
 PATTERNS = ["*.json", "*.safetensors", "*.bin"]
@@ -41,12 +42,15 @@ class Sizes(NamedTuple):
     vocab_size: int
     hidden_size: int
     num_layers: int
+    embedding_size: int
+    """The width of the embedding and of the LM head's input: OPT's may be another than that of the hidden states."""
 
     @classmethod
     def of(cls, target: PreTrainedModel | PretrainedConfig) -> Sizes:
         config = target.config if isinstance(target, PreTrainedModel) else target
         text = config.get_text_config()
-        return cls(text.vocab_size, text.hidden_size, text.num_hidden_layers)
+        width = getattr(text, "word_embed_proj_dim", text.hidden_size)
+        return cls(text.vocab_size, text.hidden_size, text.num_hidden_layers, width)
 
 
 def load_head(
@@ -104,9 +108,6 @@ def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: Pre
     return found
 
 
-OWN_EMBEDDING = "_brought_embedding"  # set on a head whose embedding is its own rather than the target's
-
-
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     """The directory of a head: one that exists, one that comes with fastspec, or a hub repository's JSON and weight files.
 
@@ -147,6 +148,7 @@ def _build(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> EagleHead:
     embedding = _embedding(checkpoint, target)
     head.__dict__[OWN_EMBEDDING] = embedding is not target.get_input_embeddings()
     head.bind(embedding, target.get_output_embeddings())
+    head.__dict__[BOUND_ROWS] = rows_of(target)
     return head
 
 
@@ -189,13 +191,8 @@ def _bind_module(head: EagleHead, target: PreTrainedModel) -> EagleHead:
     wider = own is not None and own.shape[1] != target.get_input_embeddings().weight.shape[1]
     keeps = head.__dict__.get(OWN_EMBEDDING, False) or wider
     twin.bind(bound if keeps else target.get_input_embeddings(), target.get_output_embeddings())
+    twin.__dict__.update({OWN_EMBEDDING: keeps, BOUND_ROWS: rows_of(target)})
     return twin
-
-
-def moved(head: EagleHead, target: PreTrainedModel) -> EagleHead:
-    """A copy of a head on the target's device and in its dtype; the embedding and LM head that it borrows stay shared."""
-    borrowed = [part for part in (head.__dict__["_embed_tokens"], head.__dict__["_target_lm_head"]) if part is not None]
-    return copy.deepcopy(head, {id(part): part for part in borrowed}).to(device_of(target), target.dtype)
 
 
 def scaled_rope(config: HeadConfig) -> tuple[Tensor, float]:

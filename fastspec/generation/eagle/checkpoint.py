@@ -127,8 +127,12 @@ def override(
     return replace(checkpoint, config=config, flags=flags, taps_known=checkpoint.taps_known or taps is not None)
 
 
-def misfits(config: HeadConfig, embedding: Tensor | None, *, vocab_size: int, hidden_size: int, num_layers: int) -> tuple[str, ...]:
-    """What of a head disagrees with a target of these sizes, one sentence each; empty where the head fits."""
+def misfits(
+    config: HeadConfig, embedding: Tensor | None, *, vocab_size: int, hidden_size: int, num_layers: int, embedding_size: int | None = None
+) -> tuple[str, ...]:  # fmt: skip
+    """What of a head disagrees with a target of these sizes, one sentence each; empty where the head fits. `embedding_size` is the width of
+    the target's embedding and of its LM head's input, None: `hidden_size`."""
+    shared = hidden_size if embedding_size is None else embedding_size
     found = []
     if config.target_hidden_size != hidden_size:
         found.append(f"the head reads hidden states of size {config.target_hidden_size}, the target's have size {hidden_size}")
@@ -136,15 +140,21 @@ def misfits(config: HeadConfig, embedding: Tensor | None, *, vocab_size: int, hi
         found.append(f"the head was made for a vocabulary of {config.vocab_size}, the target's has {vocab_size}")
     if max(config.taps, default=0) > num_layers:
         found.append(f"the head taps hidden_states{list(config.taps)}, the target has {num_layers} layers")
-    if embedding is None and config.hidden_size != hidden_size:
-        found.append(f"the head is {config.hidden_size} wide and has no embedding of its own, the target's is {hidden_size} wide")
+    if embedding is None and config.hidden_size != shared:
+        found.append(f"the head is {config.hidden_size} wide and has no embedding of its own, the target's is {shared} wide")
+    if (config.kind == "eagle" or not config.own_lm_head) and config.hidden_size != shared:
+        found.append(f"the head is {config.hidden_size} wide and has no LM head of its own, the target's reads states {shared} wide")
     return tuple(found)
 
 
-def check_fit(checkpoint: HeadCheckpoint, *, vocab_size: int, hidden_size: int, num_layers: int) -> None:
+def check_fit(
+    checkpoint: HeadCheckpoint, *, vocab_size: int, hidden_size: int, num_layers: int, embedding_size: int | None = None
+) -> None:  # fmt: skip
     """Raise CheckpointError, naming the sizes that disagree, unless the head fits a target of these sizes."""
     config = with_taps(checkpoint, num_layers).config
-    found = misfits(config, checkpoint.embedding, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers)
+    found = misfits(
+        config, checkpoint.embedding, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, embedding_size=embedding_size
+    )
     if found:
         raise CheckpointError(f"{checkpoint.where} does not fit this target: {'; '.join(found)}. Use the head made for this target")
 

@@ -1,0 +1,121 @@
+"""Models that change after the patch: another embedding or LM head, another size of vocabulary, a move; and models that are pickled."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from helpers_heads import as_eagle3, make_head, write
+from helpers_models import tiny_head, tiny_model
+from torch import nn
+
+import fastspec
+from fastspec.patches.binding import moved
+from fastspec.patches.session import session_of
+
+PROMPT = torch.tensor([[7, 8, 9, 10]])
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def same(model: Any, prompt: torch.Tensor = PROMPT) -> list[int]:
+    """The greedy answer, which is the same with the head."""
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY)[0].tolist()
+    assert model.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY, assistant="eagle3")[0].tolist() == expected
+    return expected
+
+
+def patched(tied: bool = False, **head: Any) -> Any:
+    model = tiny_model(tie_word_embeddings=tied)
+    return fastspec.patch(model, eagle3=tiny_head(model, **head))
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers tells how it makes the new rows
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_larger_vocabulary_is_decoded_with_the_same_head(tied: bool) -> None:
+    """The target says the new tokens too, which the head is then shown: in the embedding as it is now."""
+    model = patched(tied)
+    model.resize_token_embeddings(105)
+    with torch.no_grad():
+        model.lm_head.weight[97:] += 3 * model.lm_head.weight[:8].roll(1, 0)
+    said = same(model, torch.tensor([[7, 8, 100, 104]]))
+    assert max(said[4:]) >= 97
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_smaller_vocabulary_is_refused_by_name_and_can_be_changed_back(tied: bool, cast: bool) -> None:
+    model = patched(tied)
+    if cast:
+        model.to(torch.float64)
+    model.resize_token_embeddings(50)
+    with pytest.raises(fastspec.Unsupported, match=r"97 and 97 tokens then, 50 and 50 now.*tokens up to 96.*resize_token_embeddings\(97\)"):
+        model.generate(PROMPT, **GREEDY, assistant="eagle3")
+    model.resize_token_embeddings(97)
+    same(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_head_that_drafts_with_the_models_lm_head_needs_its_size() -> None:
+    model = tiny_model()
+    fastspec.patch(model, eagle3=tiny_head(model, own_lm_head=False))
+    same(model)
+    model.resize_token_embeddings(105)
+    with pytest.raises(fastspec.Unsupported, match=r"97 and 97 tokens then, 105 and 105 now.*LM head, of 97 tokens.*unpatch"):
+        model.generate(PROMPT, **GREEDY, assistant="eagle3")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_embedding_and_lm_head_that_were_replaced_are_the_heads_too(own: bool) -> None:
+    """As many tokens drafted as by a patch of the model as it is now."""
+    model = patched(own_lm_head=own)
+    same(model)
+    generator = torch.Generator().manual_seed(5)
+    for make, put in ((nn.Linear(64, 97, bias=False), model.set_output_embeddings), (nn.Embedding(97, 64), model.set_input_embeddings)):
+        make.weight.data.normal_(0, 0.3, generator=generator)
+        put(make.requires_grad_(False))
+        same(model)
+        head = session_of(model).resources["eagle3"]
+        assert head.__dict__["_embed_tokens"] is model.get_input_embeddings()
+        assert own or head.__dict__["_target_lm_head"] is model.get_output_embeddings()
+
+
+def test_a_heads_own_embedding_moves_with_it(tmp_path: Any) -> None:
+    head = make_head(own_lm_head=True)
+    config, state = as_eagle3(head, None)
+    write(tmp_path, config, state | {"embed_tokens.weight": torch.randn(37, 16)})
+    model = tiny_model(vocab_size=37, hidden_size=16, num_hidden_layers=12)
+    fastspec.patch(model, eagle3=tmp_path)
+    held = session_of(model).resources["eagle3"]
+    assert held.__dict__["_embed_tokens"] is not model.get_input_embeddings()
+    model.to(torch.float64)
+    assert moved(held, model).__dict__["_embed_tokens"].weight.dtype == torch.float64
+    assert held.__dict__["_embed_tokens"].weight.dtype == torch.float32
+    same(model)
+
+
+@pytest.mark.parametrize("over", [{}, {"own_lm_head": False}])
+def test_a_head_as_wide_as_opts_states_is_refused_where_its_embedding_is_narrower(over: dict[str, Any]) -> None:
+    model = tiny_model("opt", word_embed_proj_dim=32)
+    with pytest.raises(fastspec.CheckpointError, match=r"64 wide and has no embedding of its own, the target's is 32 wide"):
+        fastspec.patch(model, eagle3=tiny_head(model, **over))
+    assert "generate" not in vars(model)
+    plain = tiny_model("opt")
+    fastspec.patch(plain, eagle3=tiny_head(plain, **over))
+    same(plain)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+def test_a_patched_model_is_pickled_after_a_call(kind: str) -> None:
+    """In generic mode transformers puts hooks on the layers that cannot be pickled."""
+    model = tiny_model(kind)
+    fastspec.patch(model, eagle3=tiny_head(model))
+    expected = same(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert loaded.generate(PROMPT, **GREEDY)[0].tolist() == expected
+    same(model)
