@@ -129,6 +129,33 @@ def test_of_equal_scores_top_p_removes_the_lowest_ids(device, vocab, top_p, valu
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("min_p", [1.0, 0.5, 0.25, 0.125])  # whose products fp32 holds exactly
+@pytest.mark.parametrize("top", [0.0, 2.5, -3.0])
+def test_min_p_keeps_what_has_exactly_its_share(device, top, min_p):
+    """As transformers does: probability min_p times the best one's stays, a thousandth less goes."""
+    edge = torch.tensor(top) + torch.tensor(min_p).log()
+    scores = torch.stack((edge - 1e-3, torch.tensor(top), edge, edge - 20))[None, None]
+    law, wanted = SamplingLaw(min_p=min_p), [False, True, True, False]
+    probs = scores.softmax(-1)[0, 0]
+    assert probs[2] == min_p * probs[1]
+    assert (warped(scores[0], law)[0] > -torch.inf).tolist() == wanted
+    assert (under_law(scores, law)[0, 0] > -torch.inf).tolist() == wanted
+    low, first = (part.cpu() for part in cut(scores.to(device), law))
+    assert ((scores[0, 0] > low) | ((scores[0, 0] == low) & (torch.arange(4) >= first))).tolist() == wanted
+    drawn = [pick(scores.to(device), torch.full((1, 1), uniform, device=device), law).item() for uniform in (0.0, 1 - 2**-24)]
+    assert drawn == [1, 2]
+
+
+@EVERYWHERE
+def test_min_p_at_the_value_that_top_p_cuts_at_leaves_its_ids_removed(device):
+    """Eight equal scores: top-p removes the lower four, min-p none of the others."""
+    scores, law = torch.full((1, 1, 8), 1.5), SamplingLaw(top_p=0.5, min_p=1.0)
+    low, first = cut(scores.to(device), law)
+    assert (low.item(), first.item()) == (1.5, 4)
+    assert (under_law(scores, law)[0, 0] > -torch.inf).tolist() == [False] * 4 + [True] * 4
+
+
+@EVERYWHERE
 @pytest.mark.parametrize("law", [SamplingLaw(0.01, 1), SamplingLaw(top_p=1e-6), SamplingLaw(100.0, min_p=1.0)], ids=str)
 def test_laws_that_leave_the_best_alone(device, law):
     """Scores that are all different, in rising and falling order, negative and positive."""
