@@ -181,6 +181,7 @@ FAIR = {
     "modules and numbers": UnitTests(
         "assert math.isclose(tenth(), 0.1)\nassert exact() == Fraction(1, 3)", "tenth", setup="from fractions import Fraction"
     ),
+    "a builtin's name": UnitTests("assert sum(2, 3) == 6 and max([1, 2]) == 2", "sum"),
     "a helper of the context": UnitTests(
         "def check(f):\n    assert twice(f(2)) == 8\ncheck(square)", "square",
         context="def twice(x):\n    return 2 * x\n\ndef square(x):\n    '''x * x'''\n",
@@ -200,6 +201,8 @@ def fails(x): return {}[x]
 def tenth(): return 0.3 - 0.2
 def exact(): return Fraction(1, 3)
 def square(x): return x * x
+def sum(a, b): return a * b
+def max(x): return 0
 """
 
 

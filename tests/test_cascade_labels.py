@@ -367,6 +367,7 @@ def test_a_block_is_taken_whole(text: str, tag: str) -> None:
 
 def test_called() -> None:
     assert called("assert set(f(1)) == {g(2)}") == "f" and called("assert True") is None
+    assert called("assert sum(1, 2) == 3") == "sum"
     assert called("import math\nassert math.isclose(f(1), 2)") == "f"
 
 

@@ -225,7 +225,7 @@ class Tests:
         sys.modules["tests"] = module
         space = module.__dict__
         run([job["context"]], space)
-        names = sorted(wanted(job["tests"]) - (set(space) - {job["entry_point"]}) - set(dir(builtins)))
+        names = sorted(wanted(job["tests"]) - ({*space, *dir(builtins)} - {job["entry_point"]}))
         self.line.tell({"parts": job["parts"], "limits": job["limits"], "names": names})
         space.update({name: importlib.import_module(name) for name in names if name in sys.stdlib_module_names})
         told = self.line.hear()
