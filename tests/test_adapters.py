@@ -177,7 +177,6 @@ def _led() -> LEDForConditionalGeneration:
 
 REFUSED = {
     "recurrent": (lambda: MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1)), "MambaForCausalLM.*recurrent"),
-    "sliding window": (lambda: tiny_model("mistral", sliding_window=16), "window of 16"),
     "encoder-decoder": (_led, "LEDForConditionalGeneration is an encoder-decoder model of type led; .* bart"),
     "no generate": (lambda: AutoModel.from_config(tiny_config("llama")), "LlamaModel has no generate"),
     "bloom": (lambda: tiny_model("bloom"), "BloomForCausalLM.*position_ids"),

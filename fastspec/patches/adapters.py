@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastspec.errors import Unsupported
-from fastspec.patches.compat import is_capturing_hook
+from fastspec.patches.compat import device_of, has_global_hooks, is_autocast, is_capturing_hook, varied_sizes
+from fastspec.patches.limits import LAYER_KINDS
 from fastspec.patches.wrappers import calls_original, where_defined
 
 
@@ -102,12 +103,9 @@ def check_supported(model: Any) -> None:
         check_decoder(model)
     if getattr(model, "_is_stateful", False):
         raise Unsupported(f"{name} keeps a recurrent state, which cannot be taken back when a draft is rejected")
-    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - {"full_attention", "sliding_attention"})
+    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - {"full_attention", *LAYER_KINDS})
     if kinds:
         raise Unsupported(f"{name} has layers of type {', '.join(kinds)}; fastspec needs a full-attention KV cache in every layer")
-    window = _sliding_window(config)
-    if window is not None:
-        raise Unsupported(f"{name} attends over a window of {window} tokens; fastspec needs a full-attention KV cache in every layer")
     if not model.config.is_encoder_decoder and adapter_for(model) is None:
         _check_generic(model, config)
     devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
@@ -121,6 +119,11 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
     missing = [p for p in ("position_ids", "past_key_values") if p not in inspect.signature(type(model).forward).parameters]
     if missing:
         raise Unsupported(f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands")
+    varied = varied_sizes(config)
+    if varied:
+        raise Unsupported(f"{name} has layers that differ in {', '.join(varied)}; fastspec needs the same KV cache in every layer")
+    if not hasattr(config, "num_hidden_layers"):
+        raise Unsupported(f"{name} is more than one stack of layers (its configuration has no num_hidden_layers); fastspec runs one")
     if getattr(config, "alibi", False):
         raise Unsupported(f"{name} derives positions from the cache (alibi=True), where the nodes of a draft tree lie out of order")
     if getattr(config, "kv_lora_rank", None):
@@ -158,9 +161,10 @@ def _takes_positions(table: nn.Module) -> bool:
 
 
 def adapter_for(model: nn.Module) -> Adapter | None:
-    """The model's row, or None for the generic mode: no row, or a layer whose forward belongs to someone else."""
+    """The model's row, or None for the generic mode: no row, a layer whose forward belongs to someone else, or autocast, which
+    chooses dtypes op by op in the modules' own forward."""
     adapter = ADAPTERS.get(getattr(model.config, "model_type", ""))
-    if adapter is None or not hasattr(model, adapter.lm_head):
+    if adapter is None or not hasattr(model, adapter.lm_head) or has_global_hooks() or is_autocast(device_of(model)):
         return None
     return None if any(is_foreign(module) for module in _looped_over(model, adapter)) else adapter
 
@@ -179,6 +183,10 @@ def why_generic(model: Any) -> str | None:
     adapter = ADAPTERS.get(getattr(model.config, "model_type", ""))
     if adapter is None or not hasattr(model, adapter.lm_head):
         return None
+    if has_global_hooks():
+        return "torch has global module hooks"
+    if is_autocast(device_of(model)):
+        return "under autocast"
     found = next((module for module in _looped_over(model, adapter) if is_foreign(module)), None)
     if found is None:
         return None
@@ -208,14 +216,5 @@ def is_watched(module: nn.Module) -> bool:
     """Whether someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves weights: the replay of a
     graph would not run it."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return hasattr(module, "_hf_hook") or not all(is_capturing_hook(hook) for hook in hooks)
+    return has_global_hooks() or hasattr(module, "_hf_hook") or not all(is_capturing_hook(hook) for hook in hooks)
 
-
-def _sliding_window(config: Any) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    if window is None or getattr(config, "use_sliding_window", True) is False:
-        return None
-    types = getattr(config, "layer_types", None)
-    if types is not None and "sliding_attention" not in types:
-        return None
-    return window if window < getattr(config, "max_position_embeddings", window + 1) else None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING, is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
@@ -19,9 +20,20 @@ def cache_geometry(config: Any) -> tuple[int, int, int]:
         layers = getattr(config, "decoder_layers", None) or config.num_decoder_layers
         return layers, heads, getattr(config, "d_kv", None) or config.d_model // heads
     heads = config.num_attention_heads
+    if getattr(config, "new_decoder_architecture", False):  # Falcon's caches hold its keys once per query head
+        return config.num_hidden_layers, heads, config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_hidden_layers, kv_heads, size
+
+
+def varied_sizes(config: Any) -> list[str]:
+    """Settings of a KV cache that differ from layer to layer (Gemma 4's `head_dim`); reading one from the whole raises."""
+    differing = getattr(config.get_text_config(), "per_layer_attributes", None) or ()
+    return sorted({"head_dim", "num_attention_heads", "num_key_value_heads", *LENGTHS} & set(differing))
+
+
+LENGTHS = ("sliding_window", "attention_chunk_size", "max_position_embeddings")
 
 
 def read_cache(cache: Any, layers: int) -> list[tuple[Tensor, Tensor]] | None:
@@ -141,6 +153,19 @@ def is_capturing_hook(hook: Any) -> bool:
     Delete this and the next two when `transformers.utils.output_capturing` no longer leaves hooks behind.
     """
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def has_global_hooks() -> bool:
+    """Whether torch calls a hook at the forward of every module of the process.
+
+    Delete the names of torch's internals when it offers a question of its own.
+    """
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def is_autocast(device: torch.device) -> bool:
+    """Whether ops on a device choose their dtypes by autocast."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def has_capturing_hooks(model: nn.Module) -> bool:

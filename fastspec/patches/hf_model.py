@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastspec.errors import Unsupported
 from fastspec.generation.cache import LayerView, TreeCache
 from fastspec.generation.capture import CapturedByShape, capturing, padded_width
 from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import LayerParts, Places, attend, is_plain
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.adapters import Adapter, is_watched
-from fastspec.patches.compat import cache_geometry, device_of, position_limit, rope_bound, rope_tables
+from fastspec.patches.compat import cache_geometry, device_of, rope_bound, rope_tables
 from fastspec.patches.layers import layer_parts, norm_of, product_of
+from fastspec.patches.limits import check_length, length_limits, position_rows
 
 PREFILL_CHUNK = 512
 
@@ -27,16 +27,19 @@ class HFModel:
     the features empty. With an adapter the layers' own modules are called in a plain loop; without one the model's forward
     runs as it is, with a 4-D mask and a cache that writes into the same buffers.
 
+    With `drafts` its tokens are nothing but drafts: texts may go past what the model reads exactly.
     `early` = (target, k) makes the target's own first k layers, its final norm and its LM head a model on the target's cache.
     """
 
     def __init__(
         self, model: Any, adapter: Adapter | None, *, rows: int, capacity: int, tail: int, taps: tuple[int, ...] | None, ops: Ops,
-        early: tuple[HFModel, int] | None = None,
+        early: tuple[HFModel, int] | None = None, drafts: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.adapter, self.taps, self.ops = model, adapter, taps, ops
         self.bound = rope_bound(model.config)
-        self._check(capacity)
+        self.rows = position_rows(model) if adapter is None else None
+        self.limits = length_limits(model, generic=adapter is None, drafts=drafts)
+        check_length(model, self.limits, capacity, tail)
         layers, kv_heads, size = cache_geometry(model.config)
         self.cache: TreeCache
         if early is None:
@@ -65,16 +68,8 @@ class HFModel:
 
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows, of at most `capacity` tokens each."""
-        self._check(capacity)
+        check_length(self.model, self.limits, capacity, self.cache.tail)
         self.cache.open(capacity)
-
-    def _check(self, capacity: int) -> None:
-        if self.bound is not None and capacity > self.bound:
-            kind = self.model.config.get_text_config().rope_parameters["rope_type"]
-            raise Unsupported(
-                f"the call may reach {capacity} tokens, and past {self.bound} this model's rotary frequencies depend on the length of the "
-                f"text ({kind}): ask for at most {self.bound}, prompt included"
-            )
 
     @property
     def lengths(self) -> Tensor:
@@ -125,7 +120,7 @@ class HFModel:
 
     def _positions(self) -> int:
         """How many positions are told apart: nodes past the length limit are never emitted, and a position table may end there."""
-        last = position_limit(self.model.config) if self.adapter is None else self.bound
+        last = self.rows if self.adapter is None else self.bound
         return min(self.cache.slots, self.cache.slots if last is None else last)
 
     def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:

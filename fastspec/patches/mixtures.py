@@ -11,8 +11,7 @@ from fastspec.cascade.deferral import mixed
 from fastspec.generation.mixed_draft import MixedDrafter
 from fastspec.generation.protocols import Ops
 from fastspec.generation.staged_draft import StagedDrafter, room
-from fastspec.patches.adapters import adapter_for
-from fastspec.patches.hf_model import HFModel
+from fastspec.patches.seq2seq import language_model
 from fastspec.patches.speculative import vocabulary
 
 
@@ -29,7 +28,7 @@ class MixedDecoding:
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> MixedDrafter:
         """The drafter of one call."""
         config, more = self.config, self.config.gamma + 2
-        model = HFModel(self.draft, adapter_for(self.draft), rows=rows, capacity=capacity + more, tail=2, taps=None, ops=ops)
+        model = language_model(self.draft, None, rows=rows, capacity=capacity + more, tail=2, taps=None, ops=ops)
         blend = partial(mixed, config.rule, config.alpha)
         return MixedDrafter(model, config.gamma, blend, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops)
 
@@ -49,7 +48,8 @@ class StagedDecoding:
         gamma = self.config.gamma
         more, tail = room(len(self.drafts), gamma)
         models = [
-            HFModel(draft, adapter_for(draft), rows=rows, capacity=capacity + more, tail=tail, taps=None, ops=ops) for draft in self.drafts
+            language_model(draft, None, rows=rows, capacity=capacity + more, tail=tail, taps=None, ops=ops, drafts=True)
+            for draft in self.drafts
         ]
         vocabs = [vocabulary(draft) for draft in self.drafts]
         return StagedDrafter(models, gamma, vocab=vocabulary(self.target), vocabs=vocabs, ops=ops, process=process)

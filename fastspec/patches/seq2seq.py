@@ -20,6 +20,7 @@ from fastspec.patches.adapters import SEQ2SEQ, adapter_for, check_decoder
 from fastspec.patches.cache import SlotCache
 from fastspec.patches.compat import device_of
 from fastspec.patches.hf_model import HFModel
+from fastspec.patches.limits import check_length, length_limits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,11 +76,17 @@ def encode(model: Any, source: Source) -> Source:
     return Source(encoder(input_ids=known, attention_mask=source.mask, return_dict=True)[0], source.mask, known)
 
 
-def language_model(model: Any, source: Source | None, *, rows: int, capacity: int, tail: int, taps: Any, ops: Ops) -> HFModel:
-    """A model of a call: the decoder of one that reads a source, else a decoder-only one."""
+def language_model(
+    model: Any, source: Source | None, *, rows: int, capacity: int, tail: int, taps: Any, ops: Ops, drafts: bool = False
+) -> HFModel:  # fmt: skip
+    """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts` as for `HFModel`.
+    """
+    adapter = None if source is not None else adapter_for(model)
+    if adapter is None:
+        check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
     if source is not None:
-        return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops)
-    return HFModel(model, adapter_for(model), rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops)
+        return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
+    return HFModel(model, adapter, rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops, drafts=drafts)
 
 
 class DecoderCache(SlotCache):
@@ -96,9 +103,9 @@ class Seq2SeqModel(HFModel):
     The cache holds the keys and values of self-attention; those of cross-attention are made by the first pass and read by all others.
     """
 
-    def __init__(self, model: Any, source: Source, *, rows: int, capacity: int, tail: int, ops: Ops) -> None:
+    def __init__(self, model: Any, source: Source, *, rows: int, capacity: int, tail: int, ops: Ops, drafts: bool = False) -> None:
         check_decoder(model)  # a hook may have come since the patch
-        super().__init__(model, None, rows=rows, capacity=capacity, tail=tail, taps=None, ops=ops)
+        super().__init__(model, None, rows=rows, capacity=capacity, tail=tail, taps=None, ops=ops, drafts=drafts)
         self.parts, self.source = SEQ2SEQ[model.config.model_type], source
         self.decoder = model.get_decoder()
         self.cross = DynamicCache()

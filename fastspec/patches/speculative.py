@@ -61,7 +61,9 @@ class SpeculativeDecoding:
         model: Any = None
         if config.early_exit is None:
             source = None if self.source is None else encode(self.draft, self.source)
-            model = language_model(self.draft, source, rows=rows, capacity=capacity + length.room, tail=length.unread, taps=None, ops=ops)
+            model = language_model(
+                self.draft, source, rows=rows, capacity=capacity + length.room, tail=length.unread, taps=None, ops=ops, drafts=True
+            )  # fmt: skip
         return ChainDrafter(
             model, length, branches=config.branches, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops,
             process=process,
@@ -103,7 +105,7 @@ class TextDecoding:
         more = check(self.target, device, rows) + times.reread / pass_ms(times, self.target)
         length = Length(config.most, cost(draft, self.target, device), more) if config.gamma is None else Length(config.gamma)
         room = room_for(capacity, length)
-        model = HFModel(draft, adapter_for(draft), rows=rows, capacity=room, tail=2, taps=None, ops=ops)
+        model = language_model(draft, None, rows=rows, capacity=room, tail=2, taps=None, ops=ops, drafts=True)
         texts: dict[str, Any] = {
             "room": room, "tokenizer": self.pair.tokenizer, "draft_tokenizer": self.pair.draft_tokenizer, "device": device,
         }  # fmt: skip

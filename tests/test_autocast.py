@@ -1,0 +1,109 @@
+"""Under autocast, under torch's global module hooks: the modules' own forward runs, as in plain `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import TREE, free, prompts
+from helpers_models import tiny_head, tiny_model
+from torch.nn.modules import module as modules
+
+import fastspec
+from fastspec.generation.tree import TokenTree
+from fastspec.patches.seq2seq import language_model
+
+ROWS = prompts(5, 9)
+ASSISTANTS = "autoregressive", "nasd", "speculative", TREE
+
+
+def _patched(kind: str) -> Any:
+    model = tiny_model(kind)
+    return fastspec.patch(model, speculative=tiny_model(kind, seed=1, num_hidden_layers=2), eagle3=tiny_head(model))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2", "opt"])
+def test_fp16_autocast_gives_what_plain_generate_gives(kind: str) -> None:
+    # fp16 rounds at 5e-4, below the gaps between the likeliest tokens of these texts
+    model = _patched(kind)
+    with torch.autocast("cpu", torch.float16):
+        expected = free(model, ROWS)
+        for assistant in ASSISTANTS:
+            assert free(model, ROWS, assistant=assistant) == expected
+        mode = fastspec.report(model).mode
+    assert mode.startswith("generic")
+    assert ("autocast" in mode) == (kind in ("llama", "mixtral"))
+    assert fastspec.report(model).mode.startswith("adapter" if kind in ("llama", "mixtral") else "generic")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "phi3"])
+@torch.no_grad()
+def test_bf16_autocast_computes_in_bf16(kind: str) -> None:
+    model, ids = tiny_model(kind), ROWS["input_ids"][1:]
+    exact = model(ids).logits[:, -1]
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(ids).logits[:, -1].float()
+        from fastspec.patches.backends import TORCH
+
+        target = language_model(model, None, rows=1, capacity=20, tail=1, taps=None, ops=TORCH)
+        target.prefill(ids[:, :-1], torch.tensor([8]))
+        logits, _ = target.score(TokenTree.root_only(ids[:, -1]), 8)
+    assert target.cache.k.dtype == target.cache.v.dtype == model.dtype
+    # fp32 within autocast would be as far from bf16 as fp32 outside is; the same roundings in sums of another order are nearer
+    apart, rounding = (logits[:, 0].float() - plain).norm(), (exact - plain).norm()
+    assert rounding > 0 and apart < 0.8 * rounding
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
+def test_bf16_autocast_raises_nothing(kind: str) -> None:
+    model = _patched(kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        for assistant in ASSISTANTS:
+            assert [len(row) for row in free(model, ROWS, assistant=assistant)] == [20, 20]
+
+
+@contextmanager
+def _halved(before: bool) -> Iterator[list[type]]:
+    """With a global hook that halves what comes out of (or goes into) every linear layer."""
+    seen: list[type] = []
+
+    def after(module: Any, args: Any, out: Any) -> Any:
+        seen.append(type(module))
+        return out / 2 if isinstance(module, torch.nn.Linear) else None
+
+    def ahead(module: Any, args: Any) -> Any:
+        seen.append(type(module))
+        return tuple(arg / 2 for arg in args) if isinstance(module, torch.nn.Linear) else None
+
+    handle = modules.register_module_forward_pre_hook(ahead) if before else modules.register_module_forward_hook(after)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3"])
+def test_global_module_hooks_are_honoured(kind: str, before: bool) -> None:
+    model = _patched(kind)
+    untouched = free(model, ROWS)
+    with _halved(before) as seen:
+        expected = free(model, ROWS)
+        assert expected != untouched
+        for assistant in ("autoregressive", "nasd", "speculative"):
+            seen.clear()
+            assert free(model, ROWS, assistant=assistant) == expected
+            assert type(model) in seen
+        assert ("global module hooks" in fastspec.report(model).mode) == (kind != "phi3")
+    assert free(model, ROWS, assistant="nasd") == untouched
+
+
+def test_global_module_hooks_refuse_an_encoder_decoder_model_by_name() -> None:
+    from helpers_seq2seq import tiny_seq2seq
+
+    model = fastspec.patch(tiny_seq2seq("t5"))
+    with _halved(False), pytest.raises(fastspec.Unsupported, match="hook"):
+        model.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=4, assistant="nasd")

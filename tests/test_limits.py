@@ -1,0 +1,119 @@
+"""Calls as long as the model's windows and positions allow give what the model gives; longer ones are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import free, prompts
+from helpers_models import tiny_model
+from transformers import (
+    BltConfig,
+    BltForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+)
+
+import fastspec
+
+ROWS = prompts(5, 9)
+SIZES = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0, "max_position_embeddings": 512,
+}  # fmt: skip
+ASSISTANTS = "autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3)
+
+
+def _patched(kind: str, **over: Any) -> Any:
+    return fastspec.patch(tiny_model(kind, **over), speculative=tiny_model(kind, seed=1, **{"num_hidden_layers": 2, **over}))
+
+
+@pytest.mark.parametrize("kind", ["phi3", "stablelm", "olmo2", "gpt_neox", "xglm"])
+def test_computed_positions_go_on_past_the_limit(kind: str) -> None:
+    model = _patched(kind, max_position_embeddings=32, **({"original_max_position_embeddings": 32} if kind == "phi3" else {}))
+    expected = free(model, ROWS, 40)
+    for assistant in ASSISTANTS:
+        assert free(model, ROWS, 40, assistant=assistant) == expected
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gptj", "gpt_bigcode", "codegen"])
+def test_a_table_of_positions_ends(kind: str) -> None:
+    model = _patched(kind, max_position_embeddings=32, **({"rotary_dim": 8} if kind in ("gptj", "codegen") else {}))
+    expected = free(model, ROWS, 24)  # 33 tokens: the last has no position
+    with pytest.raises((IndexError, RuntimeError)):
+        free(model, ROWS, 25)
+    for assistant in ASSISTANTS:
+        assert free(model, ROWS, 24, assistant=assistant) == expected
+        with pytest.raises(fastspec.Unsupported, match=r"may reach 34 tokens.*positions end at 32.*at most 33, prompt included"):
+            free(model, ROWS, 25, assistant=assistant)
+
+
+@pytest.mark.parametrize("limit", [16, 24, 512])
+@pytest.mark.parametrize("kind", ["mistral", "mixtral", "phi3", "starcoder2"])
+def test_a_window_bounds_the_call_and_not_the_model(kind: str, limit: int) -> None:
+    over = {"original_max_position_embeddings": limit} if kind == "phi3" else {}
+    model = _patched(kind, sliding_window=24, max_position_embeddings=limit, **over)
+    expected = free(model, ROWS, 15)
+    for assistant in ASSISTANTS:
+        assert free(model, ROWS, 15, assistant=assistant) == expected
+        with pytest.raises(fastspec.Unsupported, match=r"may reach 25 tokens.*window of 24 tokens.*at most 24, prompt included"):
+            free(model, ROWS, 16, assistant=assistant)
+
+
+def test_a_window_is_no_matter_of_drafts() -> None:
+    model, draft = tiny_model("llama"), tiny_model("mistral", sliding_window=16, num_hidden_layers=2)
+    fastspec.patch(model, speculative=draft)
+    assert free(model, ROWS, 40, assistant="speculative") == free(model, ROWS, 40)
+
+
+def _llama4(**over: Any) -> Any:
+    sizes = {**SIZES, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2, "no_rope_layers": [1, 0], **over}
+    return Llama4ForCausalLM(Llama4TextConfig(**sizes)).eval()
+
+
+WINDOWED = {
+    "doge": (lambda: DogeForCausalLM(DogeConfig(**SIZES, keep_window_size=250)).eval(), "keep_window_size"),
+    "llama4 chunks": (lambda: _llama4(attention_chunk_size=250), "250 tokens .attention_chunk_size"),
+    "llama4 scaling": (lambda: _llama4(attention_chunk_size=500, floor_scale=250), "floor_scale"),
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_settings_that_cut_long_texts_bound_the_call(kind: str) -> None:
+    make, message = WINDOWED[kind]
+    torch.manual_seed(0)
+    model = make()
+    expected = free(model, ROWS, 30)
+    with fastspec.patched(model):
+        assert free(model, ROWS, 30, assistant="nasd") == expected
+        with pytest.raises(fastspec.Unsupported, match=message):
+            free(model, ROWS, 300, assistant="nasd")
+
+
+def test_falcons_new_layout_works() -> None:
+    model = _patched("falcon", new_decoder_architecture=True, num_kv_heads=2, alibi=False)
+    expected = free(model, ROWS)
+    for assistant in ASSISTANTS:
+        assert free(model, ROWS, assistant=assistant) == expected
+
+
+def _gemma4() -> Any:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32}
+    return Gemma4ForCausalLM(Gemma4TextConfig(**SIZES, **kinds, head_dim=16, vocab_size_per_layer_input=97, hidden_size_per_layer_input=8))
+
+
+def _blt() -> Any:
+    part = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    parts = {f"{name}_config": {**part, "vocab_size": 260} for name in ("patcher", "encoder", "decoder", "global")}
+    return BltForCausalLM(BltConfig(**parts, vocab_size=260, encoder_hash_byte_group_vocab=100))
+
+
+@pytest.mark.parametrize("make, message", [(_gemma4, "Gemma4ForCausalLM has layers that differ in head_dim"), (_blt, "BltForCausalLM")])
+def test_models_of_several_sizes_are_refused_at_patch(make: Any, message: str) -> None:
+    with pytest.raises(fastspec.Unsupported, match=message):
+        fastspec.patch(make())
