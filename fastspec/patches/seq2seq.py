@@ -21,6 +21,7 @@ from fastspec.patches.cache import SlotCache
 from fastspec.patches.compat import device_of
 from fastspec.patches.hf_model import HFModel
 from fastspec.patches.limits import check_length, length_limits
+from fastspec.patches.trust import check_trust
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,10 +81,13 @@ def language_model(
     model: Any, source: Source | None, *, rows: int, capacity: int, tail: int, taps: Any, ops: Ops, drafts: bool = False
 ) -> HFModel:  # fmt: skip
     """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts` as for `HFModel`.
+
+    Raises Unsupported for a model without an adapter that cannot be relied on (`fastspec.patches.trust`).
     """
     adapter = None if source is not None else adapter_for(model)
     if adapter is None:
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
+        check_trust(model, reads_source=source is not None)
     if source is not None:
         return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
     return HFModel(model, adapter, rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops, drafts=drafts)

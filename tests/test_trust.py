@@ -1,0 +1,134 @@
+"""Generic mode is checked on the model itself before it is relied on, once, and without a trace."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import free, prompts
+from helpers_models import tiny_model
+from transformers import (
+    GitConfig,
+    GitForCausalLM,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    ImageGPTConfig,
+    ImageGPTForCausalImageModeling,
+)
+
+import fastspec
+from fastspec.patches import trust
+
+SIZES = {"vocab_size": 97, "initializer_range": 0.3}
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    monkeypatch.setattr(trust, "_VERDICTS", {})
+
+
+class Deaf(GPT2LMHeadModel):
+    """Stands for classes that make positions of their own from the cache's length."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        """As of GPT-2, whatever the positions."""
+        return super().forward(input_ids, past_key_values, **kwargs)
+
+
+def _deaf(dtype: torch.dtype = torch.float32) -> Any:
+    return Deaf(tiny_model("gpt2").config).to(dtype).eval()
+
+
+def _git() -> Any:
+    part = {"num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = {**part, "hidden_size": 32, "intermediate_size": 32, "image_size": 32, "patch_size": 16}
+    sizes = {**SIZES, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    return GitForCausalLM(GitConfig(**sizes, vision_config=vision, max_position_embeddings=512)).eval()
+
+
+def _gpt_neo(window: int = 256, kinds: tuple[str, ...] = ("global", "local")) -> Any:
+    sizes = {**SIZES, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 1024}
+    return GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[list(kinds), 1]], window_size=window)).eval()
+
+
+def _image_gpt() -> Any:
+    return ImageGPTForCausalImageModeling(ImageGPTConfig(**SIZES, n_embd=64, n_layer=2, n_head=4, n_positions=512)).eval()
+
+
+@pytest.mark.parametrize("make", [_git, _image_gpt, _deaf, lambda: _deaf(torch.bfloat16)])
+def test_a_class_that_reads_positions_or_masks_in_its_own_way_is_refused(make: Any) -> None:
+    torch.manual_seed(0)
+    model = make()
+    for assistant in ("autoregressive", "nasd"):
+        with fastspec.patched(model), pytest.raises(fastspec.Unsupported, match=f"{type(model).__name__} scores the nodes.* otherwise"):
+            model.generate(**prompts(5, 9), max_new_tokens=8, do_sample=False, assistant=assistant)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gpt2", "phi3", "olmoe"])
+def test_a_class_that_reads_them_as_given_is_not(kind: str, dtype: torch.dtype) -> None:
+    model = fastspec.patch(tiny_model(kind).to(dtype))
+    assert model.generate(**prompts(5, 9), max_new_tokens=4, assistant="autoregressive").shape == (2, 13)
+
+
+def test_a_draft_model_is_checked_too() -> None:
+    target = fastspec.patch(tiny_model("llama"), speculative=_deaf())
+    with pytest.raises(fastspec.Unsupported, match="Deaf scores the nodes"):
+        target.generate(**prompts(5), max_new_tokens=8, assistant="speculative")
+
+
+def test_an_error_of_the_model_becomes_a_refusal_by_name() -> None:
+    class Strict(GPT2LMHeadModel):
+        def forward(self, input_ids: Any = None, past_key_values: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+            if kwargs["attention_mask"].dim() == 4:
+                raise RuntimeError("no such mask")
+            return super().forward(input_ids, past_key_values, position_ids=position_ids, **kwargs)
+
+    model = fastspec.patch(Strict(tiny_model("gpt2").config).eval())
+    with pytest.raises(fastspec.Unsupported, match=r"Strict does not run as fastspec has to run it.*no such mask"):
+        model.generate(**prompts(5), max_new_tokens=8, assistant="autoregressive")
+
+
+def test_the_check_leaves_no_trace() -> None:
+    model = fastspec.patch(tiny_model("gpt2"))
+    seen: list[Any] = []
+    model.transformer.h[1].register_forward_hook(lambda *_: seen.append(1))
+    model.transformer.h[0].train()
+    model.generation_config.num_beams = 3
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    tensors = copy.deepcopy(model.state_dict())
+    torch.manual_seed(7)
+    state = torch.random.get_rng_state()
+    trust.check_trust(model)
+    assert trust._VERDICTS and not seen
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(vars(module) == held for module, held in before)
+    assert all(torch.equal(value, tensors[name]) for name, value in model.state_dict().items())
+
+
+def test_a_kind_of_model_is_checked_once(monkeypatch) -> None:
+    judged: list[Any] = []
+    monkeypatch.setattr(trust, "_judge", lambda model, reads_source: judged.append(model))
+    for seed in (0, 1):
+        model = fastspec.patch(tiny_model("gpt2", seed=seed))
+        model.generate(**prompts(5), max_new_tokens=4, assistant="autoregressive")
+        model.generate(**prompts(5), max_new_tokens=4, assistant="nasd")
+    assert len(judged) == 1
+    for other in (tiny_model("gpt2", num_hidden_layers=2), tiny_model("gpt2").to(torch.bfloat16), tiny_model("phi3")):
+        fastspec.patch(other).generate(**prompts(5), max_new_tokens=4, assistant="autoregressive")
+    assert len(judged) == 4
+    fastspec.patch(tiny_model("llama")).generate(**prompts(5), max_new_tokens=4, assistant="autoregressive")
+    assert len(judged) == 4  # an adapter is not generic mode
+
+
+def test_gpt_neo_works_within_its_local_window_and_is_refused_past_it() -> None:
+    torch.manual_seed(0)
+    model, inputs = _gpt_neo(), prompts(5, 9)
+    expected = free(model, inputs)
+    with fastspec.patched(model):
+        assert free(model, inputs, assistant="nasd") == expected
+        with pytest.raises(fastspec.Unsupported, match=r"window of 256 slots.*at most"):
+            free(model, inputs, 300, assistant="nasd")
