@@ -18,6 +18,8 @@ _ARGUMENTS = {
     "negative_prompt_ids": "classifier-free guidance runs the model a second time per token",
     "synced_gpus": "the loop does not keep idle ranks running",
 }
+_INPUTS = ("pixel_", "image_", "images", "video_", "videos", "audio_", "input_features", "feature_attention_mask", "vision_")
+"""How the names of inputs besides tokens begin: transformers' `generate` would encode them before it calls a custom loop."""
 _CONFIG: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1), "num_beam_groups": (None, 1), "penalty_alpha": (None, 0), "dola_layers": (None,), "constraints": (None,),
     "force_words_ids": (None,), "prompt_lookup_num_tokens": (None,), "guidance_scale": (None, 1, 1.0),
@@ -70,6 +72,9 @@ def refuse_arguments(given: dict[str, Any], default: Any) -> None:
     for name, why in _ARGUMENTS.items():
         if given.get(name) is not None and given[name] is not False:
             raise Unsupported(f"{name} cannot be combined with assistant=: {why}")
+    inputs = sorted(name for name, value in given.items() if name.startswith(_INPUTS) and value is not None)
+    if inputs:
+        raise Unsupported(f"{', '.join(inputs)} cannot be combined with assistant=: it decodes from input_ids and attention_mask alone")
     settings = {}
     for name in _CONFIG:
         held = (getattr(config, name, None) for config in (given.get("generation_config"), default))
@@ -81,7 +86,8 @@ def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: boo
     """Refuse model inputs besides tokens, and settings that a `generate` of the user's own has added on the way."""
     _refuse_settings({name: getattr(config, name, None) for name in _CONFIG})
     expected = {*_EXPECTED, "encoder_outputs"} if reads_source else _EXPECTED
-    extra = sorted(name for name, value in model_kwargs.items() if name not in expected and value is not None)
+    given = {name for name, value in model_kwargs.items() if value is not None and not (isinstance(value, dict) and not value)}
+    extra = sorted(given - expected)  # transformers hands vision-language models an empty dictionary
     if extra:
         raise Unsupported(f"{', '.join(extra)} cannot be combined with assistant=: it decodes from input_ids and attention_mask alone")
 
