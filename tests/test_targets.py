@@ -28,10 +28,10 @@ def rows_of(capability: int, shape: str, only: str = "") -> list[dict]:
 
 
 def check(rows: list[dict]) -> None:
-    """No launch failed to compile, none takes more shared memory than there is, and none keeps much of its registers in memory."""
+    """All launches compile, within the shared memory that is there, and keep at most 256 bytes of a thread's registers in memory."""
     assert rows and not [row for row in rows if "error" in row]
     assert not [row for row in rows if row["shared"] > row["limit"]]
-    assert not [row for row in rows if row["stack"] > 64]
+    assert not [row for row in rows if row["stack"] > 256]
 
 
 @TRITON
