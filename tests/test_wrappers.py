@@ -60,6 +60,24 @@ def test_accelerates_conversion_keeps_the_adapter_and_its_autocast_does_not():
     assert fastspec.report(fastspec.patch(model)).mode.startswith("generic (LlamaForCausalLM has a forward of someone else's (")
 
 
+def test_a_model_that_accelerate_unwrapped_keeps_the_adapter():
+    """It leaves the function inside the class's own decorators on the instance."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = accelerator.unwrap_model(accelerator.prepare(as_trl(tiny_model())), keep_fp32_wrapper=False)
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+    assert model.forward.__func__ is not type(model).forward
+    assert fastspec.report(fastspec.patch(model)).mode == "adapter llama"
+    plain = tiny_model().generate(**prompts(6), **OPTIONS)
+    assert torch.equal(model.generate(**prompts(6), **OPTIONS, assistant="nasd"), plain)
+
+
 @pytest.mark.parametrize("level", ["of the same shape", "on an instance", "on a layer"])
 def test_a_forward_of_someone_elses_is_named_once(level):
     """Also one that looks like the original from outside: `functools.wraps` copies names."""

@@ -12,12 +12,16 @@ def calls_original(model: nn.Module) -> bool:
 
     Followed by what is really called, since `functools.wraps` lets any decorator look like what it wraps: TRL's forward with a fused LM
     head, which computes its own loss in training alone, and accelerate's conversion of outputs to fp32, which generation does anyway. An
-    autocast region is not followed: what it casts is the modules' own to say.
+    autocast region is not followed: what it casts is the modules' own to say. Where accelerate takes its wrappers off again, it goes down
+    to the function inside the class's own decorators.
     """
+    own = [type(model).forward]
+    while hasattr(own[-1], "__wrapped__"):
+        own.append(own[-1].__wrapped__)
     forward: Any = model.__dict__.get("forward")
     while forward is not None:
         function = getattr(forward, "__func__", forward)
-        if function is type(model).forward:
+        if function in own:
             return True
         forward = _called(function)
     return False
