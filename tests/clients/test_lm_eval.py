@@ -1,0 +1,63 @@
+"""lm-eval's HFLM with a patched model: generated answers and log-likelihoods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers_clients import MARKS, drafting
+
+pytestmark = MARKS
+
+ROWS = [
+    {"q": "What is 2+2?", "label": 0}, {"q": "Name the capital of France.", "label": 1}, {"q": "What colour is the sky?", "label": 2},
+    {"q": "Count: one, two, three, four,", "label": 3},
+]  # fmt: skip
+SHARED = {"test_split": "test", "doc_to_text": "Question: {{q}}\nAnswer:"}
+
+
+def task(name: str, **over: Any) -> Any:
+    """A task of four documents, without the network."""
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+
+    return ConfigurableTask(config={"task": name, "custom_dataset": lambda **_: {"test": Dataset.from_list(ROWS)}, **SHARED, **over})
+
+
+def answered() -> Any:
+    return task(
+        "answered", output_type="generate_until", doc_to_target="{{label}}", metric_list=[{"metric": "exact_match"}],
+        generation_kwargs={"until": ["\n\n", "Question:", "2017-01-01 2"], "max_gen_toks": 24, "do_sample": False},
+    )  # fmt: skip
+
+
+def chosen() -> Any:
+    return task(
+        "chosen", output_type="multiple_choice", doc_to_target="label", doc_to_choice=["four", "Paris", "blue", "five"],
+        metric_list=[{"metric": "acc"}],
+    )  # fmt: skip
+
+
+def evaluated(model: Any, tokenizer: Any, tasks: list[Any], batch: int) -> Any:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    found = simple_evaluate(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch), tasks=tasks, bootstrap_iters=0)
+    said = {name: [sample["resps"] for sample in samples] for name, samples in found["samples"].items()}
+    return said, {name: {key: value for key, value in row.items() if "," in key} for name, row in found["results"].items()}
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_generated_answers_and_scores(pair, tokenizer, batch):
+    """`until` is a criterion that remembers which rows are done: in a batch it must see every step of all rows."""
+    original, served = pair
+    expected = evaluated(original, tokenizer, [answered()], batch)
+    with drafting(served, calls=4 // batch):
+        assert evaluated(served, tokenizer, [answered()], batch) == expected
+    lengths = [len(sample[0][0]) for sample in expected[0]["answered"]]
+    assert len(set(lengths)) > 1  # rows end at different steps
+
+
+def test_log_likelihoods_are_the_models_own(pair, tokenizer):
+    original, served = pair
+    assert evaluated(served, tokenizer, [chosen()], 4) == evaluated(original, tokenizer, [chosen()], 4)

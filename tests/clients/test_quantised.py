@@ -1,0 +1,105 @@
+"""Weights that a library quantised: the layers' own forward multiplies, in every round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_clients import HEAD, MARKS, QUESTIONS, agree, answers, asked, drafting
+from transformers import AutoModelForCausalLM
+
+import fastspec
+
+pytestmark = MARKS
+COUNT = 20
+
+
+def load(folder: Path, config: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config, device_map="cpu").eval()
+
+
+def torchao(kind: str) -> Callable[[Path], Any]:
+    def make(folder: Path) -> Any:
+        from torchao import quantization as ao
+        from transformers import TorchAoConfig
+
+        kinds = {
+            "int8 weights": lambda: ao.Int8WeightOnlyConfig(),
+            "int4 weights": lambda: ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.granularity.PerGroup(32)),
+            "int8 activations": lambda: ao.Int8DynamicActivationInt8WeightConfig(),
+        }
+        return load(folder, TorchAoConfig(kinds[kind]()))
+
+    return make
+
+
+def quanto(folder: Path) -> Any:
+    from optimum.quanto import freeze, qint8, quantize
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    quantize(model, weights=qint8, exclude="lm_head")
+    freeze(model)
+    return model
+
+
+def bitsandbytes(**options: Any) -> Callable[[Path], Any]:
+    def make(folder: Path) -> Any:
+        from transformers import BitsAndBytesConfig
+
+        return load(folder, BitsAndBytesConfig(**options))
+
+    return make
+
+
+def compressed_tensors(bits: int) -> Callable[[Path], Any]:
+    """Weights packed on disk by compressed-tensors itself, rounded to the nearest, and unpacked by its layers at every pass."""
+
+    def make(folder: Path) -> Any:
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, apply_quantization_config
+        from compressed_tensors.quantization.utils import calculate_qparams
+        from transformers import CompressedTensorsConfig
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=bits, strategy="group", group_size=64))
+        apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"]))
+        for layer in model.modules():
+            if hasattr(layer, "quantization_scheme"):
+                groups = layer.weight.data.unflatten(1, (-1, 64))
+                scale, _ = calculate_qparams(groups.amin(2), groups.amax(2), layer.quantization_scheme.weights)
+                layer.weight_scale.data.copy_(scale)
+        packer, path = ModelCompressor.from_pretrained_model(model), folder.parent / f"packed{bits}"
+        packer.compress_model(model)
+        model.save_pretrained(path)
+        packer.update_config(path)
+        return load(path, CompressedTensorsConfig(run_compressed=True))
+
+    return make
+
+
+WEIGHTS = {
+    "torchao int8": torchao("int8 weights"), "torchao int4": torchao("int4 weights"), "quanto int8": quanto,
+    "bitsandbytes 4-bit": bitsandbytes(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
+    "compressed-tensors 8 bits": compressed_tensors(8), "compressed-tensors 4 bits": compressed_tensors(4),
+}  # fmt: skip
+ACTIVATIONS = {"torchao int8": torchao("int8 activations"), "bitsandbytes 8-bit": bitsandbytes(load_in_8bit=True)}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_quantised_weights(folder, tokenizer, kind):
+    model, inputs = WEIGHTS[kind](folder), asked(tokenizer, *QUESTIONS[:2])
+    before = answers(model, inputs, COUNT)
+    with fastspec.patched(model, eagle3=HEAD, assistant="eagle3"), drafting(model, calls=1):
+        assert answers(model, inputs, COUNT) == before
+    assert answers(model, inputs, COUNT) == before
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_quantised_activations(folder, tokenizer, kind):
+    """They are rounded by what else is in the pass, and by how it was summed."""
+    model = ACTIVATIONS[kind](folder)
+    with fastspec.patched(model, eagle3=HEAD, assistant="eagle3"):
+        agree(model, asked(tokenizer, QUESTIONS[0]), COUNT)
