@@ -1,0 +1,226 @@
+"""The KV cache by itself: its buffers as they grow, the rows as they commit, join and leave, and the bridge to transformers' caches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastspec import Unsupported
+from fastspec.errors import FastSpecError
+from fastspec.generation import cache as module
+from fastspec.generation.cache import LayerView, TreeCache
+from fastspec.generation.tree import Verdict
+from fastspec.patches.backends import TORCH
+from fastspec.patches.cache import SlotCache, export_span, import_past
+
+CPU = torch.device("cpu")
+SEEDS = st.integers(0, 2**31)
+DRAWN = settings(max_examples=30, deadline=None)
+
+
+def made(capacity: int, tail: int = 3, *, rows: int = 2, layers: int = 2, dtype: torch.dtype = torch.float32) -> TreeCache:
+    """Three key heads of size 5, so that no two dimensions are alike."""
+    return TreeCache(layers, rows, 3, capacity, tail, 5, dtype=dtype, device=CPU)
+
+
+def filled(cache: TreeCache, seed: int = 0) -> TreeCache:
+    generator = torch.Generator().manual_seed(seed)
+    for buffer in (cache.k, cache.v):
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    return cache
+
+
+@pytest.mark.parametrize("first", [1, 4, 1024])
+@given(capacity=st.integers(1, 40), tail=st.integers(1, 9), asked=st.lists(st.integers(1, 60), max_size=6))
+@DRAWN
+def test_buffers_double_up_to_the_calls_capacity(first, capacity, tail, asked):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FIRST_SLOTS", first)
+        cache = made(capacity, tail)
+    bound = min(capacity, first)
+    assert (cache.bound, cache.slots, cache.limit, cache.tail) == (bound, bound + tail, capacity, tail)
+    for committed in asked:
+        held = filled(cache).k.clone(), cache.v.clone()
+        fits = min(committed, capacity) <= bound
+        assert cache.fits(committed) == fits
+        assert cache.reserve(committed) == min(committed, capacity)
+        if not fits:
+            bound = min(max(committed, 2 * bound), capacity)
+        assert cache.bound == bound and cache.k.shape == cache.v.shape == (2, 2, 3, bound + tail, 5)
+        for now, before in zip((cache.k, cache.v), held, strict=True):
+            assert torch.equal(now[:, :, :, : before.shape[3]], before) and not now[:, :, :, before.shape[3] :].any()
+
+
+def test_a_cache_keeps_its_dtype_as_it_grows_and_begins_again_with_empty_rows(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_SLOTS", 2)
+    cache = made(9, 1, dtype=torch.float16)
+    assert cache.k.dtype == cache.v.dtype == torch.float16 and cache.lengths.dtype == torch.int64
+    cache.reserve(5)
+    assert cache.k.dtype == cache.v.dtype == torch.float16
+    cache.lengths.fill_(4)
+    cache.open(3)
+    assert cache.lengths.tolist() == [0, 0] and cache.limit == 3 and cache.bound == 5
+    assert cache.fits(99) and cache.reserve(99) == 5
+
+
+@pytest.mark.parametrize("committed, slots", [(1, 1024), (1024, 1024), (1025, 2048), (5000, 8192), (16385, 32768), (40000, 49152)])
+def test_buffers_on_cuda_have_round_sizes(committed, slots):
+    """Powers of two, then steps of 16,384, whatever the call's capacity is."""
+    cache: Any = SimpleNamespace(k=SimpleNamespace(is_cuda=True))
+    assert TreeCache._wanted(cache, committed) == slots
+
+
+def test_a_cache_that_memory_cannot_hold_is_refused_before_it_is_made(monkeypatch):
+    need = 2 * 4 * 2 * 2 * 3 * (100 + 3) * 5  # keys and values, bytes, layers, rows, heads, slots, size
+    monkeypatch.setattr(module, "_memory", lambda device: need)
+    cache = made(100)
+    monkeypatch.setattr(module, "_memory", lambda device: need - 1)
+    with pytest.raises(FastSpecError, match="a KV cache of 100 tokens for 2 rows"):
+        cache.open(100)
+    cache.open(99)
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_buffers_that_cannot_grow_are_refused_with_their_size(monkeypatch, error):
+    monkeypatch.setattr(module, "FIRST_SLOTS", 1)
+    cache = made(2**20)
+
+    def fail(*args: Any, **kwargs: Any) -> Tensor:
+        raise error("no memory")
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    need = 2 * 4 * 2 * 2 * 3 * (2**20 + 3) * 5
+    with pytest.raises(FastSpecError, match=rf"{2**20 + 3} tokens for 2 rows needs {need / 2**30:.2f} GiB"):
+        cache.reserve(2**20)
+
+
+def test_memory_is_the_systems_or_unbounded(monkeypatch):
+    pages = {"SC_PHYS_PAGES": 3, "SC_PAGE_SIZE": 7}
+    monkeypatch.setattr(module.os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr(module.os, "sysconf_names", pages)
+    assert module._memory(CPU) == 21
+    monkeypatch.setattr(module.os, "sysconf_names", {"SC_PAGE_SIZE": 7})
+    assert module._memory(CPU) == float("inf")
+    monkeypatch.delattr(module.os, "sysconf")
+    assert module._memory(CPU) == float("inf")
+
+
+@given(SEEDS, st.integers(1, 6))
+@DRAWN
+def test_commit_moves_the_accepted_path_and_counts_it(seed, nodes):
+    generator = torch.Generator().manual_seed(seed)
+    cache = filled(made(12, nodes, rows=3), seed)
+    cache.lengths.copy_(torch.randint(0, 12, (3,), generator=generator))
+    before, keys, values = cache.lengths.tolist(), cache.k.clone(), cache.v.clone()
+    path = torch.stack([torch.randperm(nodes, generator=generator).sort().values for _ in before])
+    verdict = Verdict(path, torch.randint(0, nodes, (3,), generator=generator), torch.zeros(3, dtype=torch.long))
+    active = torch.rand(3, generator=generator) < 0.6
+    cache.commit(TORCH, verdict, active)
+    for row, length in enumerate(before):
+        grown = int(verdict.accepted[row]) + 1 if active[row] else 0
+        assert int(cache.lengths[row]) == min(12, length + grown)
+        for now, old in ((cache.k, keys), (cache.v, values)):
+            assert torch.equal(now[:, row, :, length : length + nodes], old[:, row, :, [length + node for node in path[row].tolist()]])
+            assert torch.equal(now[:, row, :, :length], old[:, row, :, :length])
+
+
+def test_a_path_of_the_root_alone_moves_nothing():
+    cache = made(4, 1)
+    ops: Any = SimpleNamespace(commit_slots=TORCH.commit_slots)  # without kv_block_copy
+    zero = torch.zeros(2, dtype=torch.long)
+    cache.commit(ops, Verdict(zero[:, None], zero, zero), torch.tensor([True, False]))
+    assert cache.lengths.tolist() == [1, 0]
+
+
+def test_a_row_joins_with_what_was_committed_and_its_neighbours_stay():
+    cache, other = filled(made(9, rows=3)), filled(made(9, rows=1), 1)
+    keys, values = cache.k.clone(), cache.v.clone()
+    cache.lengths.fill_(2)
+    cache.join(1, other, 4)
+    assert cache.lengths.tolist() == [2, 4, 2]
+    for now, old, new in ((cache.k, keys, other.k), (cache.v, values, other.v)):
+        assert torch.equal(now[:, 1, :, :4], new[:, 0, :, :4])
+        old[:, 1, :, :4] = now[:, 1, :, :4]
+        assert torch.equal(now, old)
+
+
+def test_lengths_stay_at_the_bound():
+    cache = made(9)
+    cache.lengths.copy_(torch.tensor([3, 8]))
+    cache.grow(torch.tensor([2, 2]))
+    assert cache.lengths.tolist() == [5, 9]
+
+
+def test_a_view_of_the_first_layers_is_the_whole_caches_memory(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_SLOTS", 4)
+    whole = filled(made(9, layers=3))
+    whole.lengths.fill_(2)
+    view = LayerView(whole, 2)
+    assert torch.equal(view.k, whole.k[:2]) and torch.equal(view.v, whole.v[:2]) and (view.limit, view.tail) == (9, 3)
+    view.grow(torch.tensor([1, 2]))
+    assert (view.lengths.tolist(), whole.lengths.tolist()) == ([3, 4], [2, 2])
+    assert view.reserve(7) == 7 and whole.bound == view.bound == 8 and view.k.data_ptr() == whole.k.data_ptr()
+
+
+def test_layers_are_written_and_attended_one_by_one():
+    cache = filled(made(6, layers=3))
+    k, v, slots = torch.randn(2, 2, 3, 5), torch.randn(2, 2, 3, 5), torch.tensor([[0, 3], [7, 1]])
+    wanted = cache.k.clone(), cache.v.clone()
+    for row in range(2):
+        for node in range(2):
+            wanted[0][1, row, :, slots[row, node]], wanted[1][1, row, :, slots[row, node]] = k[row, node], v[row, node]
+    cache.write(TORCH, 1, k, v, slots)
+    assert torch.equal(cache.k, wanted[0]) and torch.equal(cache.v, wanted[1])
+    layout, q = TORCH.attention_layout(torch.tensor([4, 6]), None, 2, 2, 8, 2), torch.randn(2, 2, 6, 5)
+    got = cache.attend(TORCH, 1, q, layout, 0.3)
+    assert torch.equal(got, TORCH.tree_attention(q, cache.k[1], cache.v[1], layout, 0.3))
+
+
+def test_transformers_view_writes_at_the_slots_and_shows_the_extent():
+    cache, slots = filled(made(9)), torch.tensor([[2, 3], [5, 6]])
+    cache.lengths.copy_(torch.tensor([2, 5]))
+    view = SlotCache(cache, TORCH, slots, 7)
+    keys, values = torch.randn(2, 3, 2, 5), torch.randn(2, 3, 2, 5)
+    shown = view.update(keys, values, 1)
+    assert [x.shape for x in shown] == [(2, 3, 7, 5)] * 2
+    for row in range(2):
+        for node in range(2):
+            assert torch.equal(shown[0][row, :, slots[row, node]], keys[row, :, node])
+            assert torch.equal(shown[1][row, :, slots[row, node]], values[row, :, node])
+    assert shown[0].data_ptr() == cache.k[1].data_ptr() and shown[1].data_ptr() == cache.v[1].data_ptr()
+    assert view.get_seq_length() == 5 and view.get_mask_sizes(2) == (7, 0) and not view.is_compileable
+    for wrong in (torch.randn(2, 2, 2, 5), torch.randn(2, 3, 2, 4)):
+        for pair in ((wrong, values), (keys, wrong)):
+            heads, size = wrong.shape[1], wrong.shape[3]
+            with pytest.raises(Unsupported, match=rf"layer 1 has {heads} key heads of size {size}, its config says 3 of 5"):
+                view.update(*pair, 1)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6).filter(any), min_size=1, max_size=3), SEEDS)
+@DRAWN
+def test_a_users_cache_comes_in_without_its_padding_and_goes_out_in_columns(keep, seed):
+    generator, rows = torch.Generator().manual_seed(seed), len(keep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FIRST_SLOTS", 1)
+        cache = made(8, rows=rows)
+    past = [tuple(torch.randn(rows, 3, 6, 5, generator=generator) for _ in "kv") for _ in range(2)]
+    import_past(cache, past, torch.tensor(keep))
+    kept = [[slot for slot, real in enumerate(row) if real] for row in keep]
+    assert cache.lengths.tolist() == [len(row) for row in kept] and cache.bound >= max(map(len, kept))
+    first = torch.tensor([int(torch.randint(0, len(row) + 1, (), generator=generator)) for row in kept])
+    offset = torch.randint(0, 3, (rows,), generator=generator)
+    keys, values = export_span(cache, first, 9, offset)
+    for layer, pair in enumerate(past):
+        for out, source in zip((keys[layer], values[layer]), pair, strict=True):
+            assert out.shape == (rows, 3, 9, 5) and out.is_contiguous()
+            for row, slots in enumerate(kept):
+                begin, shown = int(offset[row]), slots[int(first[row]) :]
+                wanted = torch.zeros(3, 9, 5)
+                wanted[:, begin : begin + len(shown)] = source[row][:, shown]
+                assert torch.equal(out[row], wanted)
