@@ -1,0 +1,150 @@
+"""What a call returns, made of an outcome and a cache by hand: columns, the padding of rows that ended early, and the cache handed back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.generation import logits_process as lp
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from fastspec.generation.cache import TreeCache
+from fastspec.generation.loop import Outcome
+from fastspec.generation.stats import Stats
+from fastspec.generation.tree import TokenTree
+from fastspec.patches.output import output_of
+
+VOCAB, PAD = 7, 6
+TOKENS = [[1, 2, 3, 4, 5], [2, 1], [3, 3, 4]]
+READ = [3, 1, 2]  # of each prompt, what the call has read: the other columns are padding
+PAST = [2, 2, 1]  # what each row had in its cache before
+
+
+class Reader:
+    """A target whose logits say which token was read at which place; it writes (token, place) as key and value."""
+
+    def __init__(self, tail: int) -> None:
+        self.cache = TreeCache(1, 3, 1, 40, tail, 2, dtype=torch.float32, device=torch.device("cpu"))
+        self.cache.lengths.fill_(30)  # a row's last round may have gone on behind its end
+        self.lengths, self.widths = self.cache.lengths, []
+
+    def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
+        places = self.cache.lengths[:, None] + tree.depths
+        assert extent == int(self.cache.lengths.max()) and tree.tokens.shape[1] <= self.cache.tail
+        self.widths.append(tree.tokens.shape[1])
+        for row in range(3):
+            self.cache.k[0, row, 0, places[row], 0] = tree.tokens[row].float()
+            self.cache.k[0, row, 0, places[row], 1] = places[row].float()
+        self.cache.v.copy_(-self.cache.k)
+        return said(tree.tokens, places).half(), torch.empty(0)
+
+
+def said(tokens: Tensor, places: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(tokens, VOCAB) * 8.0 + places[..., None]
+
+
+def made(tail: int = 4, **changes: Any) -> tuple[Any, Outcome, Any]:
+    """(call, outcome, target) of three rows whose past lies in the cache, and whose texts are committed but for the last token."""
+    asked = {"return_dict_in_generate": True, "output_scores": False, "output_logits": False}
+    settings = SimpleNamespace(**asked | {name: changes.pop(name) for name in tuple(changes) if name in asked})
+    ids = torch.tensor([[1, 2, 3], [0, 0, 4], [0, 5, 6]])
+    keep = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 1], [0, 1, 0, 1, 1]])
+    call: Any = SimpleNamespace(
+        config=settings, steps=None, ids=ids, pad=PAD, keep=keep, past_length=2, cache=None, source=None, rows=None, handed_in=False,
+        processors=lp.LogitsProcessorList([lp.RepetitionPenaltyLogitsProcessor(2.0)]),
+    )  # fmt: skip
+    vars(call).update(changes)
+    target = Reader(tail)
+    for row, (past, read, text) in enumerate(zip(PAST, READ, TOKENS, strict=True)):
+        line = [9.0] * past + ids[row, 3 - read :].tolist() + text[:-1]
+        target.cache.k[0, row, 0, : len(line)] = torch.stack((torch.tensor(line), torch.arange(len(line)).float()), -1)
+    target.cache.v.copy_(-target.cache.k)
+    scores, logits = (
+        [[torch.full((VOCAB,), 10.0 * row + step + more) for step in range(len(text))] for row, text in enumerate(TOKENS)]
+        for more in (0, 0.5)
+    )
+    return call, Outcome([list(text) for text in TOKENS], scores, logits, stats=Stats(assistant="by hand")), target
+
+
+def returned(call: Any, outcome: Outcome, target: Any) -> Any:
+    return output_of(call, outcome, target, torch.tensor(READ))
+
+
+SEQUENCES = [[1, 2, 3, 1, 2, 3, 4, 5], [0, 0, 4, 2, 1, PAD, PAD, PAD], [0, 5, 6, 3, 3, 4, PAD, PAD]]
+
+
+def test_sequences_are_filled_up_with_padding_and_nothing_more_is_read():
+    call, outcome, target = made(return_dict_in_generate=False)
+    assert returned(call, outcome, target).tolist() == SEQUENCES and target.widths == []
+    out = returned(*made())
+    assert type(out) is GenerateDecoderOnlyOutput and out.sequences.tolist() == SEQUENCES and out.fastspec.assistant == "by hand"
+    assert (out.scores, out.logits, out.past_key_values) == (None, None, None)
+    assert type(returned(*made(source=torch.zeros(1)))) is GenerateEncoderDecoderOutput
+
+
+@pytest.mark.parametrize("tail", [1, 2, 3, 9])
+@pytest.mark.parametrize("scores, logits", [(True, False), (False, True), (True, True)])
+def test_rows_that_ended_early_read_padding_as_plain_decoding_does(tail, scores, logits):
+    call, outcome, target = made(tail, output_scores=scores, output_logits=logits)
+    out = returned(call, outcome, target)
+    assert sum(target.widths) == 3 and max(target.widths) == min(tail, 3)
+    assert (out.scores is not None, out.logits is not None, out.past_key_values) == (scores, logits, None)
+    assert target.cache.lengths.tolist() == [past + read + 4 for past, read in zip(PAST, READ, strict=True)]
+    for row, text in enumerate(TOKENS):
+        for step in range(5):
+            raw = torch.full((VOCAB,), 10.0 * row + step + 0.5)
+            processed = raw - 0.5
+            if step >= len(text):
+                last = text[-1] if step == len(text) else PAD
+                raw = said(torch.tensor(last), torch.tensor(PAST[row] + READ[row] + step - 1))
+                seen = torch.tensor([[*call.ids[row].tolist(), *text, *[PAD] * (step - len(text))]])
+                processed = lp.RepetitionPenaltyLogitsProcessor(2.0)(seen, raw[None].clone())[0]
+            if logits:
+                assert torch.equal(out.logits[step][row], raw) and out.logits[step].shape == (3, VOCAB) and len(out.logits) == 5
+            if scores:
+                assert torch.equal(out.scores[step][row], processed) and out.scores[step].shape == (3, VOCAB) and len(out.scores) == 5
+
+
+@pytest.mark.parametrize("handed_in", [True, False])
+def test_a_cache_comes_back_with_the_call_in_columns_and_its_padding(handed_in):
+    """Behind what it held: prompts in their columns, then what was said but for the last token, padding of ended rows included."""
+    cache = DynamicCache()
+    cache.update(torch.full((3, 1, 2, 2), 9.0), torch.full((3, 1, 2, 2), -9.0), 0)
+    call, outcome, target = made(cache=cache, handed_in=handed_in, return_dict_in_generate=not handed_in)
+    out = returned(call, outcome, target)
+    assert (out if handed_in else out.sequences).tolist() == SEQUENCES and (handed_in or out.past_key_values is cache)
+    keys, values = cache.layers[0].keys, cache.layers[0].values
+    assert keys.shape == (3, 1, 9, 2) and torch.equal(values, -keys)
+    for row, (past, read) in enumerate(zip(PAST, READ, strict=True)):
+        text = [*call.ids[row, 3 - read :].tolist(), *(TOKENS[row] + [PAD] * 3)[:4]]
+        committed = [[float(token), float(past + place)] for place, token in enumerate(text)]
+        assert keys[row, 0].tolist() == [[9.0, 9.0]] * 2 + [[0.0, 0.0]] * (3 - read) + committed
+
+
+@pytest.mark.parametrize("changes", [{"rows": 2}, {"source": torch.zeros(1)}, {"handed_in": False, "return_dict_in_generate": False}])
+def test_a_cache_is_left_alone_where_it_cannot_come_back(changes):
+    cache = DynamicCache()
+    call, outcome, target = made(**{"cache": cache, "handed_in": True} | changes)
+    out = returned(call, outcome, target)
+    assert len(cache) == 0 and target.widths == [] and (isinstance(out, Tensor) or out.past_key_values is None)
+
+
+def test_rows_of_a_continuous_batch_are_filled_with_zeros():
+    call, outcome, target = made(rows=2, output_scores=True, output_logits=True)
+    out = returned(call, outcome, target)
+    for columns, more in ((out.scores, 0), (out.logits, 0.5)):
+        for step, column in enumerate(columns):
+            want = [10.0 * row + step + more if step < len(text) else 0.0 for row, text in enumerate(TOKENS)]
+            assert torch.equal(column, torch.tensor(want)[:, None].expand(-1, VOCAB))
+    assert target.widths == [] and len(out.scores) == len(out.logits) == 5
+
+
+def test_steps_give_their_own_scores_and_need_no_padding_read():
+    steps = SimpleNamespace(scores=("scores",), logits=("logits",))
+    call, outcome, target = made(steps=steps, output_scores=True, output_logits=True)
+    out = returned(call, outcome, target)
+    assert (out.scores, out.logits, target.widths) == (("scores",), ("logits",), [])
