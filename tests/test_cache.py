@@ -22,6 +22,7 @@ from fastspec.patches.cache import SlotCache, export_span, import_past
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**31)
 DRAWN = settings(max_examples=30, deadline=None)
+ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others
 
 
 def made(capacity: int, tail: int = 3, *, rows: int = 2, layers: int = 2, dtype: torch.dtype = torch.float32) -> TreeCache:
@@ -111,22 +112,23 @@ def test_memory_is_the_systems_or_unbounded(monkeypatch):
     assert module._memory(CPU) == float("inf")
 
 
-@given(SEEDS, st.integers(1, 6))
+@given(SEEDS, st.integers(1, 6), st.integers(0, 3))
 @DRAWN
-def test_commit_moves_the_accepted_path_and_counts_it(seed, nodes):
-    generator = torch.Generator().manual_seed(seed)
+def test_commit_moves_the_accepted_path_and_counts_it(seed, steps, more):
+    generator, nodes = torch.Generator().manual_seed(seed), steps + more
     cache = filled(made(12, nodes, rows=3), seed)
     cache.lengths.copy_(torch.randint(0, 12, (3,), generator=generator))
     before, keys, values = cache.lengths.tolist(), cache.k.clone(), cache.v.clone()
-    path = torch.stack([torch.randperm(nodes, generator=generator).sort().values for _ in before])
-    verdict = Verdict(path, torch.randint(0, nodes, (3,), generator=generator), torch.zeros(3, dtype=torch.long))
+    path = torch.stack([torch.randperm(nodes, generator=generator)[:steps].sort().values for _ in before])
+    path[:, 0] = 0
+    verdict = Verdict(path, torch.randint(0, steps, (3,), generator=generator), torch.zeros(3, dtype=torch.long))
     active = torch.rand(3, generator=generator) < 0.6
     cache.commit(TORCH, verdict, active)
     for row, length in enumerate(before):
         grown = int(verdict.accepted[row]) + 1 if active[row] else 0
         assert int(cache.lengths[row]) == min(12, length + grown)
         for now, old in ((cache.k, keys), (cache.v, values)):
-            assert torch.equal(now[:, row, :, length : length + nodes], old[:, row, :, [length + node for node in path[row].tolist()]])
+            assert torch.equal(now[:, row, :, length : length + steps], old[:, row, :, [length + node for node in path[row].tolist()]])
             assert torch.equal(now[:, row, :, :length], old[:, row, :, :length])
 
 
@@ -210,12 +212,15 @@ def test_a_users_cache_comes_in_without_its_padding_and_goes_out_in_columns(keep
         patch.setattr(module, "FIRST_SLOTS", 1)
         cache = made(8, rows=rows)
     past = [tuple(torch.randn(rows, 3, 6, 5, generator=generator) for _ in "kv") for _ in range(2)]
-    import_past(cache, past, torch.tensor(keep))
+    real = torch.tensor(keep)
+    with ELSEWHERE:
+        import_past(cache, past, real)
     kept = [[slot for slot, real in enumerate(row) if real] for row in keep]
     assert cache.lengths.tolist() == [len(row) for row in kept] and cache.bound >= max(map(len, kept))
     first = torch.tensor([int(torch.randint(0, len(row) + 1, (), generator=generator)) for row in kept])
     offset = torch.randint(0, 3, (rows,), generator=generator)
-    keys, values = export_span(cache, first, 9, offset)
+    with ELSEWHERE:
+        keys, values = export_span(cache, first, 9, offset)
     for layer, pair in enumerate(past):
         for out, source in zip((keys[layer], values[layer]), pair, strict=True):
             assert out.shape == (rows, 3, 9, 5) and out.is_contiguous()
