@@ -15,6 +15,9 @@ settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], da
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is defined: the kernels' tests run on the CPU
+    from helpers_interpreter import remember_builtins
+
+    remember_builtins()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores
