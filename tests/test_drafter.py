@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_examples import TIMES, examples
 from helpers_models import tiny_head, tiny_model
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle": {"kind": "eagle", "taps": (), "fc_bias": True, "own_lm_head": False},
     "eagle of two layers": {"kind": "eagle", "taps": (), "num_hidden_layers": 2, "own_lm_head": False},
 }
-EXACT = settings(max_examples=8, deadline=None, derandomize=True)  # drawn shapes, the same in every run: scores may come close
+EXACT = examples(8, derandomize=True)  # drawn shapes, the same in every run: scores may come close
 
 
 @cache
@@ -156,7 +157,7 @@ def test_frontier_generate_is_the_published_algorithm(variant, shape, rows, leng
 @INTERPRETED
 @pytest.mark.parametrize("variant", IN_ONE_LAUNCH)
 @FRONTIERS
-@settings(EXACT, max_examples=4, phases=[Phase.generate])  # the interpreter is slow, and slower where an example is shrunk
+@settings(EXACT, max_examples=2 * TIMES, phases=[Phase.generate])  # the interpreter is slow, and slower where an example is shrunk
 def test_frontier_generate_in_one_launch_is_too(variant, shape, rows, length, apart, seed):
     check_frontier("triton", variant, shape, rows, length, apart, seed)
 

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,7 +23,7 @@ EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 ON_CUDA_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 SEEDS = st.integers(0, 2**31)
-DRAWN = settings(max_examples=20, deadline=None)
+DRAWN = examples(8)
 FLOATS = st.sampled_from([torch.float32, torch.float16])
 NODE_COUNTS, VOCABULARIES = st.sampled_from([1, 2, 7]), st.sampled_from([16, 63, 130])
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -60,7 +61,7 @@ def exactly(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: T
     data=st.data(), seed=st.integers(0, 2**31), kind=st.sampled_from(["even", "skewed", "alike", "repeated"]),
     pad=st.sampled_from([0, 16]), weights_dtype=st.sampled_from([torch.float32, None]),
 )  # fmt: skip
-@settings(max_examples=20, deadline=None)
+@examples(7)
 def test_experts(device, data, seed, kind, pad, weights_dtype):
     generator = torch.Generator().manual_seed(seed)
     dtype = data.draw(st.sampled_from(DTYPES[device]))
@@ -95,7 +96,7 @@ def test_experts(device, data, seed, kind, pad, weights_dtype):
 
 @EVERYWHERE
 @given(seed=st.integers(0, 2**31), tokens=st.sampled_from([1, 7, 33]), count=st.sampled_from([1, 8, 40]), choices=st.integers(1, 8))
-@settings(max_examples=15, deadline=None)
+@examples(7)
 @pytest.mark.parametrize("block", [32, 1024])
 def test_pairs_are_grouped_by_expert(device, seed, tokens, count, choices, block):
     chosen = torch.randint(count, (tokens, choices), generator=torch.Generator().manual_seed(seed)).to(device)

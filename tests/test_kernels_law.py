@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels_draft import FLOATS, SEEDS, moved_as_is, poisoned
 from test_kernels_verify import EVERYWHERE, ON_CUDA, ON_CUDA_DTYPES, check_draws, strided
@@ -50,7 +53,7 @@ def warped(scores: Tensor, law: SamplingLaw) -> Tensor:
 
 
 @given(VOCABS, STEPS, st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), LAWS, SEEDS)
-@settings(max_examples=300, deadline=None)
+@examples(150)
 def test_the_reference_keeps_what_transformers_keeps(vocab, step, dtype, law, seed):
     """The same scores bit for bit; where top-p parts equal ones, as many, and the reference keeps the highest ids."""
     scores = scores_of(3, vocab, step, dtype, seed)
@@ -103,7 +106,7 @@ def check_pick(scores: Tensor, uniform: Tensor, law: SamplingLaw) -> tuple[Tenso
 
 @EVERYWHERE
 @given(st.sampled_from([(1, 1), (1, 2), (2, 1)]), VOCABS, STEPS, FLOATS, LAWS, st.booleans(), SEEDS)
-@settings(max_examples=25, deadline=None)
+@examples(12)
 def test_pick_under_a_law(device, leading, vocab, step, dtype, law, wide, seed):
     scores = scores_of(leading[0] * leading[1], vocab, step, dtype, seed).unflatten(0, leading)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -116,9 +119,11 @@ def test_pick_under_a_law(device, leading, vocab, step, dtype, law, wide, seed):
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("top_p", [0.0, 0.25, 0.5, 0.75])
-@pytest.mark.parametrize(("value", "dtype"), [(0.0, torch.float32), (-1.5, torch.float32), (-1.5, torch.float16), (2.5, torch.float16)])
-@pytest.mark.parametrize("vocab", [8, 2 * CHUNK])
+@pytest.mark.parametrize(
+    ("vocab", "top_p", "value", "dtype"),
+    [(8, *each) for each in product([0.0, 0.25, 0.5, 0.75], [0.0, -1.5, 2.5], [torch.float32, torch.float16])]
+    + [(2 * CHUNK, 0.0, -1.5, torch.float16), (2 * CHUNK, 0.25, 0.0, torch.float32), (2 * CHUNK, 0.75, 2.5, torch.float16)],
+)
 def test_of_equal_scores_top_p_removes_the_lowest_ids(device, vocab, top_p, value, dtype):
     """Shares that fp32 holds exactly: the mass up to the last one removed is 1 - top_p."""
     scores = torch.full((1, 1, vocab), value, dtype=dtype)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -82,7 +83,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch | RowLa
     depth=st.sampled_from([1, 7, 16, 63, 64, 65, 129]), dtype=st.sampled_from(DTYPES), swiglu=st.booleans(), biased=st.booleans(),
     sliced=st.booleans(), launch=st.sampled_from(SMALL + ONE_ROW), seed=st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=100, deadline=None)
+@examples(35)
 def test_every_launch_gives_the_product(device, rows, channels, depth, dtype, swiglu, biased, sliced, launch, seed):
     torch.manual_seed(seed)
     rows = 1 if isinstance(launch, RowLaunch) else rows
@@ -96,7 +97,7 @@ def test_every_launch_gives_the_product(device, rows, channels, depth, dtype, sw
     depth=st.sampled_from([1, 63, 576, 1544, 4096]), dtype=st.sampled_from([torch.float16, torch.bfloat16]), swiglu=st.booleans(),
     biased=st.booleans(), sliced=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=6, deadline=None)
+@examples(2)
 def test_wide_launches_give_the_product(device, launch, rows, channels, depth, dtype, swiglu, biased, sliced, seed):
     torch.manual_seed(seed)
     rows = 1 if isinstance(launch, RowLaunch) else rows
