@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -19,13 +18,10 @@ from typer.testing import CliRunner
 
 from fastspec.cli import app
 from fastspec.errors import Unsupported
-from fastspec.generation.eagle.head import EagleHead
 from fastspec.training import entry, train
 from fastspec.training.data import Texts
 from fastspec.training.shards import Clock, OutOfTime
-from fastspec.training.target import SOFTEN, TargetReader, head_for, start_from_target
 from fastspec.training.trainer import Trainer
-from fastspec.training.ttt import TrainingTimeTest
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
 
@@ -46,38 +42,21 @@ def same_state(one: Path, two: Path) -> None:
 
 
 def test_acceptance_rises(material: Material, tmp_path: Path) -> None:
-    trainer = Trainer(settings(tmp_path), *material, Accelerator(cpu=True))
+    trainer = Trainer(settings(tmp_path, epochs=4.0), *material, Accelerator(cpu=True))
     before = trainer.validate()["top1"]
     trainer.run()
     assert trainer.validate()["top1"] > before + 0.5
     assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors", "config.json", "README.md", "state.pt", "log.jsonl"}
 
 
-def test_start_is_better_than_guessing_and_than_the_target_as_it_is(smollm2: tuple[Any, Any]) -> None:
-    model, tokenizer = smollm2
-    text = "The tides follow the moon: its pull raises the sea on the near side, and on the far side the water is left a little behind."
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-    vocabulary = torch.arange(10240)
-    head = EagleHead(head_for(model, draft_vocab_size=10240, hidden_size=None, intermediate_size=None, taps=()))
-    torch.manual_seed(0)
-    start_from_target(head, model, vocabulary)
-    head.bind(model.get_input_embeddings(), None)
-    teacher = TargetReader(model, head.config.taps, vocabulary).read(ids, torch.arange(1, ids.shape[1]))
-    unrolled = TrainingTimeTest(head, 7, 0.8)
-    with torch.no_grad():
-        losses = unrolled(ids, teacher)[1]
-        head.norm.weight.div_(SOFTEN)
-        assert losses.max() < math.log(10240) and losses.mean() < 0.7 * unrolled(ids, teacher)[1].mean()
-
-
 def test_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> None:
-    one = Trainer(settings(tmp_path / "one", epochs=2.5), *material, Accelerator(cpu=True))
+    one = Trainer(settings(tmp_path / "one", epochs=1.5), *material, Accelerator(cpu=True))
     one.run()
     steps = [0]
     while True:
-        part = Trainer(settings(tmp_path / "two", epochs=2.5), *material, Accelerator(cpu=True))
+        part = Trainer(settings(tmp_path / "two", epochs=1.5), *material, Accelerator(cpu=True))
         assert part.progress.step == steps[-1], "a stopped run is taken up at its last step"
-        if part.run(limit=0.3).done(part.config) >= 1:
+        if part.run(limit=0.2).done(part.config) >= 1:
             break
         steps.append(part.progress.step)
     assert len(steps) > 2
@@ -85,8 +64,8 @@ def test_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> None:
 
 
 def test_killed_run_goes_on_from_its_last_checkpoint(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Trainer(settings(tmp_path / "one", epochs=2.0), *material, Accelerator(cpu=True)).run()
-    config = settings(tmp_path / "two", epochs=2.0, checkpoint_minutes=1e-9)
+    Trainer(settings(tmp_path / "one", epochs=1.2), *material, Accelerator(cpu=True)).run()
+    config = settings(tmp_path / "two", epochs=1.2, checkpoint_minutes=1e-9)
     killed = Trainer(config, *material, Accelerator(cpu=True))
     step = killed.step
 
