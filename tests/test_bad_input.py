@@ -21,22 +21,24 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_to
 
 
 @pytest.fixture(scope="module")
-def shared() -> Any:
-    return tiny_model()
+def shared() -> tuple[Any, torch.Tensor]:
+    """An unpatched model, and what it says."""
+    model = tiny_model()
+    return model, model.generate(PROMPT, **GREEDY)
 
 
 @pytest.fixture
-def model(shared: Any) -> Iterator[Any]:
+def model(shared: tuple[Any, torch.Tensor]) -> Iterator[Any]:
     """A patched model that must still generate correctly, and come off cleanly, after whatever a test did to it."""
-    before, config = dict(vars(shared)), shared.generation_config.to_dict()
-    expected = shared.generate(PROMPT, **GREEDY)
-    fastspec.patch(shared, eagle3=tiny_head(shared))
-    yield shared
-    assert session_of(shared).turn.owner is None
+    model, expected = shared
+    before, config = dict(vars(model)), model.generation_config.to_dict()
+    fastspec.patch(model, eagle3=tiny_head(model))
+    yield model
+    assert session_of(model).turn.owner is None
     for assistant in ("eagle3", "autoregressive", None):
-        assert torch.equal(shared.generate(PROMPT, **GREEDY, assistant=assistant), expected)
-    fastspec.unpatch(shared)
-    assert dict(vars(shared)) == before and shared.generation_config.to_dict() == config
+        assert torch.equal(model.generate(PROMPT, **GREEDY, assistant=assistant), expected)
+    fastspec.unpatch(model)
+    assert dict(vars(model)) == before and model.generation_config.to_dict() == config
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -142,20 +144,21 @@ HEAD = {"hidden_size": 64, "target_hidden_size": 64, "vocab_size": 97, "draft_vo
     ids=["truncated", "NaN", "map", "another model's", "sound"],
 )
 def test_a_damaged_head_is_refused_and_the_model_left_as_it_was(
-    shared: Any, tmp_path: Path, damage: Callable[..., None] | None, message: str
+    shared: tuple[Any, torch.Tensor], tmp_path: Path, damage: Callable[..., None] | None, message: str
 ) -> None:
     config, state = as_speculators(make_head(**HEAD), torch.zeros(97, 64))
     write(tmp_path, config, state)
-    before, expected = attributes(shared), shared.generate(PROMPT, **GREEDY)
+    model, expected = shared
+    before = attributes(model)
     if damage is None:
-        with fastspec.patched(shared, eagle3=tmp_path):
-            assert torch.equal(shared.generate(PROMPT, **GREEDY, assistant="eagle3"), expected)
+        with fastspec.patched(model, eagle3=tmp_path):
+            assert torch.equal(model.generate(PROMPT, **GREEDY, assistant="eagle3"), expected)
     else:
         damage(tmp_path, config, state)
         with pytest.raises(fastspec.CheckpointError, match=message):
-            fastspec.patch(shared, eagle3=tmp_path)
-        assert torch.equal(shared.generate(PROMPT, **GREEDY), expected)
-    assert attributes(shared) == before
+            fastspec.patch(model, eagle3=tmp_path)
+        assert torch.equal(model.generate(PROMPT, **GREEDY), expected)
+    assert attributes(model) == before
 
 
 @pytest.mark.parametrize("cls", [fastspec.Eagle3, fastspec.TreeShape])

@@ -109,7 +109,7 @@ def test_the_feature_is_what_the_lm_head_reads(kind):
 @pytest.fixture(scope="module")
 def sampled() -> Any:
     """A target whose drafts are taken and refused: its head knows the bigrams alone, and is less sure of them."""
-    model = tiny_model(seed=1)
+    model = tiny_model(seed=1, num_hidden_layers=3)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(0.5)

@@ -88,13 +88,13 @@ def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
     """By an end token, by length and by a user's criterion, in calls one after another."""
     pair = drafting(kind, ahead["device"])
     plain, model = pair
-    for seed in range(4):
+    for seed in range(3):
         inputs = prompts(ahead["device"], 9, 5, 7, seed=seed)
-        free = plain.generate(**inputs, do_sample=False, max_new_tokens=40, eos_token_id=None)
         options: dict[str, Any] = {"max_new_tokens": 40 + seed, "pad_token_id": 0, "eos_token_id": None}
-        if seed % 3:
+        if seed:
+            free = plain.generate(**inputs, do_sample=False, max_new_tokens=20, eos_token_id=None)
             options["eos_token_id"] = [int(free[0, 9 + 11]), int(free[1, 9 + 17])]
-        if seed % 3 == 2:
+        if seed == 2:
             options["stopping_criteria"] = [lambda ids, scores, **_: (ids[:, 9:] == 0).sum(1) > 2]
         same(pair, config(kind), inputs, **options)
         assert all(held.flight is None and held.aside.plain.flight is None for held in session_of(model).engines.held.values())
@@ -109,8 +109,9 @@ def test_what_else_a_call_asks_for_is_that_of_its_rounds(ahead, kind, options):
     plain, model = drafting(kind, ahead["device"])
     given = {**prompts(ahead["device"], 9, 5), "do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
     given |= {"return_dict_in_generate": True, **options}
+    want = plain.generate(**given)
     for _ in range(2):
-        want, got = plain.generate(**given), model.generate(**given, assistant=config(kind))
+        got = model.generate(**given, assistant=config(kind))
         assert got.sequences.tolist() == want.sequences.tolist()
         for name in ("scores", "logits"):
             if given.get(f"output_{name}"):
@@ -159,7 +160,7 @@ def test_a_profile_has_every_round(ahead):
 
 def test_a_pause_is_cut_short_by_the_end_of_the_call_and_not_remembered(ahead):
     pair = drafting("draft model", ahead["device"])
-    for limit in range(2, 24):
+    for limit in (*range(2, 12), 13, 16, 19, 22, 23):
         same(pair, Speculative(most=2), prompts(ahead["device"], 6, 4), max_new_tokens=limit, eos_token_id=None)
     assert ahead["sat out"] > 20
 
@@ -171,15 +172,16 @@ def test_a_storage_counts_what_was_said_all_the_same(ahead, kind, monkeypatch):
     plain, model = drafting("nasd", ahead["device"])
     for seed in range(3):
         inputs = prompts(ahead["device"], 9, 5, 7, seed=seed)
-        free = plain.generate(**inputs, do_sample=False, max_new_tokens=40, eos_token_id=None)
+        free = plain.generate(**inputs, do_sample=False, max_new_tokens=20, eos_token_id=None)
         options = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
         options["eos_token_id"] = [int(free[0, 9 + 11]), int(free[1, 9 + 17])]
+        want = plain.generate(**inputs, **options).tolist()
         told, before = [], ahead["sat out"]
         for least in (0.25, 10.0):  # with pauses, and without
             monkeypatch.setattr(nasd, "LEAST_LOOK", least)
             storage = make()
             assistant = fastspec.Nasd(storage=storage, top_k_filler=1)
-            assert model.generate(**inputs, **options, assistant=assistant).tolist() == plain.generate(**inputs, **options).tolist()
+            assert model.generate(**inputs, **options, assistant=assistant).tolist() == want
             rests = ahead["sat out"] - before
             assert (rests > 0) == (least < 1)
             before = ahead["sat out"]
