@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from helpers_cascade import trained
 from helpers_chat import cascade_file, screen, target, tokenizer
+from helpers_examples import examples
 from helpers_models import tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_chat import interrupt_after
 from typer.testing import CliRunner
@@ -87,7 +88,7 @@ def test_the_large_models_answer_is_compared_like_any_other() -> None:
     assert "The 2 greedy answers are identical" in text and "not compared" not in text
 
 
-@settings(max_examples=12, deadline=None)
+@examples(5)
 @given(order=st.permutations(["cascade", "climbs", "autoregressive", PLAIN]), temperature=st.sampled_from([0, 0, 1]))
 def test_in_any_order_only_what_must_agree_is_compared(order: list[str], temperature: float) -> None:
     chat = cascade_chat(*order)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from helpers_chat import make_chat, screen, target, tokenizer
+from helpers_examples import examples
 from helpers_generate import bigram, seer, seer1
 from helpers_models import tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fastspec
@@ -42,7 +43,7 @@ def answered(chat: Chat, strategy: str, prompt: str = "w10 w11") -> tuple[list[i
     return answer.tokens, [len(found.tokens) for found in streamer.trees or ()]
 
 
-@settings(max_examples=20, deadline=None)
+@examples(8)
 @given(nodes=st.integers(1, 40), more=st.lists(st.integers(0, 5), max_size=2), name=st.sampled_from(["eagle2", "eagle3"]))
 def test_trees_have_the_size_asked_for_or_are_refused(eagles: Chat, nodes: int, more: list[int], name: str) -> None:
     plain, _ = answered(eagles, PLAIN)
@@ -119,8 +120,8 @@ COMMANDS_OF_STORAGES = (
 )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
-@given(lines=st.lists(st.one_of(st.sampled_from(COMMANDS_OF_STORAGES), st.sampled_from(["w10", "w11 w12"])), min_size=2, max_size=9))
+@examples(8)
+@given(lines=st.lists(st.one_of(st.sampled_from(COMMANDS_OF_STORAGES), st.sampled_from(["w10", "w11 w12"])), min_size=4, max_size=9))
 def test_a_storage_is_kept_until_it_is_reset_or_changed(lines: list[str]) -> None:
     """Drafted and accepted tokens are those of plain calls with a storage that is made anew exactly then; the warm-up leaves no trace."""
     chat, twin = make_chat(), fastspec.patch(target())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,8 @@ from test_sitting_out import ON_CUDA, prompts, soon_out
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
-from fastspec.generation import cache, loop, nasd, rounds
+from fastspec.generation import cache as buffers
+from fastspec.generation import loop, nasd, rounds
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.tree import TokenTree
 from fastspec.patches import selection
@@ -45,6 +47,14 @@ def made(kind: str, device: str) -> tuple[Any, Any]:
     return plain, fastspec.patch(model.to(device), eagle3=third, eagle2=first, eagle=first)
 
 
+@cache
+def said_of(kind: str, seed: int, device: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[list[int]]]:
+    """Prompts, the options of a call that ends some answers early, and what the unpatched model says in one batch."""
+    plain, inputs = MAKERS[kind][0]().to(device), prompts(device, *COUNTS, seed=seed)
+    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
+    return inputs, options, plain.generate(**inputs, **options).tolist()
+
+
 def ends_of(plain: Any, inputs: dict[str, torch.Tensor]) -> list[int]:
     """End tokens that end some answers early, and not all at once."""
     said = free(plain, inputs, 24)
@@ -55,13 +65,11 @@ def ends_of(plain: Any, inputs: dict[str, torch.Tensor]) -> list[int]:
 @pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
 def test_every_prompt_says_what_it_says_in_one_batch(device, kind, assistant):
     """Whatever the number of rows, in calls one after another that share what was captured."""
-    plain, model = made(kind, device)
+    _, model = made(kind, device)
     alone = assistant in ASSISTANTS[:4] and device == "cpu"  # what it drafts for a row does not depend on the others
     for rows in (3, 1, 3):
-        inputs = prompts(device, *COUNTS, seed=rows)
-        options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
-        want = plain.generate(**inputs, **options)
-        assert model.generate(**inputs, **options, assistant=ContinuousBatch(assistant, rows=rows)).tolist() == want.tolist()
+        inputs, options, want = said_of(kind, rows, device)
+        assert model.generate(**inputs, **options, assistant=ContinuousBatch(assistant, rows=rows)).tolist() == want
         seen = stats(model)
         assert seen.joined == len(COUNTS) - rows and seen.rows == rows
         assert seen.row_rounds <= rows * seen.rounds
@@ -184,7 +192,7 @@ def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypat
 
 def test_buffers_grow_for_a_longer_prompt(monkeypatch):
     """One that needs more room than the rows before it had."""
-    monkeypatch.setattr(cache, "FIRST_SLOTS", 16)
+    monkeypatch.setattr(buffers, "FIRST_SLOTS", 16)
     plain, model = made("bigram", "cpu")
     longest: list[int] = []
     step = rounds.Rounds.step

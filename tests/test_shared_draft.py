@@ -278,7 +278,8 @@ def test_what_is_not_shared_is_not_drawn_whatever_the_processors_make_of_it():
 
 def near(target: Any) -> Any:
     """A model of DRAFT's tokens that thinks much as the target does."""
-    draft, state = tiny_model(seed=1, vocab_size=len(DRAFT)), dict(target.state_dict())
+    layers = target.config.num_hidden_layers
+    draft, state = tiny_model(seed=1, vocab_size=len(DRAFT), num_hidden_layers=layers), dict(target.state_dict())
     torch.manual_seed(0)
     ours, theirs = (torch.tensor(ids) for ids in zip(*shared_tokens(TARGET, DRAFT), strict=True))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -297,7 +298,7 @@ def paired(target: Any, draft: Any, draft_tokenizer: Any = DRAFT) -> Any:
 
 @pytest.mark.parametrize("case, config", [("all four", Speculative(gamma=2)), ("temperature", Speculative(most=3))], ids=str)
 def test_sampled_texts_follow_the_targets_law(case, config):
-    target = tiny_model(seed=1)
+    target = tiny_model(seed=1, num_hidden_layers=4)
     model = paired(target, near(target))
     check_law(model, CASES[case], config)
     call = stats(model)
