@@ -130,10 +130,10 @@ def test_what_it_cannot_serve_runs_plain(plain, model, name):
 
 
 def test_a_reason_that_differs_in_numbers_alone_is_told_once():
-    model = fastspec.patch(tiny_model(max_position_embeddings=16), assistant="nasd")
-    plain = tiny_model(max_position_embeddings=16)
+    model, plain = (tiny_model("mistral", sliding_window=16) for _ in range(2))
+    fastspec.patch(model, assistant="nasd")
     with pytest.warns(UserWarning, match="default assistant") as told:
-        for length in (18, 20):
+        for length in (9, 10):
             assert model.generate(**prompts(length), **OPTIONS).tolist() == plain.generate(**prompts(length), **OPTIONS).tolist()
     assert len([warning for warning in told if "default assistant" in str(warning.message)]) == 1
     assert list(fastspec.report(model).unassisted.values()) == [1, 1]
@@ -141,8 +141,9 @@ def test_a_reason_that_differs_in_numbers_alone_is_told_once():
 
 def test_a_streamer_hears_a_call_once_that_is_left_to_transformers_late():
     """What is refused behind transformers' preparation goes on there: the streamer has the prompt already."""
-    model, plain = fastspec.patch(tiny_model(max_position_embeddings=16), assistant="nasd"), tiny_model(max_position_embeddings=16)
-    heard: list[Any] = []
+    model, plain = fastspec.patch(tiny_model(), assistant="nasd"), tiny_model()
+    inputs, heard = prompts(6), []  # type: dict[str, torch.Tensor], list[Any]
+    inputs["attention_mask"][0, -1] = 0  # padding on the right: seen when the call is made
 
     class Told:
         def put(self, value: Any) -> None:
@@ -152,9 +153,9 @@ def test_a_streamer_hears_a_call_once_that_is_left_to_transformers_late():
             heard.append("end")
 
     with pytest.warns(UserWarning, match="default assistant"):
-        model.generate(**prompts(18), **OPTIONS, streamer=Told())
+        model.generate(**inputs, **OPTIONS, streamer=Told())
     ours, heard = heard, []
-    plain.generate(**prompts(18), **OPTIONS, streamer=Told())
+    plain.generate(**inputs, **OPTIONS, streamer=Told())
     assert ours == heard
 
 

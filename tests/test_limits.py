@@ -117,3 +117,12 @@ def _blt() -> Any:
 def test_models_of_several_sizes_are_refused_at_patch(make: Any, message: str) -> None:
     with pytest.raises(fastspec.Unsupported, match=message):
         fastspec.patch(make())
+
+
+def test_a_prompt_past_the_rotary_positions_runs_on():
+    """As in plain `generate`: rotary embeddings are computed for any position."""
+    for family in ("llama", "phi3"):
+        plain, model = (tiny_model(family, max_position_embeddings=16) for _ in range(2))
+        options = {**prompts(20, 11), "max_new_tokens": 10, "do_sample": False}
+        want = plain.generate(**options)
+        assert fastspec.patch(model).generate(**options, assistant="nasd").tolist() == want.tolist()

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model() -> Any:
     """A patched model whose head is its own oracle often enough for drafts to be taken and to be refused."""
-    model = tiny_model(seed=1, num_hidden_layers=4)
+    model = tiny_model(seed=1)
     return fastspec.patch(model, eagle3=tiny_head(model))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.patches.compat import is_synced, position_limit
+from fastspec.patches.limits import position_rows
 from fastspec.patches.peft_models import peft_of, refuse_peft
 
 _ARGUMENTS = {
@@ -129,6 +130,7 @@ def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
         raise Unsupported(f"past_key_values holds {past} tokens and input_ids brings no further ones: pass the whole sequence")
     if not bool(keep[:, -1].all()):
         raise Unsupported("a row ends in padding: set padding_side='left' on the tokenizer")
-    limit, longest = position_limit(model.config), int(keep.sum(1).max())
+    limit = position_limit(model.config) if model.config.is_encoder_decoder else position_rows(model)
+    longest = int(keep.sum(1).max())
     if limit is not None and longest > limit:
         raise Unsupported(f"the prompt has {longest} tokens and the model's positions end at {limit} (max_position_embeddings): shorten it")
