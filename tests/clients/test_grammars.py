@@ -65,9 +65,9 @@ def lm_format_enforcer(tokenizer: Any, size: int) -> Callable[[], dict[str, Any]
     # Its integration imports the class from where transformers 4 had it.
     transformers.tokenization_utils.PreTrainedTokenizerBase = transformers.PreTrainedTokenizerBase
     from lmformatenforcer import JsonSchemaParser
-    from lmformatenforcer.integrations.transformers import build_transformers_prefix_allowed_tokens_fn
+    from lmformatenforcer.integrations.transformers import build_token_enforcer_tokenizer_data, build_transformers_prefix_allowed_tokens_fn
 
-    data = build_transformers_prefix_allowed_tokens_fn(tokenizer, JsonSchemaParser(SCHEMA)).token_enforcer.tokenizer_data
+    data = build_token_enforcer_tokenizer_data(tokenizer)
     return lambda: {"prefix_allowed_tokens_fn": build_transformers_prefix_allowed_tokens_fn(data, JsonSchemaParser(SCHEMA))}
 
 
