@@ -138,6 +138,7 @@ def test_on_tree_shows_every_rounds_tree(pairs):
     assert len(recorder.trees) == len(recorder.rounds) - 1
     for (tree, verdict, logits), (tokens, accepted) in zip(recorder.trees, recorder.rounds[1:], strict=True):
         assert verdict.tokens(tree)[0, : len(tokens)].tolist() == tokens
+        assert tree.tokens[0, verdict.path[0, 1 : accepted + 1]].tolist() == tokens[:accepted]
         assert accepted == min(int(verdict.accepted[0]), len(tokens))
         assert logits[0, verdict.path[0]].argmax(-1)[: len(tokens)].tolist() == tokens
     assert streamed(patched, TreeRecorder(), prompts(5, 3), eos_token_id=NEVER, assistant=TREE).trees == []

@@ -148,3 +148,11 @@ def test_steps_give_their_own_scores_and_need_no_padding_read():
     call, outcome, target = made(steps=steps, output_scores=True, output_logits=True)
     out = returned(call, outcome, target)
     assert (out.scores, out.logits, target.widths) == (("scores",), ("logits",), [])
+
+
+def test_answers_of_one_token_are_one_column():
+    call, outcome, target = made(output_scores=True, output_logits=True)
+    outcome.tokens, outcome.scores, outcome.logits = ([row[:1] for row in kept] for kept in (TOKENS, outcome.scores, outcome.logits))
+    out = returned(call, outcome, target)
+    assert target.widths == [] and out.sequences[:, 3:].tolist() == [[1], [2], [3]]
+    assert [column[:, 0].tolist() for column in (*out.scores, *out.logits)] == [[0.0, 10.0, 20.0], [0.5, 10.5, 20.5]]

@@ -122,6 +122,23 @@ def test_processors_may_not_change_the_models_logits():
     assert torch.equal(logits, torch.eye(VOCAB)[:1])
 
 
+def test_steps_are_made_where_the_prompts_lie():
+    """The model's last layer may lie on another device."""
+
+    class Seen(Exception):
+        pass
+
+    def where(ids: Tensor, scores: Any) -> Tensor:
+        raise Seen(str((scores[-1] if isinstance(scores, tuple) else scores).device))
+
+    ids, logits = torch.zeros(1, 1, dtype=torch.long, device="meta"), torch.eye(VOCAB)[:1]
+    with pytest.raises(Seen, match="meta"):
+        PlainSteps(ids, where, [], config(), None)(logits)
+    asked: Any = type("Asked", (list,), {"__call__": lambda self, ids, scores: where(ids, scores)})()
+    with pytest.raises(Seen, match="meta"):
+        PlainSteps(ids, where, asked, config(), None)(logits, logits)
+
+
 def test_what_is_known_is_asked_by_type():
     class Own(MaxLengthCriteria):
         """A subclass may keep what it likes."""

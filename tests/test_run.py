@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 import fastspec
-from fastspec.generation.loop import AHEAD_AFTER, Request, _Run
+from fastspec.generation.loop import AHEAD_AFTER, Request, _decide_in_step, _Run
 from fastspec.generation.stats import Stats
+from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import measure
 from fastspec.patches.assistants import Continued
 
@@ -115,6 +116,24 @@ def test_rows_in_lockstep_are_cut_at_their_ends_and_all_go_on_until_the_call_is_
     assert run.active == [False, False] and run.out.tokens == [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
     assert told == [(0, [1, 2, 3], 3, True), (1, [4, 5, 6, 7], 3, False), (1, [8, 9], 1, True)]
     assert _Run(request(2), Stats()).filled == [False, False]
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_drafter_that_mixes_its_own_distribution_in_gives_the_scores_of_the_steps(mixes):
+    tree, logits = TokenTree.root_only(torch.tensor([1, 2])), torch.randn(2, 1, 5)
+    rounds: Any = SimpleNamespace(tree=tree, logits=logits, drafter=SimpleNamespace(), processed=lambda scores: scores * 2)
+    if mixes:
+        rounds.drafter.mix = lambda drafts, raw, scores: raw + scores if drafts is tree else None
+    shown: list[Any] = []
+
+    def steps(raw: torch.Tensor, scores: torch.Tensor | None = None) -> list[int]:
+        shown.append((raw, scores))
+        return [3, 4]
+
+    steps.over = True  # type: ignore[attr-defined]
+    verdict, kept = _decide_in_step(rounds, steps)  # type: ignore[arg-type]
+    assert kept is None and verdict.bonus.tolist() == [3, 4] and torch.equal(shown[0][0], logits[:, 0])
+    assert torch.equal(shown[0][1], logits[:, 0] * 3) if mixes else shown[0][1] is None
 
 
 def test_waiting_prompts_take_the_rows_that_are_free():

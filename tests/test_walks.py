@@ -14,8 +14,8 @@ from torch import Tensor
 from fastspec.generation.handover import CHUNKS, Read, TextVerifier
 from fastspec.generation.lockstep import fill_ended, until_end, walk_in_step
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import choose, measure, walk, walk_with_history
-from fastspec.kernels.reference import SamplingLaw, ancestor_words, pick, under_law
+from fastspec.generation.verify import choose, measure, walk, walk_drawn, walk_with_history
+from fastspec.kernels.reference import SamplingLaw, ancestor_words, cache_write, categorical, kv_block_copy, pick, posterior_walk, under_law
 from fastspec.patches.backends import TORCH
 
 VOCAB = 3
@@ -226,6 +226,13 @@ def test_measures_are_those_of_the_definitions(rows, vocab, seed):
     torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("law", [SamplingLaw(top_k=3), SamplingLaw(top_p=0.6), SamplingLaw(min_p=0.2), SamplingLaw(0.7, 4, 0.8, 0.1)])
+def test_a_law_is_of_each_node_by_itself(law):
+    scores = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).half()
+    alone = torch.stack([torch.stack([under_law(node[None], law)[0] for node in row]) for row in scores])
+    assert torch.equal(under_law(scores, law), alone)
+
+
 def test_a_choice_under_a_law_is_the_laws():
     scores, uniform, law = torch.randn(2, 5, 7), torch.rand(2, 5), SamplingLaw(top_k=2)
     assert torch.equal(choose(scores, uniform, TORCH, law), pick(under_law(scores, law), uniform))
@@ -256,3 +263,34 @@ def test_scores_along_a_path_are_written_where_its_nodes_stand():
 
 def test_ancestors_take_as_many_words_as_they_need():
     assert [ancestor_words(torch.zeros(1, nodes, dtype=torch.long), nodes).shape[2] for nodes in (1, 64, 65, 129)] == [1, 1, 2, 3]
+
+
+def test_ops_make_their_tensors_where_what_they_are_given_lies():
+    """All that verifies and commits, once as it is and once with another default device."""
+    generator, rows = torch.Generator().manual_seed(0), 2
+    tree = drawn_tree(rows, 5, generator)
+    scores, uniform = torch.randn(rows, 5, VOCAB, generator=generator), torch.rand(rows, 5, generator=generator)
+    picks, states = torch.randint(0, VOCAB, (rows, 5), generator=generator), torch.randn(rows, 5, 4, generator=generator)
+    path, accepted, active = torch.tensor([[0, 1, 3], [0, 2, 2]]), torch.tensor([2, 1]), torch.tensor([True, False])
+    empty = torch.zeros(2, 2, rows, 4, 9, 4)
+
+    def everything() -> list[Any]:
+        lengths, root, caches = accepted.clone(), accepted.clone(), empty.clone()
+        heads = states[:, :, None].expand(-1, -1, 4, -1)
+        cache_write(caches[0, 0], caches[1, 0], heads, -heads, picks + 5)
+        moves = TORCH.commit_slots(lengths, path, accepted, active, 8)
+        kv_block_copy(*caches, *moves)
+        drawn = walk_drawn(tree, scores, scores.softmax(-1), uniform, TORCH)
+        last = states[:, 0].clone(), states[:, 1].clone()
+        TORCH.keep_last(states, -states, accepted, *last, lengths, 9)
+        pairs = TORCH.path_pairs(states, path, accepted, accepted, active, root, lengths)
+        read = TORCH.tree_input(tree.tokens, tree.depths, lengths, 7, states[0])
+        walked = posterior_walk(tree.tokens, tree.parents, picks, 4), categorical(scores, uniform), ancestor_words(tree.parents, 5)
+        made = TokenTree.from_parents(tree.tokens, tree.parents), TokenTree.chain(picks), TokenTree.root_only(root)
+        trees = [(t.tokens, t.parents, t.depths, t.ancestors) for t in made]
+        return [caches, moves, lengths, drawn.path, drawn.accepted, drawn.bonus, last, pairs, root, read, *walked, *trees]
+
+    want = everything()
+    with ELSEWHERE:
+        got = everything()
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
