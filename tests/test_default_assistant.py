@@ -189,3 +189,8 @@ def test_generate_batch_does_not_swallow_an_assistant(model):
     with pytest.raises(Unsupported, match="generate_batch takes no assistant="):
         model.generate_batch([[7, 8, 9]], assistant="nasd")
     assert fastspec.unpatch(model).generate_batch.__func__ is type(model).generate_batch
+
+
+def test_no_name_stands_for_the_default(model):
+    with pytest.raises(Unsupported, match="assistant='default' is unknown"):
+        model.generate(**prompts(5), **OPTIONS, assistant="default")

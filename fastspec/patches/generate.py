@@ -17,11 +17,8 @@ from fastspec.patches.refusals import refuse_arguments, refuse_overrides, refuse
 from fastspec.patches.seq2seq import refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 
-DEFAULT: Any = "default"
-"""What `assistant=` is in a call that does not name one."""
 
-
-def generate(self: Any, *args: Any, assistant: Any = DEFAULT, **kwargs: Any) -> Any:
+def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> Any:
     """transformers' `generate`, with `assistant=`: a name, a config object or an object with a `drafter` method.
 
     Everything else keeps its meaning. A call that names none has the one of its generation_config, of the model's, or of the patch, in this
@@ -30,13 +27,13 @@ def generate(self: Any, *args: Any, assistant: Any = DEFAULT, **kwargs: Any) -> 
     """
     session = session_of(self)
     if session is None:  # someone kept this method from before `unpatch`
-        if assistant is not DEFAULT and assistant is not None:
+        if assistant is not ABSENT and assistant is not None:
             raise Unsupported(f"this {type(self).__name__} is not patched any more: fastspec.patch(model) comes before assistant=")
         return type(self).generate(self, *args, **kwargs)
     before = session.before(self, "generate")
     original = type(self).generate.__get__(self) if before is ABSENT else before
     given = _by_name(self, args, kwargs)
-    named = assistant is not DEFAULT
+    named = assistant is not ABSENT
     if not named:
         assistant, named = chosen(given.get("generation_config"), self.generation_config, session.default)
     if assistant is None or assistant == "none" or (not named and given.get("custom_generate") is not None):
