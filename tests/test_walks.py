@@ -145,6 +145,21 @@ def test_a_text_is_kept_as_far_as_the_target_says_it(texts, seed):
     assert verifier.kept == place
 
 
+def test_chunks_grow_to_the_last_size():
+    text = [1, 2] * 120
+    verifier, empty = TextVerifier([text], CPU), torch.empty(0)
+    verifier.begin(empty, empty, empty, torch.tensor([1]))
+    sizes, said = [], 1
+    while verifier.goes_on:
+        with ELSEWHERE:
+            tree = verifier.propose(0)
+        sizes.append(tree.tokens.shape[1])
+        verdict = walk(tree, torch.tensor([(text[said:] + [0] * 64)[: sizes[-1]]]), TORCH)
+        verifier.observe(tree, verdict, empty, empty, torch.tensor([True]), 0)
+        said += int(verdict.accepted) + 1
+    assert sizes == [8, 16, 32, 64, 64, 64] and verifier.kept == [240]
+
+
 def test_a_row_that_has_ended_is_not_followed():
     verifier, empty = TextVerifier([[1, 2, 3, 4], [1, 2, 3, 4]], CPU), torch.empty(0)
     verifier.begin(empty, empty, empty, torch.tensor([1, 1]))
