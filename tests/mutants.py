@@ -81,7 +81,8 @@ def drawn(module: str) -> list[Mutant]:
 
 def table(modules: dict[str, list[Mutant]]) -> Iterator[str]:
     """The lines of `mutants.md`."""
-    yield from ("# Mutants of the core", "", f"`make mutants` draws {LIST['of_each']} of each module and writes this page.", "")
+    yield from ("# Mutants of the core", "", f"`make mutants` draws {LIST['of_each']} of each module and writes this page.")
+    yield from ("mutmut leaves constants and decorated functions alone, properties among them.", "")
     yield from ("| module | mutants | drawn | equivalent | killed | lived | score |", "|---|---|---|---|---|---|---|")
     for module, mutants in modules.items():
         tried = [mutant for mutant in mutants if mutant.reason is None]
