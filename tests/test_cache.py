@@ -196,6 +196,8 @@ def test_transformers_view_writes_at_the_slots_and_shows_the_extent():
             assert torch.equal(shown[0][row, :, slots[row, node]], keys[row, :, node])
             assert torch.equal(shown[1][row, :, slots[row, node]], values[row, :, node])
     assert shown[0].data_ptr() == cache.k[1].data_ptr() and shown[1].data_ptr() == cache.v[1].data_ptr()
+    view.update(2 * keys.double(), values.half(), 0)  # autocast computes in another dtype than the cache's
+    assert torch.equal(cache.k[0, 0, :, slots[0, 0]], 2 * keys[0, :, 0]) and cache.v.dtype == torch.float32
     assert view.get_seq_length() == 5 and view.get_mask_sizes(2) == (7, 0) and not view.is_compileable
     for wrong in (torch.randn(2, 2, 2, 5), torch.randn(2, 3, 2, 4)):
         for pair in ((wrong, values), (keys, wrong)):
