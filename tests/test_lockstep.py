@@ -257,3 +257,17 @@ def test_processors_are_shown_scores_that_lie_row_by_row():
         for assistant in ("autoregressive", TREE):
             model.generate(**prompts("cpu", 4, 7), assistant=assistant, max_new_tokens=5, do_sample=False, logits_processor=[Layout()])
     assert set(seen) == {(model.config.vocab_size, 1)}
+
+
+@pytest.mark.parametrize("lengths", [(6,), (5, 3, 8)])
+def test_a_mixture_of_two_models_laws_is_stopped_step_by_step(lengths):
+    """Its tokens are those of the same mixture without the criterion, which sees the whole batch once a step; a processor is refused."""
+    model, log = tiny_model(), []
+    stage = fastspec.Stage(tiny_model(seed=2, num_hidden_layers=2), name="small")
+    fastspec.patch(model, cascade=fastspec.Cascade(stages=[stage], mode="token", rule="chow", alpha=0.3, gamma=3))
+    options = {**prompts("cpu", *lengths), "max_new_tokens": 12, "do_sample": False, "eos_token_id": NEVER, "assistant": "cascade"}
+    free = model.generate(**options)
+    assert model.generate(**options, stopping_criteria=[Held(log, [NEVER])]).tolist() == free.tolist()
+    assert [ids for _, ids, _ in log] == [free[:, : max(lengths) + step].tolist() for step in range(1, 13)]
+    with pytest.raises(Unsupported, match="a mixture of two models' laws takes no processors that may look"):
+        model.generate(**options, logits_processor=[Watching(log)])

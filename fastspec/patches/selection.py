@@ -141,7 +141,7 @@ class Streaming:
         while any(len(s) > self.shown for s in self.said) and all(
             len(s) > self.shown or d for s, d in zip(self.said, self.done, strict=True)
         ):
-            self.streamer.put(torch.tensor([s[self.shown] if len(s) > self.shown else self.pad for s in self.said]))
+            self.streamer.put(torch.tensor([s[self.shown] if len(s) > self.shown else self.pad for s in self.said], device="cpu"))
             self.shown += 1
 
     def end(self) -> None:
