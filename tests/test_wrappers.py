@@ -60,6 +60,18 @@ def test_accelerates_conversion_keeps_the_adapter_and_its_autocast_does_not():
     assert fastspec.report(fastspec.patch(model)).mode.startswith("generic (LlamaForCausalLM has a forward of someone else's (")
 
 
+def test_a_model_that_accelerate_runs_in_bf16_is_drafted_for():
+    """Its weights are fp32 and its passes are not: what they are trusted by is what bf16 resolves."""
+    import torch
+    from accelerate.utils import convert_outputs_to_fp32
+
+    model = tiny_model(num_hidden_layers=2)
+    model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
+    with fastspec.patched(model, assistant="nasd"):
+        model.generate(**prompts(6), **OPTIONS)
+        assert stats(model).emitted == OPTIONS["max_new_tokens"] and not fastspec.report(model).unassisted
+
+
 def test_a_model_that_accelerate_unwrapped_keeps_the_adapter():
     """It leaves the function inside the class's own decorators on the instance."""
     import torch

@@ -22,6 +22,7 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.compat import device_of, is_out_of_memory
 from fastspec.patches.hf_model import HFModel
+from fastspec.patches.wrappers import autocast_inside
 
 LENGTHS = (12, 7)
 """Tokens of the two prompts: in one batch the second is padded."""
@@ -72,7 +73,7 @@ def _computed(model: Any) -> torch.dtype:
     kind = device_of(model).type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    return model.dtype
+    return autocast_inside(model) or model.dtype
 
 
 def _judge(model: Any, reads_source: bool) -> str | None:

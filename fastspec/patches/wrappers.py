@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -25,6 +26,19 @@ def calls_original(model: nn.Module) -> bool:
             return True
         forward = _called(function)
     return False
+
+
+def autocast_inside(model: nn.Module) -> torch.dtype | None:
+    """The dtype of the autocast region that `forward` in a model's own `__dict__` opens, as accelerate's in mixed precision, or None."""
+    forward: Any = model.__dict__.get("forward")
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        code = getattr(function, "__code__", None)
+        if code is not None and (function.__globals__["__name__"], code.co_name) == ("torch.amp.autocast_mode", "decorate_autocast"):
+            region = dict(zip(code.co_freevars, function.__closure__, strict=True))["autocast_instance"].cell_contents
+            return region.fast_dtype if region._enabled else None
+        forward = _called(function)
+    return None
 
 
 def where_defined(forward: Any) -> str:
