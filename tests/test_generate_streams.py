@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
+import fastspec
+
 
 class Says(StoppingCriteria):
     """Stops the rows whose last token is one of these; `form` is the type of the answer."""
@@ -142,3 +144,16 @@ def test_on_tree_shows_every_rounds_tree(pairs):
         assert accepted == min(int(verdict.accepted[0]), len(tokens))
         assert logits[0, verdict.path[0]].argmax(-1)[: len(tokens)].tolist() == tokens
     assert streamed(patched, TreeRecorder(), prompts(5, 3), eos_token_id=NEVER, assistant=TREE).trees == []
+
+
+def test_a_call_is_in_the_report_when_its_streamer_ends(pair):
+    """Another thread that has read the text to its end may ask for the report at once."""
+    seen: list[int] = []
+
+    class Asks(Recorder):
+        def end(self) -> None:
+            seen.append(len(fastspec.report(pair[1]).calls))
+
+    before = len(fastspec.report(pair[1]).calls)
+    pair[1].generate(**prompts(5), do_sample=False, max_new_tokens=4, streamer=Asks(), assistant="nasd")
+    assert seen == [before + 1]

@@ -161,12 +161,12 @@ class Call:
         rounds = self.rounds
         with self._memory(len(rounds.running)):
             outcome = decode(rounds, self.request, self.decoding.name)
-        if self.streaming is not None:
-            self.streaming.end()
-        if self.given.hear is not None:
-            self.given.hear(outcome)
         outcome.stats.fused = getattr(rounds.drafter, "fused", None) is not None
         self.session.calls.append(outcome.stats)
+        if self.streaming is not None:
+            self.streaming.end()  # who waits for it in another thread finds the call in the report
+        if self.given.hear is not None:
+            self.given.hear(outcome)
         self.session.warned = self.session.warned or warn_if_refused(self.decoding, outcome.stats)
         output = output_of(self, outcome, rounds.target, self.request.counts)
         if self.key is not None:
