@@ -15,7 +15,7 @@ import fastspec
 from fastspec import Eagle2, Eagle3
 from fastspec.config import AUTO_SIZES, BATCH_TREES, DEFAULT_TREES, MANY_ROWS
 from fastspec.errors import Unsupported
-from fastspec.patches import assistants, generate, tree_size
+from fastspec.patches import assistants, call, tree_size
 from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
 from fastspec.patches.tree_size import MOST_POWER, PRIOR, TreeChoice, choose_size, expected_tokens, monotone, power_of
@@ -49,7 +49,7 @@ def measured(monkeypatch) -> list[int]:
         rows.append(request.prompts.shape[0])
         return tree_size.choose_tree(fresh, ops, request, sizes)
 
-    monkeypatch.setattr(generate, "choose_tree", spy)
+    monkeypatch.setattr(call, "choose_tree", spy)
     return rows
 
 

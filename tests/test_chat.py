@@ -28,6 +28,7 @@ from fastspec.chat.view import ACCEPTED, BONUS, OWN, RECOVERED, STYLES, AnswerSt
 from fastspec.cli import app
 from fastspec.errors import Unsupported
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches import refusals
 
 
 @pytest.fixture
@@ -253,7 +254,8 @@ def test_an_answer_stopped_before_its_first_token_is_forgotten(chat: Chat, monke
     assert [turn.prompt for turn in chat.turns] == ["w11"]
 
 
-def test_an_error_is_one_line_and_the_chat_goes_on(chat: Chat) -> None:
+def test_an_error_is_one_line_and_the_chat_goes_on(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "position_rows", lambda model: 512)  # as where positions lie in a table
     console = screen()
     converse(chat, ["/nonsense", "w9 " * 600, "w10"], console)
     text = console.export_text()

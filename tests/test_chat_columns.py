@@ -12,6 +12,7 @@ from fastspec.chat.columns import COLUMN
 from fastspec.chat.loop import converse, respond
 from fastspec.chat.session import BEAMS, Chat
 from fastspec.chat.settings import PLAIN
+from fastspec.patches import refusals
 
 
 @pytest.fixture
@@ -44,7 +45,8 @@ def test_columns_show_every_answer_and_its_trees_below(chat: Chat) -> None:
     assert top.rstrip().endswith("nasd") and "round 2:" in below and "\nautoregressive\nround 1:" in below
 
 
-def test_an_error_in_columns_leaves_the_terminal_usable(chat: Chat) -> None:
+def test_an_error_in_columns_leaves_the_terminal_usable(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "position_rows", lambda model: 512)  # as where positions lie in a table
     chat.settings = chat.settings.replace(assistants=("autoregressive", PLAIN), columns=True)
     console = screen()
     converse(chat, ["w9 " * 600, "w10"], console)
