@@ -99,7 +99,8 @@ class Patching(RuleBasedStateMachine):
             return  # a closure of someone else's keeps the original inside
         twin = Subject(copy.deepcopy(original.model))
         twin.patched, twin.calls = original.patched, original.calls
-        twin.bare[""] = {key: value for key, value in twin.bare[""].items() if not (twin.patched and key in (STATE, "generate", "generate_batch"))}
+        ours = (STATE, "generate", "generate_batch") if twin.patched else ()
+        twin.bare[""] = {key: value for key, value in twin.bare[""].items() if key not in ours}
         with torch.no_grad():
             for parameter in twin.model.parameters():
                 parameter.neg_()
