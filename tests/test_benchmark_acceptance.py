@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from fastspec.generation.stats import Stats
 
+pytestmark = pytest.mark.slow  # of a script that is run by hand
+
 TOKENS = 20
 TEXTS = ["w9 w12 w40", "w5 w6 w7 w8 w9", "w100 w4 w4", "w77 w30 w31 w8", "w64"]
 VERSIONS = {"torch", "triton", "transformers", "fastspec", "commit"}

@@ -13,6 +13,8 @@ from helpers_models import tiny_model
 
 from fastspec.patches.speculative import read_parameters
 
+pytestmark = pytest.mark.slow  # of a script that is run by hand
+
 MIXTURE = ("mixtral", {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
                        "num_key_value_heads": 2, "vocab_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2,
                        "sliding_window": None})  # fmt: skip

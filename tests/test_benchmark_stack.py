@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from fastspec.bench.device import versions
 from fastspec.patches.backends import TORCH, counted, triton_ops
 
+pytestmark = pytest.mark.slow  # of a script that is run by hand
+
 ROOT = Path(__file__).parents[1]
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 LAYERS = 2

@@ -6,6 +6,10 @@ import importlib
 import json
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # of a script that is run by hand
+
 
 def test_rows_of_small_texts(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))

@@ -131,6 +131,7 @@ def evidence(model: Any, options: dict[str, Any], assistant: Any) -> float:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "assistant"),
     [

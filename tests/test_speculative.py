@@ -130,6 +130,7 @@ def near(target: Any) -> Any:
     return draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, config",
     [

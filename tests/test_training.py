@@ -63,6 +63,7 @@ def test_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> None:
     same_state(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_killed_run_goes_on_from_its_last_checkpoint(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Trainer(settings(tmp_path / "one", epochs=1.2), *material, Accelerator(cpu=True)).run()
     config = settings(tmp_path / "two", epochs=1.2, checkpoint_minutes=1e-9)
@@ -111,6 +112,7 @@ def whole_run(tmp_path: Path, output: str, **changes: object) -> Any:
     return settings(tmp_path / output, **{**options, **changes})
 
 
+@pytest.mark.slow
 def test_one_command_called_until_it_is_done_equals_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = small_target(1, peak=0.08), small_tokenizer()
     assert train(whole_run(tmp_path, "one"), target=model, tokenizer=tokenizer) == tmp_path / "one"
@@ -188,6 +190,7 @@ torch.save([seen, losses, trainer.head.state_dict(), str(found)], folder / f"ran
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_batches_and_the_weights(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO)
     whole_run(tmp_path, "head")  # writes the prompts before two processes do
