@@ -57,11 +57,15 @@ def test_bf16_autocast_computes_in_bf16(kind: str) -> None:
     assert rounding > 0 and apart < 0.8 * rounding
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
-def test_bf16_autocast_raises_nothing(kind: str) -> None:
-    model = _patched(kind)
+def test_bf16_autocast_raises_nothing(kind: str, backend: str) -> None:
+    """Heads of every kind included: on a GPU, and with plain torch here, their own products are cast too."""
+    model = tiny_model(kind)
+    first = tiny_head(model, kind="eagle", taps=(), own_lm_head=False)
+    fastspec.patch(model, eagle3=tiny_head(model), eagle2=first, eagle=first, speculative=tiny_model(kind, seed=2), backend=backend)
     with torch.autocast("cpu", torch.bfloat16):
-        for assistant in ASSISTANTS:
+        for assistant in [*ASSISTANTS, "eagle", "eagle2", "speculative"]:
             assert [len(row) for row in free(model, ROWS, assistant=assistant)] == [20, 20]
 
 

@@ -67,8 +67,8 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, sca
 def cache_write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write k, v [B, N, Hkv, D] into one layer's cache [B, Hkv, C, D] at slots [B, N] int64."""
     row = torch.arange(k.shape[0], device=k.device)[:, None]
-    k_cache[row, :, slots] = k
-    v_cache[row, :, slots] = v
+    k_cache[row, :, slots] = k.to(k_cache.dtype)  # under autocast they come in another
+    v_cache[row, :, slots] = v.to(v_cache.dtype)
 
 
 def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
