@@ -296,3 +296,8 @@ def test_a_damaged_head_in_memory_is_refused_as_in_a_file(damage, said):
     with pytest.raises(fastspec.CheckpointError, match=said):
         fastspec.patch(model, eagle3=head)
     assert model.__dict__ == before
+
+
+def test_an_argument_that_is_the_model_itself_is_seen(model: Any) -> None:
+    with pytest.raises(fastspec.Unsupported, match="assistant_model cannot be combined"):
+        model.generate(PROMPT, **GREEDY, assistant="nasd", assistant_model=model)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_cascade import trained
 from helpers_generate import TREE, prompts, stats
 from helpers_models import tiny_head, tiny_model
 from transformers import GenerationConfig
@@ -194,3 +195,31 @@ def test_generate_batch_does_not_swallow_an_assistant(model):
 def test_no_name_stands_for_the_default(model):
     with pytest.raises(Unsupported, match="assistant='default' is unknown"):
         model.generate(**prompts(5), **OPTIONS, assistant="default")
+
+
+def test_a_cascade_that_a_stage_refuses_runs_plain():
+    """Late: the first stage has answered. The streamer hears the call once."""
+    large = tiny_model("mistral", sliding_window=16)
+    small = tiny_model(num_hidden_layers=2)
+    cascade = fastspec.Cascade(
+        stages=[fastspec.Stage(small, name="small")], predictor=trained(("small", "large")), costs=[1.0, 2.0], label="large",
+        thresholds=(1.0,),
+    )  # fmt: skip
+    fastspec.patch(large, cascade=cascade, assistant="cascade")
+    heard: list[Any] = []
+
+    class Told:
+        def put(self, value: Any) -> None:
+            heard.append(value.tolist())
+
+        def end(self) -> None:
+            heard.append("end")
+
+    options = {**prompts(6), "max_new_tokens": 20, "do_sample": False}
+    want = tiny_model("mistral", sliding_window=16).generate(**options, streamer=Told())
+    expected, heard = heard, []
+    with pytest.warns(UserWarning, match="default assistant cannot serve this call.*window of 16 tokens"):
+        assert large.generate(**options, streamer=Told()).tolist() == want.tolist()
+    assert heard == expected
+    with pytest.raises(Unsupported, match="window of 16 tokens"):
+        large.generate(**options, assistant="cascade")

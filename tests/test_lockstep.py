@@ -271,3 +271,23 @@ def test_a_mixture_of_two_models_laws_is_stopped_step_by_step(lengths):
     assert [ids for _, ids, _ in log] == [free[:, : max(lengths) + step].tolist() for step in range(1, 13)]
     with pytest.raises(Unsupported, match="a mixture of two models' laws takes no processors that may look"):
         model.generate(**options, logits_processor=[Watching(log)])
+
+
+@pytest.mark.parametrize("assistant", ASSISTANTS[:4], ids=str)
+@pytest.mark.parametrize("who", ["processor", "criterion"])
+def test_what_is_written_into_the_tokens_stands(who, assistant):
+    """In place, as plain decoding lets it be: what a criterion writes last is what the model reads next."""
+
+    def writes(input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        if input_ids.shape[1] % 3 == 0:
+            input_ids[:, -1] = 9
+        return scores if who == "processor" else torch.zeros(len(input_ids), dtype=torch.bool)
+
+    model = tiny_model()
+    fastspec.patch(model, eagle3=tiny_head(model), eagle=tiny_head(model, kind="eagle", taps=(), own_lm_head=False))
+    name = "logits_processor" if who == "processor" else "stopping_criteria"
+    for lengths in ((6,), (5, 3)):
+        options = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": NEVER, name: [writes]}
+        want = tiny_model().generate(**prompts("cpu", *lengths), **options)
+        assert model.generate(**prompts("cpu", *lengths), **options, assistant=assistant).tolist() == want.tolist()
+        assert (want[:, 6:] == 9).any()

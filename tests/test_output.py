@@ -144,10 +144,10 @@ def test_rows_of_a_continuous_batch_are_filled_with_zeros():
 
 
 def test_steps_give_their_own_scores_and_need_no_padding_read():
-    steps = SimpleNamespace(scores=("scores",), logits=("logits",))
+    steps = SimpleNamespace(scores=("scores",), logits=("logits",), ids=torch.tensor([[7, 8]]))
     call, outcome, target = made(steps=steps, output_scores=True, output_logits=True)
     out = returned(call, outcome, target)
-    assert (out.scores, out.logits, target.widths) == (("scores",), ("logits",), [])
+    assert (out.scores, out.logits, target.widths) == (("scores",), ("logits",), []) and torch.equal(out.sequences, steps.ids)
 
 
 def test_answers_of_one_token_are_one_column():

@@ -96,3 +96,13 @@ def test_what_would_differ_is_refused(kind, config, call, match):
         inputs = prompts(6, 3)
     with pytest.raises(Unsupported, match=match):
         Adapted(model, kind, **config).generate(**inputs, **OPTIONS, **more)
+
+
+@pytest.mark.parametrize("kind", ["PREFIX_TUNING", "PROMPT_TUNING"])
+def test_a_call_that_is_refused_late_leaves_the_cache_as_it_was(kind):
+    """A default's call goes on in plain decoding with that cache."""
+    model = fastspec.patch(tiny_model("mistral", sliding_window=16))
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(Unsupported, match="window of 16 tokens"):
+        Adapted(model, kind).generate(**prompts(6), max_new_tokens=30, past_key_values=cache, assistant="nasd")
+    assert cache.get_seq_length() == 0

@@ -69,6 +69,7 @@ class Call:
         else:  # the mask is the source's
             self.keep = torch.ones_like(self.ids, dtype=torch.bool)
             self.decoding = self.decoding.reading(self.source) if hasattr(self.decoding, "reading") else self.decoding
+        self.virtual: list[tuple[Tensor, Tensor]] | None = None
         self._put_virtual_tokens()
         refuse_prompts(model, self.ids, self.keep, self.past_length)
         self.ending = Ending(criteria, self.ids)
@@ -126,8 +127,7 @@ class Call:
             raise Unsupported(f"{what} cannot be combined with a prompt-learning adapter: its virtual tokens begin every prompt of a call")
         self.past, self.past_length = virtual, virtual[0][0].shape[2]
         self.keep = torch.cat((torch.ones_like(self.keep[:, :1]).expand(-1, self.past_length), self.keep), 1)
-        if self.cache is not None:
-            fill_cache(self.cache, 0, *map(list, zip(*virtual, strict=True)))
+        self.virtual = virtual
 
     def _begin(self) -> None:
         """Make the request and the rounds. Raises Unsupported, and FastSpecError when memory has run out."""
@@ -159,6 +159,8 @@ class Call:
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
         rounds = self.rounds
+        if self.cache is not None and self.virtual is not None:  # not before: a call that is refused must leave the cache as it was
+            fill_cache(self.cache, 0, *map(list, zip(*self.virtual, strict=True)))
         with self._memory(len(rounds.running)):
             outcome = decode(rounds, self.request, self.decoding.name)
         outcome.stats.fused = getattr(rounds.drafter, "fused", None) is not None

@@ -189,8 +189,6 @@ class AdaptiveCascade:
         began = time.perf_counter()
         ids, keep = read_prompts(large, given)
         streamer = given.get("streamer")
-        if streamer is not None:
-            streamer.put(ids.cpu())
         rows = [_Row(number, row[mask].tolist()) for number, (row, mask) in enumerate(zip(ids, keep, strict=True))]
         limit = new_tokens(large, given, ids.shape[1])
         pending = rows
@@ -303,7 +301,8 @@ class AdaptiveCascade:
         pad = pad_of(self.models.stages[-1], given)
         longest = max(map(len, answers))
         new = torch.tensor([answer + [pad] * (longest - len(answer)) for answer in answers], device=ids.device)
-        if streamer is not None:
+        if streamer is not None:  # the prompt too is put now, when no stage can refuse the call any more
+            streamer.put(ids.cpu())
             for token in answers[0]:
                 streamer.put(torch.tensor([token]))
             streamer.end()

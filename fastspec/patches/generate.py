@@ -46,7 +46,13 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
         session.leave(reason)
         return original(*args, **kwargs)
     if isinstance(decoding, AdaptiveCascade):
-        return decoding.generate(self, session, given)
+        try:
+            return decoding.generate(self, session, given)
+        except Unsupported as reason:  # by a stage, when it is asked
+            if named:
+                raise
+            session.leave(reason)
+            return original(*args, **kwargs)
     session.pack(self)
     session.tell_mode(self)
 
@@ -110,5 +116,8 @@ def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str,
 
 def _by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a `generate` call by name."""
-    given = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
-    return {name: value for name, value in (given | given.pop("kwargs", {})).items() if value is not model}
+    signature = inspect.signature(type(model).generate)
+    given = signature.bind_partial(model, *args, **kwargs).arguments
+    given.pop(next(iter(signature.parameters)))  # the model itself
+    more = given.pop("kwargs", {})
+    return {**given, **more}

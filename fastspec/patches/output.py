@@ -24,7 +24,7 @@ def output_of(call: Call, outcome: Outcome, target: HFModel, counts: Tensor) -> 
     config, steps, ids = call.config, call.steps, call.ids
     pad, longest = call.pad, max(len(row) for row in outcome.tokens)
     new = torch.tensor([row + [pad] * (longest - len(row)) for row in outcome.tokens], device=ids.device)
-    sequences = torch.cat((ids, new), 1)
+    sequences = torch.cat((ids, new), 1) if steps is None else steps.ids.to(ids.device)  # a processor may have written there
     returned = bool(config.return_dict_in_generate)
     wants_past = call.cache is not None and call.source is None and call.rows is None and (call.handed_in or returned)
     wants = returned and bool(config.output_scores or config.output_logits)

@@ -44,11 +44,12 @@ class PlainSteps:
             tokens = tokens * self.unfinished + self.filler * (1 - self.unfinished)
         self.ids = torch.cat((self.ids, tokens[:, None]), -1)
         self.unfinished = self.unfinished & ~self.criteria(self.ids, self.scores)
-        going, said = self.unfinished.tolist(), tokens.tolist()
+        going = self.unfinished.tolist()
         if self.streamer is not None:
             self.streamer.put(tokens.cpu())
+        said = self.ids[:, -1].tolist()  # a criterion may have written there: the model reads it so
         self.over = not any(going)
         if self.pads:
             here = self.ids.shape[1] - self.width
             self.lengths = [here if length is None and not on else length for length, on in zip(self.lengths, going, strict=True)]
-        return list(said)
+        return said
