@@ -34,7 +34,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 from full_size import SHAPES as FULL_SIZE
 
 from fastspec.bench.device import versions
-from fastspec.generation.protocols import Ops
+from fastspec.generation.ops import Ops
 from fastspec.kernels import launch, linear
 from fastspec.kernels.reference import Parts
 from fastspec.patches.backends import TORCH, triton_ops

@@ -16,9 +16,11 @@ from fastspec.config import Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eag
 from fastspec.errors import CheckpointError, FastSpecError, PatchConflict, Unsupported
 
 if TYPE_CHECKING:
-    from fastspec.generation.clock import Profile
+    from fastspec.generation.drafters.base import Decoding, Drafter
     from fastspec.generation.ngram import NgramStorage
+    from fastspec.generation.profile import Profile
     from fastspec.generation.suffix import SuffixStorage
+    from fastspec.generation.tree import TokenTree
     from fastspec.patches.api import Report, clear_memory, patch, patched, profile, report, unpatch
     from fastspec.patches.frontier import frontier_generate
     from fastspec.patches.heads import load_head
@@ -31,15 +33,17 @@ _LAZY = {
     "patch": "fastspec.patches.api", "unpatch": "fastspec.patches.api", "patched": "fastspec.patches.api",
     "report": "fastspec.patches.api", "Report": "fastspec.patches.api", "load_head": "fastspec.patches.heads",
     "frontier_generate": "fastspec.patches.frontier", "NgramStorage": "fastspec.generation.ngram",
-    "SuffixStorage": "fastspec.generation.suffix", "profile": "fastspec.patches.api", "Profile": "fastspec.generation.clock",
-    "clear_memory": "fastspec.patches.api",
+    "SuffixStorage": "fastspec.generation.suffix", "profile": "fastspec.patches.api", "Profile": "fastspec.generation.profile",
+    "clear_memory": "fastspec.patches.api", "Drafter": "fastspec.generation.drafters.base",
+    "Decoding": "fastspec.generation.drafters.base", "TokenTree": "fastspec.generation.tree",
 }  # fmt: skip
 
 __all__ = [
     "CUSTOM_GENERATE",
-    "Autoregressive", "Cascade", "CheckpointError", "ContinuousBatch", "Eagle1", "Eagle2", "Eagle3", "FastSpecError", "Nasd",
-    "NgramStorage", "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage", "TreeShape",
-    "Unsupported", "__version__", "clear_memory", "frontier_generate", "load_head", "patch", "patched", "profile", "report", "unpatch",
+    "Autoregressive", "Cascade", "CheckpointError", "ContinuousBatch", "Decoding", "Drafter", "Eagle1", "Eagle2", "Eagle3",
+    "FastSpecError", "Nasd", "NgramStorage", "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage",
+    "TokenTree", "TreeShape", "Unsupported", "__version__", "clear_memory", "frontier_generate", "load_head", "patch", "patched",
+    "profile", "report", "unpatch",
 ]  # fmt: skip
 
 

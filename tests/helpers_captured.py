@@ -6,24 +6,28 @@ What surrounds a graph is then that of CUDA; only the graph itself is not.
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from fastspec.generation import capture, rounds
+from fastspec.generation import capture
 from fastspec.generation.eagle import drafter
+from fastspec.generation.engine import schedule
 from fastspec.patches import hf_model
 from fastspec.patches.backends import TORCH
 
 
 def owners(run: Any) -> list[Any]:
-    """The objects whose attributes a program may set: those of its methods, and the target and drafter of rounds."""
-    found = []
-    while run is not None:
+    """The objects whose attributes a program may set: those of its methods and their arguments, and the target and drafter of rounds."""
+    found, runs = [], [run]
+    while runs:
+        run = runs.pop()
         found.append(getattr(run, "__self__", None))
-        run = getattr(run, "func", None)
-    parts = [getattr(owner, name, None) for owner in found for name in ("target", "drafter")]
-    return [owner for owner in found + parts if owner is not None]
+        runs += [getattr(run, "func", None), *getattr(run, "args", ())] if isinstance(run, partial) else []
+    programs = [getattr(owner, "program", None) for owner in found]
+    parts = [getattr(owner, name, None) for owner in found + programs for name in ("target", "drafter")]
+    return [owner for owner in found + parts if hasattr(owner, "__dict__")]
 
 
 def overwrite(old: Any, new: Any) -> None:
@@ -63,7 +67,7 @@ class Stand(capture.Captured):
 
 def stand_in(monkeypatch: Any) -> None:
     """Let every model have a backend of plain torch that captures."""
-    for module in (capture, rounds):
+    for module in (capture, schedule):
         monkeypatch.setattr(module, "Captured", Stand)
     ops = replace(TORCH, name="stand-in", captures=True)
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)

@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastspec.generation.loop import Request, decode
-from fastspec.generation.rounds import Rounds
+from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.loop import decode
+from fastspec.generation.engine.round import RoundState
+from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 
@@ -27,8 +30,10 @@ PROCESSES: list[Callable[[Tensor], Tensor] | None] = [
 ]  # fmt: skip
 
 
-class Tables:
+class Tables(Target):
     """A model of `vocab` tokens with scores of its own after every text, and a cache of tokens that is read as it stands."""
+
+    lengths: Any = None
 
     def __init__(self, seed: int, name: str, rows: int, vocab: int, rooms: int = 40) -> None:
         self.seed, self.name, self.vocab = seed, name, vocab
@@ -85,7 +90,7 @@ class Scripts:
         self.scripts, self.taken, self.weights = scripts, [[] for _ in scripts], [1.0] * len(scripts)  # type: ignore[var-annotated]
         self.others: list[list[int]] = []
         self.companions = [Random(row) for row in range(companions)]
-        self.rounds: Rounds
+        self.state: RoundState
 
     @property
     def rows(self) -> int:
@@ -110,7 +115,7 @@ class Scripts:
         if uniform is None:
             return scores.argmax(-1)
         chances = torch.softmax(scores.double(), -1).flatten(0, -2).tolist()
-        picked = [self.decide(row, each) if self.rounds.running[row] else 0 for row, each in enumerate(chances)]
+        picked = [self.decide(row, each) if self.state.running[row] else 0 for row, each in enumerate(chances)]
         return torch.tensor(picked).view(scores.shape[:-1])
 
     @contextmanager
@@ -137,7 +142,7 @@ class Coins:
     def __lt__(self, p: Tensor) -> Tensor:
         for row, (a, b) in enumerate(zip(p.double().tolist(), self.q.double().tolist(), strict=True)):
             chance = min(1.0, a / b) if b else 0.0
-            asked = self.going[row] and self.scripts.rounds.running[row]
+            asked = self.going[row] and self.scripts.state.running[row]
             self.going[row] = bool(asked and self.scripts.decide(row, [1 - chance, chance]))
         return torch.tensor(self.going)
 
@@ -155,9 +160,10 @@ def enumerated(make: Make, process: Any, limit: int, together: int = 10**6, comp
         scripts = Scripts(batch, companions)
         ops = replace(TORCH, pick=scripts.pick)
         target, drafter = make(scripts.rows, ops)
-        scripts.rounds = rounds = Rounds(target, drafter, ops, rows=scripts.rows, sample=True, process=process)
+        engine = Engine(target, drafter, ops, rows=scripts.rows, sample=True, process=process)
+        scripts.state = engine.state
         with scripts.playing():
-            outcome = decode(rounds, request(scripts.rows, limit), "enumerated")
+            outcome = decode(engine, request(scripts.rows, limit), "enumerated")
         for text, weight in zip(outcome.tokens, scripts.weights, strict=False):
             law[tuple(text)] = law.get(tuple(text), 0.0) + weight
         waiting += scripts.others

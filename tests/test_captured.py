@@ -17,8 +17,12 @@ from helpers_models import tiny_head, tiny_model
 from test_text_draft import DRAFT, TARGET
 
 import fastspec
-from fastspec.generation import cache, loop, rounds
+from fastspec.generation import cache
+from fastspec.generation.drafters.base import Place
 from fastspec.generation.eagle import drafter
+from fastspec.generation.engine import batching
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.schedule import WholeGraph
 from fastspec.generation.nasd import NasdDrafter
 from fastspec.generation.shared_draft import SharedDrafter
 from fastspec.generation.text_draft import TextDrafter
@@ -90,12 +94,14 @@ def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
             want = plain.generate(**options, do_sample=False)
             assert model.generate(**options, **extra, assistant=fastspec.Speculative(most=3)).tolist() == want.tolist()
     held = list(session.engines.held.values())
-    judged = next(each for each in held if each.judges)  # drafts that were drawn are judged outside a graph
-    wide, fed = judged.drafter.length.unread, {shapes[0][1] for shapes in judged.drafter.passes.held.held}
+    wide, fed = held[0].drafter.length.unread, {shapes[0][1] for shapes in held[0].drafter.passes.held.held}
     assert len(held) == 2 and wide > 8
-    assert set(judged.judges) == {4}  # the longest path
-    assert all((each.aside.plain is not None) == (kind == "random") for each in held)
-    assert kind != "random" or all(each.aside.plain.captured["round"].graph for each in held)  # rounds without drafts are replayed whole
+    own = [each.schedules[each.main, Place.DEVICE] for each in held]
+    assert set(own[0].graphs) == set(own[1].drawn.graphs) == {4}  # the longest path; drafts that were drawn are judged outside a graph
+    assert not own[0].drawn.graphs and 4 not in own[1].graphs
+    plain = [each.schedules.get((each.plain, Place.DEVICE)) for each in held]
+    assert all((each is not None) == (kind == "random") for each in plain)
+    assert kind != "random" or all(each.graph.graph for each in plain)  # rounds without drafts are replayed whole
     assert {2, wide} <= fed <= {1, 2, wide} if kind == "random" else {2} <= fed <= {1, 2}
 
 
@@ -230,20 +236,20 @@ def test_a_cascade_s_rounds_are_kept_and_begin_anew(captures, mode, alpha):
 @pytest.fixture
 def launched(captures, monkeypatch):
     """Calls launch ahead from the first round on; the launches of each call."""
-    monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
+    monkeypatch.setattr(batching, "AHEAD_AFTER", 0)
     counted: list[int] = []
-    begin, launch = rounds.Rounds.begin, rounds.Rounds._launch
+    begin, launch = Engine.begin, WholeGraph.launch
 
     def begun(self, root):
         counted.append(0)
         begin(self, root)
 
-    def launching(self):
+    def launching(self, verifier):
         counted[-1] += 1
-        return launch(self)
+        return launch(self, verifier)
 
-    monkeypatch.setattr(rounds.Rounds, "begin", begun)
-    monkeypatch.setattr(rounds.Rounds, "_launch", launching)
+    monkeypatch.setattr(Engine, "begin", begun)
+    monkeypatch.setattr(WholeGraph, "launch", launching)
     return counted
 
 
@@ -267,7 +273,7 @@ def test_rounds_that_run_ahead_of_the_host_say_the_same(launched, monkeypatch, k
         want, got = plain.generate(**options, **kept), model.generate(**options, **kept, assistant=assistant)
         assert got.sequences.tolist() == want.sequences.tolist()
         last = fastspec.report(model).last
-        assert all(held.flight is None for held in session.engines.held.values())
+        assert all(not held.in_flight for held in session.engines.held.values())
         # not launched ahead: the first two of each size of the buffers, and those that may be the last by length
         assert last.rounds <= launched[-1] + 2 * 3 + 6
         assert launched[-1] <= last.rounds + 1
@@ -328,7 +334,7 @@ def test_the_same_seed_says_the_same_whether_rounds_run_ahead_or_not(captures, m
     fastspec.patch(model)
     said = []
     for after in (0, 10**9, 0):
-        monkeypatch.setattr(loop, "AHEAD_AFTER", after)
+        monkeypatch.setattr(batching, "AHEAD_AFTER", after)
         torch.manual_seed(3)
         out = model.generate(**prompts(6, 4), do_sample=True, temperature=1.5, max_new_tokens=40, assistant="autoregressive")
         said.append(out.tolist())
@@ -339,7 +345,7 @@ def test_the_same_seed_says_the_same_whether_rounds_run_ahead_or_not(captures, m
 def existing(captures, monkeypatch):
     """What holds buffers and exists, by class, while no garbage is collected: rounds, targets and drafts, drafters, keys and values,
     graphs. No more targets of rounds than the bound may exist."""
-    kinds = rounds.Rounds, hf_model.HFModel, drafter.HeadState, cache.TreeCache, Stand
+    kinds = Engine, hf_model.HFModel, drafter.HeadState, cache.TreeCache, Stand
     held = {kind: weakref.WeakSet() for kind in kinds}
 
     def watch(kind: Any) -> None:
@@ -348,7 +354,7 @@ def existing(captures, monkeypatch):
         def made(self, *args, **options):
             held[kind].add(self)
             begin(self, *args, **options)
-            targets = {id(each.target) for each in held[rounds.Rounds]}  # rounds within others have theirs
+            targets = {id(each.target) for each in held[Engine]}
             assert len(targets) <= KEPT, "dropped rounds are still there"
 
         monkeypatch.setattr(kind, "__init__", made)
@@ -377,8 +383,7 @@ def test_rounds_that_are_dropped_are_freed_without_a_garbage_collection(existing
     for rows in range(1, KEPT + 3):
         model.generate(**prompts(*[5] * rows), **options, assistant=assistant)
     held = session_of(model).engines.held
-    within = sum(each.aside.plain is not None for each in held.values())
-    assert len(held) == KEPT == existing()["Rounds"] - within and existing()["TreeCache"] >= KEPT
+    assert len(held) == KEPT == existing()["Engine"] and existing()["TreeCache"] >= KEPT
     with fastspec.profile(model):
         model.generate(**prompts(5), **options, assistant=assistant)
     model.generate(**prompts(5), **options, assistant=assistant, repetition_penalty=1.2)
@@ -399,5 +404,5 @@ def test_a_cascade_s_rounds_are_freed_too(existing, mode):
     with fastspec.patched(model, cascade=fastspec.Cascade(stages=[small], mode=mode, gamma=3, **rule)):
         for rows in range(1, KEPT + 3):
             model.generate(**prompts(*[5] * rows), do_sample=False, max_new_tokens=12, assistant="cascade")
-        assert existing()["Rounds"] == KEPT
+        assert existing()["Engine"] == KEPT
     assert existing() == {}

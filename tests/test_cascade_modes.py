@@ -25,9 +25,10 @@ from torch import Tensor
 from fastspec.cascade.config import RANGES, RULES
 from fastspec.cascade.deferral import mixed
 from fastspec.errors import Unsupported
-from fastspec.generation.loop import Outcome, Request, decode
+from fastspec.generation.engine.call import Outcome, Request
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.loop import decode
 from fastspec.generation.mixed_draft import MixedDrafter
-from fastspec.generation.rounds import Rounds
 from fastspec.generation.staged_draft import StagedDrafter, drafted, room
 from fastspec.patches.adapters import adapter_for
 from fastspec.patches.backends import TORCH
@@ -128,8 +129,8 @@ def test_greedy_calls_say_the_mixtures_tokens(data, rule, seed, gamma, process):
     counts = torch.tensor([len(text) for text in texts])
     ids = torch.tensor([text + [0] * (int(counts.max()) - len(text)) for text in texts])
     drafter = MixedDrafter(small, gamma, partial(mixed, rule, alpha), vocab=vocab, draft_vocab=vocab, ops=TORCH)
-    rounds = Rounds(large, drafter, TORCH, rows=len(texts), sample=False, process=process)
-    found = decode(rounds, Request(ids, counts, list(ids), limit, frozenset(), None), "mixed").tokens
+    engine = Engine(large, drafter, TORCH, rows=len(texts), sample=False, process=process)
+    found = decode(engine, Request(ids, counts, list(ids), limit, frozenset(), None), "mixed").tokens
     for prompt, said in zip(texts, found, strict=True):
         text = list(prompt)
         for token in said:
@@ -148,7 +149,7 @@ def test_what_cannot_be_mixed_is_refused():
     asked = request(1, 3)
     asked.process_at = lambda rows, texts, scores: scores
     with pytest.raises(Unsupported, match="takes no processors that look at the tokens so far"):
-        decode(Rounds(target, drafter, TORCH, rows=1, sample=True, process=None), asked, "mixed")
+        decode(Engine(target, drafter, TORCH, rows=1, sample=True, process=None), asked, "mixed")
 
 
 # The chain
@@ -266,8 +267,8 @@ def test_batches_keep_every_stages_laws(seed, stages, gamma, sample, data):
     target, drafter = chained(seed, vocab, gamma, stages, process)(len(texts), TORCH)
     drafter.models[-1].name = "target"  # so all its drafts are accepted, while its own stage below is mostly refused
     torch.manual_seed(seed)
-    rounds = Rounds(target, drafter, TORCH, rows=len(texts), sample=sample, process=process)
-    outcome = decode(rounds, Request(ids, counts, list(ids), limit, ends, None), "staged")
+    engine = Engine(target, drafter, TORCH, rows=len(texts), sample=sample, process=process)
+    outcome = decode(engine, Request(ids, counts, list(ids), limit, ends, None), "staged")
     for row, (prompt, said) in enumerate(zip(texts, outcome.tokens, strict=True)):
         text = list(prompt)
         for token in said:
@@ -289,8 +290,8 @@ def run(large: Any, parts: dict[str, Any], make: Any, limit: int, *, process: An
     with torch.no_grad():
         drafter = make(rows, capacity)
         target = HFModel(large, adapter_for(large), rows=rows, capacity=capacity, tail=drafter.nodes, taps=None, ops=TORCH)
-        rounds = Rounds(target, drafter, TORCH, rows=rows, sample=sample, process=process)
-        return decode(rounds, Request(ids, counts, list(ids), limit, frozenset(ends), None), "cascade")
+        engine = Engine(target, drafter, TORCH, rows=rows, sample=sample, process=process)
+        return decode(engine, Request(ids, counts, list(ids), limit, frozenset(ends), None), "cascade")
 
 
 def staged(models: list[Any], gamma: int, vocab: int, process: Any = None) -> Callable[[int, int], StagedDrafter]:

@@ -17,9 +17,10 @@ from helpers_enumerate import PROCESSES, Make, Tables, agree, closed, enumerated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastspec.generation import draft_length, rounds
+from fastspec.generation import draft_length
 from fastspec.generation.draft_length import CREDIT, MOST_CREDIT, PROBES, Credit, Length
 from fastspec.generation.draft_model import ChainDrafter
+from fastspec.generation.engine import verifier
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import walk_drawn
 
@@ -44,8 +45,8 @@ class Counted(ChainDrafter):
                 torch.testing.assert_close(tree.q[row, node].double(), torch.tensor(law, dtype=torch.float64), rtol=1e-5, atol=1e-6)
         return tree
 
-    def sat_out(self, tokens, counts):
-        super().sat_out(tokens, counts)
+    def catch_up(self, tokens, counts):
+        super().catch_up(tokens, counts)
         SEEN[0] += tokens.shape[1]
         for said, more in zip(self.said, tokens.tolist(), strict=True):
             said += more
@@ -163,7 +164,7 @@ def test_a_bonus_that_is_drawn_again_is_found(monkeypatch):
         own = scores.gather(1, last[..., None].expand(-1, -1, scores.shape[-1]))[:, 0]
         return replace(verdict, bonus=ops.pick(torch.log_softmax(own, -1), uniform[:, 0]))
 
-    monkeypatch.setattr(rounds, "walk_drawn", drawn_again)
+    monkeypatch.setattr(verifier, "walk_drawn", drawn_again)
     assert not any(lawful(seed, Length(2, 0.3), PROCESSES[1], 3) for seed in range(3))
 
 

@@ -19,8 +19,11 @@ from test_sitting_out import ON_CUDA, prompts, soon_out
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
 from fastspec.generation import cache as buffers
-from fastspec.generation import loop, nasd, rounds
+from fastspec.generation import nasd
+from fastspec.generation.drafters.base import Decoding, Drafter
 from fastspec.generation.eagle.drafter import EagleDrafter
+from fastspec.generation.engine import batching
+from fastspec.generation.engine.engine import Engine
 from fastspec.generation.tree import TokenTree
 from fastspec.patches import selection
 from fastspec.patches.backends import TORCH
@@ -35,7 +38,7 @@ def device(request, monkeypatch):
     """Where calls run; rounds are launched ahead from the first on, where they are captured."""
     if request.param == "stand-in":
         stand_in(monkeypatch)
-    monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
+    monkeypatch.setattr(batching, "AHEAD_AFTER", 0)
     return "cuda" if request.param == "cuda" else "cpu"
 
 
@@ -76,7 +79,7 @@ def test_every_prompt_says_what_it_says_in_one_batch(device, kind, assistant):
         if alone:  # then drafts are as good in a row that was another's before
             model.generate(**inputs, **options, assistant=assistant)
             assert (seen.row_rounds, seen.accepted) == (stats(model).row_rounds, stats(model).accepted)
-        assert all(not held.ahead for held in session_of(model).engines.held.values())
+        assert all(not held.in_flight for held in session_of(model).engines.held.values())
     assert len(session_of(model).engines.held) in (0, 3 if alone else 2)  # rows of 3, 1 and all, where they are kept
 
 
@@ -130,7 +133,7 @@ def test_a_row_that_begins_anew_drafts_from_its_own_prompt(storage):
 
     many, one = begun(0, 1), begun(2)
     before = many.propose(32).tokens.tolist()
-    many.join(0, one, 6)
+    many.copy_row(0, one, 6)
     assert many.propose(32).tokens.tolist() == [*begun(2).propose(32).tokens.tolist(), before[1]]
     assert before[0] == [7, 8, 9, 7] and before[1] == [5, 6, 5, 6]
 
@@ -172,15 +175,15 @@ def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypat
     soon_out(monkeypatch)
     plain, model = made("random", "cpu")
     begun: list[tuple[bool, bool]] = []
-    join = rounds.Rounds.join
+    admit = Engine.admit
 
-    def joining(self: Any, row: int, *rest: Any) -> None:
-        untold, left, heard = bool(self.aside.unheard), self.aside.left, list(self.drafter.cursors)
-        join(self, row, *rest)
-        assert self.aside.left == left
+    def admitting(self: Any, row: int, *rest: Any) -> None:
+        untold, left, heard = bool(self.fallback.missed), self.fallback.left, list(self.drafter.cursors)
+        admit(self, row, *rest)
+        assert self.fallback.left == left
         begun.append((untold, self.drafter.cursors[:row] + self.drafter.cursors[row + 1 :] != heard[:row] + heard[row + 1 :]))
 
-    monkeypatch.setattr(rounds.Rounds, "join", joining)
+    monkeypatch.setattr(Engine, "admit", admitting)
     for seed in range(6):
         inputs = prompts("cpu", *COUNTS, seed=seed)
         options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
@@ -195,8 +198,8 @@ def test_buffers_grow_for_a_longer_prompt(monkeypatch):
     monkeypatch.setattr(buffers, "FIRST_SLOTS", 16)
     plain, model = made("bigram", "cpu")
     longest: list[int] = []
-    step = rounds.Rounds.step
-    monkeypatch.setattr(rounds.Rounds, "step", lambda self, length, *rest: longest.append(length) or step(self, length, *rest))
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self, length, *rest: longest.append(length) or step(self, length, *rest))
     inputs = prompts("cpu", 3, 4, 60, 5, 40, 2, 3)
     options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, prompts("cpu", *COUNTS)), "pad_token_id": 0}
     want = plain.generate(**inputs, **options)
@@ -213,9 +216,9 @@ def test_a_drafter_in_one_launch_forgets_the_pairs_that_wait_for_it():
         text = torch.randint(6, 97, (rows, 5))
         drafters[-1].begin(text, torch.full((rows,), 5), torch.randn(rows, 5, drafters[-1].head.fc.in_features), text[:, 0])
     many, one = drafters
-    many.fused = SimpleNamespace(counts=torch.tensor([3, 2]))
-    many.join(1, one, 5)
-    assert many.fused.counts.tolist() == [3, 0] and torch.equal(many.last[1], one.last[0])
+    many.phase = SimpleNamespace(counts=torch.tensor([3, 2]))
+    many.copy_row(1, one, 5)
+    assert many.phase.counts.tolist() == [3, 0] and torch.equal(many.last[1], one.last[0])
 
 
 def test_as_many_rows_as_prompts_are_an_ordinary_batch():
@@ -273,8 +276,8 @@ def test_cascades_and_encoder_decoder_models_are_refused():
 def test_a_third_partys_drafters_are_objects_of_their_own():
     """One that joins is made anew for every prompt; the same object twice is refused."""
 
-    class Said:
-        name, taps, joins, nodes, max_path = "said", None, True, 1, 1
+    class Said(Decoding, Drafter):
+        name, taps, continuous, nodes, max_path = "said", None, True, 1, 1
 
         def __init__(self, shared: bool) -> None:
             self.shared, self.made = shared, []
@@ -286,7 +289,7 @@ def test_a_third_partys_drafters_are_objects_of_their_own():
         def begin(self, ids: Any, counts: Any, features: Any, root: Any) -> None:
             self.root = root.clone()
 
-        def join(self, row: int, other: Any, count: int) -> None:
+        def copy_row(self, row: int, other: Any, count: int) -> None:
             self.root[row] = other.root[0]
 
         def propose(self, extent: int) -> TokenTree:

@@ -12,9 +12,12 @@ import torch
 from helpers_enumerate import PROCESSES, Scripts, Tables, Text, agree, closed
 from torch import Tensor
 
-from fastspec.generation import loop
-from fastspec.generation.loop import Request, decode
-from fastspec.generation.rounds import Rounds
+from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.engine.batching import Batch
+from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.loop import decode
+from fastspec.generation.engine.verifier import Choice
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 
@@ -25,12 +28,12 @@ PROMPTS = ((1, 0), (0, 1))
 class Cells(Tables):
     """Table models whose rows can begin anew."""
 
-    def join(self, row: int, other: Tables, count: int) -> None:
+    def copy_row(self, row: int, other: Tables, count: int) -> None:
         self.cells[row, :count] = other.cells[0, :count]
         self.lengths[row] = count
 
 
-class Guess:
+class Guess(Drafter):
     """A chain of one draft, a function of the row's text."""
 
     nodes = max_path = 2
@@ -41,7 +44,7 @@ class Guess:
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         self.texts = [[*text[:n], first] for text, n, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
 
-    def join(self, row: int, other: Guess, count: int) -> None:
+    def copy_row(self, row: int, other: Guess, count: int) -> None:
         self.texts[row] = other.texts[0]
 
     def propose(self, extent: int) -> TokenTree:
@@ -76,7 +79,7 @@ class Turns(Scripts):
         chances = torch.softmax(scores.double(), -1).tolist()
         whole = len(chances) == ROWS
         return torch.tensor([
-            [self.decide(prompt, each) for each in nodes] if not whole or self.rounds.running[row] else [0] * len(nodes)
+            [self.decide(prompt, each) for each in nodes] if not whole or self.state.running[row] else [0] * len(nodes)
             for row, (prompt, nodes) in enumerate(zip(self.held, chances, strict=True))
         ])  # fmt: skip
 
@@ -85,7 +88,7 @@ def laws(seed: int, process: Any, drafted: bool, monkeypatch: Any) -> list[dict[
     """The law of the first LIMIT tokens after each of PROMPTS, by enumeration: calls of up to 40 prompts, ROWS of them at a time."""
     found: list[dict[Text, float]] = [{} for _ in PROMPTS]
     waiting: list[tuple[int, list[int]]] = [(kind, []) for kind in range(len(PROMPTS))]
-    first, make = loop._first, loop._Run.__init__
+    first, make = Choice.first, Batch.__init__
     while waiting:
         batch, waiting = waiting[:40], waiting[40:]
         turns = Turns(batch + batch[:1] * (ROWS + 1 - len(batch)))  # more than rows, so that one joins; what is there twice counts once
@@ -95,10 +98,10 @@ def laws(seed: int, process: Any, drafted: bool, monkeypatch: Any) -> list[dict[
             target = Cells(seed, "target", rows, VOCAB)
             return target, Guess(target) if drafted else None
 
-        def named(rounds: Any, request: Any, logits: Any, shown: Any, prompts: list[int], turns: Turns = turns) -> Any:
+        def named(self: Any, logits: Any, text: Any, prompts: list[int], turns: Turns = turns) -> Any:
             kept, turns.held = turns.held, prompts
             try:
-                return first(rounds, request, logits, shown, prompts)
+                return first(self, logits, text, prompts)
             finally:
                 turns.held = kept
 
@@ -106,21 +109,22 @@ def laws(seed: int, process: Any, drafted: bool, monkeypatch: Any) -> list[dict[
             make(self, request, stats)
             turns.held = self.places
 
-        monkeypatch.setattr(loop, "_first", named)
-        monkeypatch.setattr(loop._Run, "__init__", known)
+        monkeypatch.setattr(Choice, "first", named)
+        monkeypatch.setattr(Batch, "__init__", known)
         target, drafter = one(ROWS)
-        turns.rounds = rounds = Rounds(target, drafter, ops, rows=ROWS, sample=True, process=process)
+        engine = Engine(target, drafter, ops, rows=ROWS, sample=True, process=process)
+        turns.state = engine.state
         ids = torch.tensor([PROMPTS[kind] for kind in turns.kinds])
         request = Request(
             ids, torch.full((len(ids),), 2), list(ids), LIMIT, frozenset(), None, rows=ROWS, entry=lambda one=one: one(1)  # type: ignore[misc]
         )  # fmt: skip
-        outcome = decode(rounds, request, "in turns")
+        outcome = decode(engine, request, "in turns")
         assert outcome.stats.joined == len(ids) - ROWS
         for (kind, _), text, weight in zip(batch, outcome.tokens, turns.weights, strict=False):
             found[kind][tuple(text)] = found[kind].get(tuple(text), 0.0) + weight
         waiting += [other for at, other in enumerate(turns.told) if other not in turns.told[:at]]
-    monkeypatch.setattr(loop, "_first", first)
-    monkeypatch.setattr(loop._Run, "__init__", make)
+    monkeypatch.setattr(Choice, "first", first)
+    monkeypatch.setattr(Batch, "__init__", make)
     return found
 
 
@@ -146,26 +150,26 @@ def test_the_law_of_an_answer_is_the_targets_wherever_it_begins(process, drafted
 
 
 def old_root(monkeypatch: Any) -> None:
-    join = Rounds.join
+    admit = Engine.admit
 
-    def wrong(self: Rounds, row: int, *rest: Any) -> None:
-        before = self.root.clone()
-        join(self, row, *rest)
-        self.root.copy_(before)
+    def wrong(self: Engine[Any], row: int, *rest: Any) -> None:
+        before = self.state.root.clone()
+        admit(self, row, *rest)
+        self.state.root.copy_(before)
 
-    monkeypatch.setattr(Rounds, "join", wrong)
+    monkeypatch.setattr(Engine, "admit", wrong)
 
 
 def old_text(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Cells, "join", lambda self, row, other, count: self.lengths.index_fill_(0, torch.tensor(row), count))
+    monkeypatch.setattr(Cells, "copy_row", lambda self, row, other, count: self.lengths.index_fill_(0, torch.tensor(row), count))
 
 
 def old_length(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Cells, "join", lambda self, row, other, count: self.cells[row, :count].copy_(other.cells[0, :count]))
+    monkeypatch.setattr(Cells, "copy_row", lambda self, row, other, count: self.cells[row, :count].copy_(other.cells[0, :count]))
 
 
 def old_drafts(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Guess, "join", lambda self, row, other, count: None)
+    monkeypatch.setattr(Guess, "copy_row", lambda self, row, other, count: None)
 
 
 BUGS = [(old_root, False), (old_text, False), (old_text, True), (old_length, False), (old_length, True), (old_drafts, True)]

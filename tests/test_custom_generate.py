@@ -9,7 +9,7 @@ from helpers_generate import TREE, prompts
 from helpers_models import tiny_head, tiny_model
 
 import fastspec
-from fastspec.generation.rounds import Rounds
+from fastspec.generation.engine.engine import Engine
 from fastspec.patches.session import session_of
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "custom_generate": fastspec.CUSTOM_GENERATE, "trust_remote_code": True}
@@ -28,14 +28,14 @@ def model(tmp_path, monkeypatch):
 def test_an_assistant_serves_one_call(model, monkeypatch):
     """The output is plain decoding's, rounds were drafted, and the model is left as it was."""
     drafted: list[int] = []
-    step = Rounds.step
+    step = Engine.step
 
     def counted(self, *args, **kwargs):
         packed = step(self, *args, **kwargs)
-        drafted.append(self.tree.tokens.shape[1] - 1)
+        drafted.append(self.last.tree.tokens.shape[1] - 1)
         return packed
 
-    monkeypatch.setattr(Rounds, "step", counted)
+    monkeypatch.setattr(Engine, "step", counted)
     want = tiny_model().generate(**prompts(6, 3), max_new_tokens=12, do_sample=False)
     assert model.generate(**prompts(6, 3), **OPTIONS).tolist() == want.tolist()
     assert model.generate(**prompts(6, 3), **OPTIONS, assistant=TREE, eagle3=tiny_head(model)).tolist() == want.tolist()

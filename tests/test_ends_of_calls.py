@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastspec.generation.cache import TreeCache
-from fastspec.generation.loop import Request, _Run
+from fastspec.generation.engine.batching import Batch
+from fastspec.generation.engine.call import Request
 from fastspec.generation.stats import Stats
 from fastspec.patches.cache import export_span
 
@@ -19,7 +20,7 @@ def test_what_belongs_to_tokens_beyond_the_common_end_is_cut_with_them() -> None
         torch.zeros(2, 1, dtype=torch.long), torch.ones(2, dtype=torch.long), [torch.zeros(1)] * 2, 20, frozenset(), None,
         stop=lambda row, said: len(said) == stops[row], keep_scores=True, keep_logits=True, measure=True,
     )  # fmt: skip
-    run = _Run(request, Stats(assistant="autoregressive", rows=2))
+    run = Batch(request, Stats(assistant="autoregressive", rows=2))
     said = [[10, 11, 12, 13, 14, 15], [20, 21, 22, 23]]
     for row, tokens in enumerate(said):
         scores = torch.tensor(tokens)[:, None].float()

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as lp
 
 import fastspec
-from fastspec.generation import rounds
+from fastspec.generation.engine import verifier
 from fastspec.kernels.reference import SamplingLaw
 from fastspec.patches.selection import read_law
 from fastspec.patches.session import session_of
@@ -186,13 +186,13 @@ def test_only_the_four_warpers_in_their_order_are_a_law(processors, law):
 def laws(monkeypatch):
     """The laws that the rounds' choices were made under."""
     seen: list[SamplingLaw | None] = []
-    choose = rounds.choose
+    choose = verifier.choose
 
     def choosing(scores, uniform, ops, law=None):
         seen.append(law)
         return choose(scores, uniform, ops, law)
 
-    monkeypatch.setattr(rounds, "choose", choosing)
+    monkeypatch.setattr(verifier, "choose", choosing)
     return seen
 
 
@@ -213,9 +213,9 @@ def test_sampled_rounds_process_no_scores(pair, assistant, laws, monkeypatch):
     monkeypatch.setattr(lp.TopPLogitsWarper, "__call__", warping)
     texts = drawn(pair[1], assistant).tolist()
     count = stats(pair[1]).rounds
-    assert calls[0] == 1 and laws == [SamplingLaw(0.7, 5, 0.9)] * count and count > 1
+    assert calls[0] == 1 and laws == [None] + [SamplingLaw(0.7, 5, 0.9)] * count and count > 1
     out = drawn(pair[1], assistant, return_dict_in_generate=True, output_scores=True)
-    assert out.sequences.tolist() == texts and laws[count:] == [None] * count and calls[0] == 2 + count
+    assert out.sequences.tolist() == texts and laws[count + 1 :] == [None] * (1 + count) and calls[0] == 2 + count
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_all_other_calls_process_their_scores(pair, assistant, laws, options):
 
 def test_drafts_that_were_drawn_need_processed_scores(pair, monkeypatch):
     seen: list[Tensor] = []
-    walk = rounds.walk_drawn
-    monkeypatch.setattr(rounds, "walk_drawn", lambda tree, scores, *rest: (seen.append(scores), walk(tree, scores, *rest))[1])
+    walk = verifier.walk_drawn
+    monkeypatch.setattr(verifier, "walk_drawn", lambda tree, scores, *rest: (seen.append(scores), walk(tree, scores, *rest))[1])
     drawn(pair[1], fastspec.Speculative(early_exit=2))
     assert seen and all((scores > -torch.inf).sum(-1).max() <= 5 for scores in seen)
 

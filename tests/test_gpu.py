@@ -13,7 +13,8 @@ from torch import Tensor
 import fastspec
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.static import StaticDrafter
-from fastspec.generation.rounds import Rounds as CallRounds
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.schedule import Eager, WholeGraph
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import choose, walk, walk_drawn
@@ -63,7 +64,7 @@ def test_a_patched_model_may_move_to_the_device_and_samples_by_its_seed(device):
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
 def test_rounds_launched_ahead_of_the_host_say_the_same(assistant, device, monkeypatch):
     """Rows that end in the midst of it, growing buffers, calls one after another on the same graphs, and the same seed with and without."""
-    from fastspec.generation import loop
+    from fastspec.generation.engine import batching
 
     target, head = MAKERS["bigram"]
     model = target().to(device)
@@ -73,7 +74,7 @@ def test_rounds_launched_ahead_of_the_host_say_the_same(assistant, device, monke
     wanted = [model.generate(**inputs, do_sample=False, max_new_tokens=1500, eos_token_id=each, pad_token_id=0).tolist() for each in ends]
     fastspec.patch(model, eagle3=head(model).to(device))
     for after in (0, 10**9, 0):
-        monkeypatch.setattr(loop, "AHEAD_AFTER", after)
+        monkeypatch.setattr(batching, "AHEAD_AFTER", after)
         for each, want in zip(ends, wanted, strict=True):
             options = {**inputs, "max_new_tokens": 1500, "eos_token_id": each, "pad_token_id": 0, "assistant": assistant}
             assert model.generate(**options, do_sample=False).tolist() == want
@@ -117,11 +118,10 @@ class Rounds:
         sizes = {"rows": rows, "capacity": self.extent, "ops": self.ops}
         if name == "eagle3":
             self.drafter = EagleDrafter(head, TREE.shape(device), **sizes, fused=drafts == "fused")
-            assert (self.drafter.fused is not None) == (drafts == "fused")
+            assert self.drafter.fused == (drafts == "fused")
         else:
             self.drafter = StaticDrafter(head, fastspec.Eagle1().tree(), **sizes, process=likeliest if drafts == "drawn" else None)
         self.target = HFModel(self.model, adapter_for(self.model), tail=self.drafter.nodes, taps=head.config.taps, **sizes)
-        self.target.alone = False  # its passes are not captured by themselves
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(6, 97, (rows, 9), generator=generator).to(device)
@@ -197,12 +197,10 @@ def test_a_round_waits_for_nothing(device, drafts, backend):
 def test_the_host_reads_back_once_a_round(device, drafts, backend):
     """Of the rounds of a call: run as they are, captured, and replayed on the backend that captures."""
     made = Rounds(device, drafts, backend)
-    made.target.alone = made.target.captures
     made.begin()
     drawn = drafts == "drawn"
-    rounds = CallRounds(made.target, made.drafter, made.ops, rows=made.rows, sample=drawn, process=likeliest if drawn else None)
-    assert bool(rounds.captured) == (backend == "triton")
-    rounds.begin(made.drafter.root)
+    engine = Engine(made.target, made.drafter, made.ops, rows=made.rows, sample=drawn, process=likeliest if drawn else None)
+    engine.begin(made.drafter.root)
     longest, stats = 9, Stats()
     for _ in range(4):
         before = torch.cuda.get_sync_debug_mode()
@@ -210,12 +208,13 @@ def test_the_host_reads_back_once_a_round(device, drafts, backend):
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                packed = rounds.step(longest, stats)
+                packed = engine.step(longest, stats)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         longest += max(accepted for accepted, *_ in packed) + 1
     assert sum("synchronizing CUDA operation" in str(each.message) for each in seen) == 1  # of the last round
     assert stats.replays == (3 if backend == "triton" else 0)
+    assert {type(each) for each in engine.schedules.values()} == {WholeGraph if backend == "triton" else Eager}
 
 
 @ON_CUDA

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastspec
+from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.eagle.drafter import EagleDrafter
-from fastspec.generation.handover import TextVerifier
 from fastspec.generation.verify import measure
 from fastspec.patches.assistants import Continued
 
@@ -128,14 +128,14 @@ def test_the_verifier_takes_few_passes(model: Any) -> None:
     text = plain[0, 6:].tolist()
     passes: list[int] = []
 
-    class Counting(TextVerifier):
+    class Counting(GivenText):
         def propose(self, extent: int) -> Any:
             tree = super().propose(extent)
             passes.append(tree.tokens.shape[1])
             return tree
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastspec.generation.rounds.TextVerifier", Counting)
+        patch.setattr("fastspec.generation.engine.engine.GivenText", Counting)
         answered(model, [text], "autoregressive", **batch, do_sample=False, max_new_tokens=LENGTH)
     assert passes == [8, 16, 32, 64][: len(passes)] and sum(passes) >= len(text) - 1
 

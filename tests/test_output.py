@@ -13,7 +13,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from fastspec.generation.cache import TreeCache
-from fastspec.generation.loop import Outcome
+from fastspec.generation.engine.call import Outcome
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.output import output_of

@@ -12,7 +12,8 @@ from helpers_generate import MAKERS, prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastspec
-from fastspec.generation import capture, rounds
+from fastspec.generation import capture
+from fastspec.generation.engine import schedule
 from fastspec.patches.backends import TORCH
 
 MAKES_NOTHING = {"empty", "new_empty", "empty_strided", "empty_like", "new_empty_strided"}
@@ -59,21 +60,21 @@ class Uncaptured(capture.Captured[Any]):
 def launches(monkeypatch):
     """The launches of a call's last round, as a backend that captures has it: weights are packed, and nothing is read back."""
     seen = Launches()
-    for module in (capture, rounds):
+    for module in (capture, schedule):
         monkeypatch.setattr(module, "Captured", Uncaptured)
     held = {field.name: getattr(TORCH, field.name) for field in fields(TORCH)}
     watched = {name: seen.watched(name, op) for name, op in held.items() if callable(op)}
     ops = replace(TORCH, name="watched", captures=True, **watched)
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)
-    run = rounds.Rounds._round
+    run = schedule.WholeGraph._round
 
-    def counted(self: Any, extent: int) -> None:
+    def counted(self: Any, verifier: Any) -> Any:
         seen.torch.clear()
         seen.ops.clear()
         with seen:
-            run(self, extent)
+            return run(self, verifier)
 
-    monkeypatch.setattr(rounds.Rounds, "_round", counted)
+    monkeypatch.setattr(schedule.WholeGraph, "_round", counted)
     return seen
 
 

@@ -16,11 +16,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 import fastspec
-from fastspec.generation.loop import AHEAD_AFTER, Request, _decide_in_step, _Run
+from fastspec.generation.engine.batching import AHEAD_AFTER, Batch
+from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.round import Scored
+from fastspec.generation.engine.verifier import Choice, InLockstep, MixedChoice
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import measure
 from fastspec.patches.assistants import Continued
+from fastspec.patches.backends import TORCH
 
 DRAWN = settings(max_examples=40, deadline=None)
 TEXTS = st.lists(st.lists(st.integers(0, 9), min_size=12, max_size=12), min_size=1, max_size=3)
@@ -31,7 +35,7 @@ def request(count: int, limit: int = 99, ends: tuple[int, ...] = (), **changes: 
     return Request(torch.arange(count * 5).view(count, 5), counts, [torch.tensor([7])] * count, limit, frozenset(ends), None, **changes)
 
 
-def fed(run: _Run, texts: list[list[int]], sizes: list[int]) -> None:
+def fed(run: Batch, texts: list[list[int]], sizes: list[int]) -> None:
     """Hand every row its text in pieces, as rounds do, each row's next piece only while its answer goes on."""
     places = [0] * len(texts)
     for size in sizes * 12:
@@ -47,7 +51,7 @@ def fed(run: _Run, texts: list[list[int]], sizes: list[int]) -> None:
 @DRAWN
 def test_answers_end_at_their_end_tokens_and_at_the_limit(texts, limit, ends, sizes):
     told: list[Any] = []
-    run = _Run(request(len(texts), limit, tuple(ends), emit=lambda *call: told.append(call)), Stats())
+    run = Batch(request(len(texts), limit, tuple(ends), emit=lambda *call: told.append(call)), Stats())
     fed(run, texts, sizes)
     run.finish()
     want = []
@@ -75,7 +79,7 @@ def test_a_criterion_ends_rows_alone_or_all_together(texts, limit, stops, alone,
         assert said == texts[row][: len(said)]
         return len(said) == stops[row]
 
-    run = _Run(request(len(texts), limit, (99,) if alone else (), stop=stop), Stats())
+    run = Batch(request(len(texts), limit, (99,) if alone else (), stop=stop), Stats())
     fed(run, texts, [size])
     run.finish()
     common = min(limit, max(stops[: len(texts)]))
@@ -86,12 +90,12 @@ def test_a_criterion_ends_rows_alone_or_all_together(texts, limit, stops, alone,
 
 def test_what_the_walk_asked_is_not_asked_again():
     asked: list[int] = []
-    run = _Run(request(1, 9, (5,), stop=lambda row, said: asked.append(len(said)) or len(said) == 3), Stats())
+    run = Batch(request(1, 9, (5,), stop=lambda row, said: asked.append(len(said)) or len(said) == 3), Stats())
     run.take(0, [1], 0, None, None)
     assert [run.over(0, more) for more in ([2], [5], [2, 3], [2, 5])] == [False, True, True, True]
     run.take(0, [2, 3, 4], 3, None, None)
     assert run.out.tokens == [[1, 2, 3]] and asked == [1, 2, 3] and run.active == [False]
-    together = _Run(request(1, 9, (), stop=lambda row, said: True), Stats())
+    together = Batch(request(1, 9, (), stop=lambda row, said: True), Stats())
     assert not together.over(0, [1]) and together.stopped(0, []) is not None
 
 
@@ -105,8 +109,8 @@ class Ended:
 def test_rows_in_lockstep_are_cut_at_their_ends_and_all_go_on_until_the_call_is_over():
     told: list[Any] = []
     steps = Ended([3, None], False)
-    run = _Run(request(2, 9, steps=steps, emit=lambda *call: told.append(call)), Stats())
-    assert run.filled == [True, False]
+    run = Batch(request(2, 9, steps=steps, emit=lambda *call: told.append(call)), Stats())
+    assert run.padded == [True, False]
     run.take(0, [1, 2, 3, 0], 3, None, None)
     run.take(1, [4, 5, 6, 7], 3, None, None)
     assert run.active == [True, True] and run.out.tokens == [[1, 2, 3], [4, 5, 6, 7]]
@@ -115,15 +119,16 @@ def test_rows_in_lockstep_are_cut_at_their_ends_and_all_go_on_until_the_call_is_
     run.take(1, [8, 9], 1, None, None)
     assert run.active == [False, False] and run.out.tokens == [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
     assert told == [(0, [1, 2, 3], 3, True), (1, [4, 5, 6, 7], 3, False), (1, [8, 9], 1, True)]
-    assert _Run(request(2), Stats()).filled == [False, False]
+    assert Batch(request(2), Stats()).padded == [False, False]
 
 
 @pytest.mark.parametrize("mixes", [True, False])
 def test_a_drafter_that_mixes_its_own_distribution_in_gives_the_scores_of_the_steps(mixes):
     tree, logits = TokenTree.root_only(torch.tensor([1, 2])), torch.randn(2, 1, 5)
-    rounds: Any = SimpleNamespace(tree=tree, logits=logits, drafter=SimpleNamespace(), processed=lambda scores: scores * 2)
+    choice = Choice(TORCH, sample=False, process=lambda scores: scores * 2)
     if mixes:
-        rounds.drafter.mix = lambda drafts, raw, scores: raw + scores if drafts is tree else None
+        drafter: Any = SimpleNamespace(mix=lambda drafts, raw, scores: raw + scores if drafts is tree else None)
+        choice = MixedChoice(TORCH, drafter, sample=False, process=choice.process)
     shown: list[Any] = []
 
     def steps(raw: torch.Tensor, scores: torch.Tensor | None = None) -> list[int]:
@@ -131,22 +136,22 @@ def test_a_drafter_that_mixes_its_own_distribution_in_gives_the_scores_of_the_st
         return [3, 4]
 
     steps.over = True  # type: ignore[attr-defined]
-    verdict, kept = _decide_in_step(rounds, steps)  # type: ignore[arg-type]
-    assert kept is None and verdict.bonus.tolist() == [3, 4] and torch.equal(shown[0][0], logits[:, 0])
+    judged = InLockstep(choice, steps)(Scored(tree, logits, logits[..., :0]))  # type: ignore[arg-type]
+    assert judged.scores is None and judged.verdict.bonus.tolist() == [3, 4] and torch.equal(shown[0][0], logits[:, 0])
     assert torch.equal(shown[0][1], logits[:, 0] * 3) if mixes else shown[0][1] is None
 
 
 def test_waiting_prompts_take_the_rows_that_are_free():
-    run = _Run(request(5, rows=3), Stats())
+    run = Batch(request(5, rows=3), Stats())
     assert (run.places, run.waiting, run.alone, run.counts) == ([0, 1, 2], [3, 4], True, [1, 2, 3, 4, 5])
-    assert run.running == [True] * 3 and run.free() == [] and run.filled == [False] * 3
+    assert run.running == [True] * 3 and run.free() == [] and run.padded == [False] * 3
     run.active[0] = run.active[1] = run.active[2] = False
     assert run.free() == [0, 1] and run.running == [False] * 3
     run.places[1] = run.waiting.pop(0)
     assert run.free() == [0] and run.running == [False, True, False]
-    everyone = _Run(request(2), Stats())
+    everyone = Batch(request(2), Stats())
     assert (everyone.places, everyone.waiting, everyone.alone, everyone.active) == ([0, 1], [], False, [True, True])
-    assert _Run(request(2, ends=(1,)), Stats()).alone
+    assert Batch(request(2, ends=(1,)), Stats()).alone
 
 
 def test_a_call_begins_with_as_many_prompts_as_it_has_rows():
@@ -158,23 +163,22 @@ def test_a_call_begins_with_as_many_prompts_as_it_has_rows():
 
 @pytest.mark.parametrize("asks", [{}, {"watch": print}, {"keep_scores": True}, {"keep_logits": True}, {"measure": True}], ids=str)
 def test_rounds_are_launched_ahead_where_only_tokens_are_asked_for_and_some_row_goes_on(asks):
-    run = _Run(request(2, 30, **asks), Stats(rounds=AHEAD_AFTER))
-    drafter: Any = SimpleNamespace(max_path=5)
+    run = Batch(request(2, 30, **asks), Stats(rounds=AHEAD_AFTER))
     told = not asks
     run.out.tokens = [[0] * 24, [0] * 25]
-    assert run.goes_on(drafter) == told
+    assert run.goes_on(5) == told
     run.active[0] = False
-    assert not run.goes_on(drafter) and run.goes_on(None) == told
+    assert not run.goes_on(5) and run.goes_on(1) == told
     run.out.tokens[1] += [0] * 4
-    assert not run.goes_on(None)
+    assert not run.goes_on(1)
     run.active, run.stats.rounds = [True, True], AHEAD_AFTER - 1
-    assert not run.goes_on(drafter)
+    assert not run.goes_on(5)
 
 
 def test_first_tokens_are_read_with_what_the_call_keeps():
     scores, logits = torch.randn(1, 7), torch.randn(1, 7)
     for keep_scores, keep_logits, measured in ((True, False, False), (False, True, False), (False, False, True)):
-        run = _Run(request(2, keep_scores=keep_scores, keep_logits=keep_logits, measure=measured), Stats())
+        run = Batch(request(2, keep_scores=keep_scores, keep_logits=keep_logits, measure=measured), Stats())
         for row in (0, 1):
             run.read(row, [3], scores, logits)
             run.out.tokens[1] = run.out.tokens[0]
@@ -222,4 +226,4 @@ def test_every_tensor_of_a_call_is_made_on_a_device_that_is_named(options):
     options = {**prompts(5, 3), "max_new_tokens": 6, "return_dict_in_generate": True, "pad_token_id": 0, "assistant": TREE} | options
     with Placed() as placed:
         model.generate(**options)
-    assert placed.without <= {"rounds.activate"}
+    assert placed.without <= {"round.activate"}

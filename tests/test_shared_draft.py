@@ -27,8 +27,9 @@ import fastspec
 from fastspec import Speculative
 from fastspec.generation.draft_length import Length
 from fastspec.generation.draft_model import ChainDrafter
-from fastspec.generation.loop import Request, decode
-from fastspec.generation.rounds import Rounds
+from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.loop import decode
 from fastspec.generation.shared_draft import SHARE, SharedDrafter, shared_tokens
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.patches.backends import TORCH
@@ -172,8 +173,8 @@ def run(make: Make, texts: list[list[int]], limit: int, process: Any, ends: Any 
     ids = torch.tensor([text + [0] * (int(counts.max()) - len(text)) for text in texts])
     target, drafter = make(len(texts), TORCH)
     torch.manual_seed(seed)
-    rounds = Rounds(target, drafter, TORCH, rows=len(texts), sample=True, process=process)
-    return decode(rounds, Request(ids, counts, list(ids), limit, ends, None), "shared")
+    engine = Engine(target, drafter, TORCH, rows=len(texts), sample=True, process=process)
+    return decode(engine, Request(ids, counts, list(ids), limit, ends, None), "shared")
 
 
 LETTERS = list("abcde")

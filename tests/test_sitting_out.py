@@ -15,7 +15,10 @@ from test_text_draft import DRAFT, TARGET
 
 import fastspec
 from fastspec import Speculative
-from fastspec.generation import aside, draft_length, loop, nasd, rounds
+from fastspec.generation import draft_length, nasd
+from fastspec.generation.engine import batching
+from fastspec.generation.engine.fallback import Fallback
+from fastspec.generation.engine.schedule import WholeGraph
 from fastspec.patches.session import session_of
 
 NEVER = 1000
@@ -36,7 +39,7 @@ ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 
 def soon_out(monkeypatch: Any) -> None:
     """Let drafters sit rounds out after few of them, for short pauses, and rounds be launched ahead from the first on."""
-    monkeypatch.setattr(loop, "AHEAD_AFTER", 0)
+    monkeypatch.setattr(batching, "AHEAD_AFTER", 0)
     monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])  # where a look-up costs more than a pass of a model this small
     monkeypatch.setattr(draft_length, "CREDIT", 0.5)
     monkeypatch.setattr(nasd, "GRANTED", 0.5)
@@ -51,18 +54,18 @@ def ahead(request, monkeypatch):
         stand_in(monkeypatch)
     soon_out(monkeypatch)
     seen = {"launched": 0, "sat out": 0, "captures": request.param != "torch", "device": device}
-    launch, sit = rounds.Rounds._launch, aside.Aside.step
+    launch, sit = WholeGraph.launch, Fallback.count
 
-    def launching(self):
+    def launching(self, verifier):
         seen["launched"] += 1
-        return launch(self)
+        return launch(self, verifier)
 
     def sitting(self, *given):
         seen["sat out"] += 1
         return sit(self, *given)
 
-    monkeypatch.setattr(rounds.Rounds, "_launch", launching)
-    monkeypatch.setattr(aside.Aside, "step", sitting)
+    monkeypatch.setattr(WholeGraph, "launch", launching)
+    monkeypatch.setattr(Fallback, "count", sitting)
     return seen
 
 
@@ -97,7 +100,7 @@ def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
         if seed == 2:
             options["stopping_criteria"] = [lambda ids, scores, **_: (ids[:, 9:] == 0).sum(1) > 2]
         same(pair, config(kind), inputs, **options)
-        assert all(held.flight is None and held.aside.plain.flight is None for held in session_of(model).engines.held.values())
+        assert all(not held.in_flight for held in session_of(model).engines.held.values())
     assert ahead["sat out"] > 40
     assert (ahead["launched"] > 20) == ahead["captures"]
 
@@ -123,7 +126,7 @@ def test_what_else_a_call_asks_for_is_that_of_its_rounds(ahead, kind, options):
 def test_a_seed_says_the_same_whether_rounds_run_ahead_or_not(ahead, kind, monkeypatch):
     model, said = drafting(kind, ahead["device"])[1], []
     for after in (0, 10**9, 0):
-        monkeypatch.setattr(loop, "AHEAD_AFTER", after)
+        monkeypatch.setattr(batching, "AHEAD_AFTER", after)
         torch.manual_seed(3)
         options = {"do_sample": True, "temperature": 0.3, "max_new_tokens": 40, "eos_token_id": None}
         said.append(model.generate(**prompts(ahead["device"], 6, 4), **options, assistant=config(kind)).tolist())
@@ -136,7 +139,7 @@ def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
         fastspec.patch(model, speculative=(draft, TARGET, TARGET))
-    rest = fastspec.generation.rereading.Rereading.rest
+    rest = fastspec.generation.rereading.Rereading.pause
     asked = []
 
     def now_and_then(self):
@@ -144,7 +147,7 @@ def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
         return 3 if len(asked) % 2 == 0 else 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fastspec.generation.rereading.Rereading, "rest", now_and_then)
+        patch.setattr(fastspec.generation.rereading.Rereading, "pause", now_and_then)
         same((plain, model), Speculative(gamma=3), prompts(ahead["device"], 4, 6), max_new_tokens=60, eos_token_id=NEVER)
     last = stats(model)
     assert ahead["sat out"] > 12 and last.draft_rounds < last.row_rounds

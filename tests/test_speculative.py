@@ -27,6 +27,7 @@ from fastspec.generation import draft_length
 from fastspec.generation.draft_length import Length
 from fastspec.generation.draft_model import ChainDrafter
 from fastspec.generation.nasd import COSTS, LAYERS
+from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
@@ -147,8 +148,10 @@ def test_sampled_texts_follow_the_targets_law(case, config):
     assert 0 < call.accepted < call.drafted  # some drafts are taken and some are not
 
 
-class Dice:
+class Dice(Target):
     """A draft model of four tokens whose next token depends on the last one alone."""
+
+    lengths: Any = None
 
     SCORES = torch.tensor([[3.0, 1.0, 0.0, -1.0], [0.5, 0.4, 0.3, 0.0], [0.0, 4.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
 
@@ -166,6 +169,9 @@ class Dice:
 
     def rewind(self, lengths: torch.Tensor) -> None:
         self.lengths = lengths
+
+    def open(self, capacity: int) -> None:
+        raise AssertionError("no second call here")
 
 
 def test_whether_to_draft_on_does_not_depend_on_what_would_be_drawn():
@@ -189,14 +195,14 @@ def test_early_layers_draft_on_the_targets_cache():
     fastspec.patch(model)
     decoding = SpeculativeDecoding(Speculative(gamma=3, early_exit=2), model, model)
     made: list[Any] = []
-    attach = SpeculativeDecoding.attach
+    bind = ChainDrafter.bind
 
-    def spy(self, drafter, target):
-        attach(self, drafter, target)
-        made.append((drafter, target))
+    def spy(self, target):
+        bind(self, target)
+        made.append((self, target))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpeculativeDecoding, "attach", spy)
+        patch.setattr(ChainDrafter, "bind", spy)
         model.generate(**prompts(4, 6), do_sample=False, max_new_tokens=21, eos_token_id=NEVER, assistant=decoding)
     assert stats(model).acceptance_length == 4
     drafter, target = made[0]
@@ -254,7 +260,7 @@ def test_drafts_are_shorter_where_the_draft_model_is_unsure():
 def proposed() -> Iterator[list[int]]:
     """How many tokens each round's draft model drafted."""
     counts: list[int] = []
-    propose, rest = ChainDrafter.propose, ChainDrafter.rest
+    propose, rest = ChainDrafter.propose, ChainDrafter.pause
 
     def spy(self, extent):
         tree = propose(self, extent)
@@ -268,7 +274,7 @@ def proposed() -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChainDrafter, "propose", spy)
-        patch.setattr(ChainDrafter, "rest", idle)
+        patch.setattr(ChainDrafter, "pause", idle)
         yield counts
 
 

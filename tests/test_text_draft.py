@@ -24,6 +24,7 @@ from fastspec.generation import rereading
 from fastspec.generation.draft_length import Length
 from fastspec.generation.nasd import COSTS
 from fastspec.generation.rereading import ANEW, TRIES, decoded, encoded
+from fastspec.generation.target import Target
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
@@ -66,8 +67,10 @@ def test_a_pair_of_one_tokenizer_drafts_what_the_draft_model_says():
 TEXTS: dict[str, Any] = {"tokenizer": TARGET, "draft_tokenizer": DRAFT, "known": {}, "device": torch.device("cpu")}
 
 
-class Script:
+class Script(Target):
     """A draft model that writes the letters of one text over and over, and keeps what it was fed."""
+
+    lengths: Any = None
 
     def __init__(self, text: str) -> None:
         self.text, self.fed = DRAFT(text)["input_ids"], []
@@ -85,6 +88,9 @@ class Script:
 
     def commit(self, verdict: Verdict, active: Tensor) -> None:
         """Fed already."""
+
+    def open(self, capacity: int) -> None:
+        raise AssertionError("no second call here")
 
     def _next(self) -> Tensor:
         last = self.text.index(self.fed[-1]) if self.fed[-1] in self.text else -1

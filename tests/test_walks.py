@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastspec.generation.handover import CHUNKS, Read, TextVerifier
+from fastspec.generation.drafters.given_text import CHUNKS, GivenText, Read
 from fastspec.generation.lockstep import fill_ended, until_end, walk_in_step
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import choose, measure, walk, walk_drawn, walk_with_history
@@ -127,7 +127,7 @@ def test_a_text_is_kept_as_far_as_the_target_says_it(texts, seed):
     generator = torch.Generator().manual_seed(seed)
     place = [int(torch.randint(0, len(text) + 1, (), generator=generator)) for text in texts]
     truth = [text[:keep] + [3] * 300 for text, keep in zip(texts, place, strict=True)]
-    verifier, empty, everyone = TextVerifier(texts, CPU), torch.empty(0), torch.ones(len(texts), dtype=torch.bool)
+    verifier, empty, everyone = GivenText(texts, CPU), torch.empty(0), torch.ones(len(texts), dtype=torch.bool)
     assert (verifier.nodes, verifier.max_path, verifier.kept) == (64, 64, [0] * len(texts))
     verifier.begin(empty, empty, empty, torch.tensor([row[0] for row in truth]))
     said, rounds = [1] * len(texts), 0
@@ -147,7 +147,7 @@ def test_a_text_is_kept_as_far_as_the_target_says_it(texts, seed):
 
 def test_chunks_grow_to_the_last_size():
     text = [1, 2] * 120
-    verifier, empty = TextVerifier([text], CPU), torch.empty(0)
+    verifier, empty = GivenText([text], CPU), torch.empty(0)
     verifier.begin(empty, empty, empty, torch.tensor([1]))
     sizes, said = [], 1
     while verifier.goes_on:
@@ -161,7 +161,7 @@ def test_chunks_grow_to_the_last_size():
 
 
 def test_a_row_that_has_ended_is_not_followed():
-    verifier, empty = TextVerifier([[1, 2, 3, 4], [1, 2, 3, 4]], CPU), torch.empty(0)
+    verifier, empty = GivenText([[1, 2, 3, 4], [1, 2, 3, 4]], CPU), torch.empty(0)
     verifier.begin(empty, empty, empty, torch.tensor([1, 1]))
     tree = verifier.propose(0)
     verdict = Verdict(torch.tensor([[0, 1], [0, 1]]), torch.tensor([1, 1]), torch.tensor([3, 3]))
@@ -172,7 +172,7 @@ def test_a_row_that_has_ended_is_not_followed():
 
 
 def test_devices_that_read_weights_once_verify_all_in_one_size():
-    meta = TextVerifier([[1]], torch.device("meta"))
+    meta = GivenText([[1]], torch.device("meta"))
     assert meta.chunks == (64,) and meta.nodes == 64
 
 

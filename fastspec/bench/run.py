@@ -18,7 +18,7 @@ from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model
 
 if TYPE_CHECKING:
-    from fastspec.generation.clock import Profile
+    from fastspec.generation.profile import Profile
 
 UNTIMED = 2
 """Calls on every prompt before the timed one, on CUDA, of methods that compile or capture: a size is compiled in the first and captured in

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import FastSpecError
-from fastspec.generation.protocols import Ops
+from fastspec.generation.ops import Ops
 from fastspec.generation.tree import Verdict
 from fastspec.kernels.reference_round import grow
 

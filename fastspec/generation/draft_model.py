@@ -15,30 +15,25 @@ from torch import Tensor
 
 from fastspec.generation.capture import CapturedByShape
 from fastspec.generation.draft_length import Credit, Length, Pace, Trust, mean_accepted
-from fastspec.generation.protocols import LanguageModel, Ops
+from fastspec.generation.drafters.base import Drafter, Process, Traits
+from fastspec.generation.ops import Ops
+from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
-
-Process = Callable[[Tensor], Tensor]
 
 
 class Passes:
     """Passes of a draft model that append tokens to its text, each with its commit; captured by width where the model's passes are."""
 
-    def __init__(self, draft: LanguageModel) -> None:
-        self.draft: Any = draft
+    def __init__(self, draft: Target) -> None:
+        self.draft = draft
         self.held: CapturedByShape[Tensor] = CapturedByShape()
 
     def __call__(self, tokens: Tensor, extent: int) -> Tensor:
         """Append tokens [B, T] -> logits of what follows [B, V], which the next pass may write over."""
-        if not getattr(self.draft, "alone", False):
+        extent = self.draft.reserve(extent)
+        if not self.draft.captures:
             return self._append(extent, tokens)
-        self.draft.reserve(extent)
-        bound, slots = self.draft.cache.bound, self.draft.cache.slots
-        self.draft.alone = False  # not a graph in a graph
-        try:
-            return self.held(partial(self._append, bound), slots, tokens.shape[1], tokens)
-        finally:
-            self.draft.alone = True
+        return self.held(partial(self._append, self.draft.bound), self.draft.buffers, tokens.shape[1], tokens)
 
     def _append(self, extent: int, tokens: Tensor) -> Tensor:
         tree = TokenTree.chain(tokens)
@@ -48,29 +43,35 @@ class Passes:
         return logits[:, -1]
 
 
-class ChainDrafter:
+class ChainDrafter(Drafter):
     """Drafts of a draft model with a cache of its own, or (`share`) of one that writes into the target's cache.
 
     The draft's cache ends before the last two tokens of the text; a round begins by feeding both, so that rows which accepted the whole
     chain and rows which did not are fed alike. A shared cache ends before the root alone. `branches` - 1 further children, the next best,
     stand beside every drafted token; then drafts are never drawn at random. Where drafts do not pay, rounds go without them (`Credit`): the
     draft model reads what was said meanwhile when it is tried again. Its cache needs room for `length.room` tokens beyond the text, and a
-    tail of `length.unread`.
+    tail of `length.unread`. Where `early` makes a draft model of the target, `draft` is None, and the cache is the target's.
     """
 
+    traits = Traits(reusable=True)
+
     def __init__(
-        self, draft: LanguageModel, length: Length, *, branches: int, vocab: int, draft_vocab: int, ops: Ops, process: Process | None
-    ) -> None:
-        self.draft, self.length, self.branches, self.ops = draft, length, branches, ops
-        self.passes = Passes(draft)
+        self, draft: Target | None, length: Length, *, branches: int, vocab: int, draft_vocab: int, ops: Ops, process: Process | None,
+        early: Callable[[Any], Target] | None = None,
+    ) -> None:  # fmt: skip
+        self.length, self.branches, self.ops, self.early = length, branches, ops, early
+        if draft is not None:
+            self.draft, self.passes = draft, Passes(draft)
         self.vocab, self.draft_vocab = vocab, draft_vocab
-        self.whole: LanguageModel | None = None
+        self.whole: Target | None = None
         self.process = process if branches == 1 else None
         self.nodes, self.max_path = 1 + length.most * branches, length.most + 1
 
-    def share(self, draft: LanguageModel, whole: LanguageModel) -> None:
-        """Draft with a model that writes behind the committed tokens of `whole`, the target, and has their keys and values already."""
-        self.draft, self.whole, self.passes = draft, whole, Passes(draft)
+    def bind(self, target: Target) -> None:
+        """Draft with the target's own layers, where these write behind its committed tokens and have their keys and values already."""
+        if self.early is not None:
+            self.draft, self.whole = self.early(target), target
+            self.passes = Passes(self.draft)
 
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows, of at most `capacity` tokens each."""
@@ -92,11 +93,11 @@ class ChainDrafter:
         self.unread = ids.gather(1, (counts - 1).clamp(min=0)[:, None])
         """[B, n] the tokens before the root that the draft's own cache lacks; rounds that were sat out add to them."""
 
-    def rest(self) -> int:
+    def pause(self) -> int:
         """Rounds without drafts, where these do not pay."""
         return self.credit.rest()
 
-    def sat_out(self, tokens: Tensor, counts: Sequence[int]) -> None:
+    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Take what was said in rounds without drafts [B, n]; the draft model has to read it."""
         self.unread = torch.cat((self._unread(), tokens[:, :-1]), 1)
         self.root = tokens[:, -1].clone()

@@ -14,15 +14,17 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from fastspec.generation.draft_length import Length
-from fastspec.generation.draft_model import ChainDrafter, Process
-from fastspec.generation.protocols import LanguageModel, Ops
+from fastspec.generation.draft_model import ChainDrafter
+from fastspec.generation.drafters.base import MixingDrafter, Process
+from fastspec.generation.ops import Ops
+from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree
 
 Blend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(p, q, p_raw, q_raw), each [..., V] fp32 probabilities -> pi [..., V]; p and q are processed, and one-hot in greedy calls."""
 
 
-class MixedDrafter(ChainDrafter):
+class MixedDrafter(ChainDrafter, MixingDrafter):
     """Chains of `gamma` drafts of a model with a cache of its own, and the mixture that judges them.
 
     The loop asks `first` for the law of the first token, and says there how the call chooses; a round asks `mix` for the law at the nodes
@@ -30,7 +32,7 @@ class MixedDrafter(ChainDrafter):
     call has, and a tail of 2 nodes.
     """
 
-    def __init__(self, draft: LanguageModel, gamma: int, blend: Blend, *, vocab: int, draft_vocab: int, ops: Ops) -> None:
+    def __init__(self, draft: Target, gamma: int, blend: Blend, *, vocab: int, draft_vocab: int, ops: Ops) -> None:
         super().__init__(draft, Length(gamma), branches=1, vocab=vocab, draft_vocab=draft_vocab, ops=ops, process=None)
         self.blend = blend
         self.shaped: Process = _untouched

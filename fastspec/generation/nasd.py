@@ -8,7 +8,7 @@ branches where several continuations are known, as in the trees of SuffixDecodin
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -19,8 +19,9 @@ from torch import Tensor
 from fastspec.config import Nasd
 from fastspec.errors import Unsupported
 from fastspec.generation.draft_length import Credit, pause_after
+from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
 from fastspec.generation.ngram import NgramStorage, Storage
-from fastspec.generation.protocols import Ops
+from fastspec.generation.ops import Ops
 from fastspec.generation.suffix import SuffixStorage
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -156,7 +157,8 @@ def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.devi
     size = len(planes[0])
     packed = torch.tensor([value for plane in planes for value in plane]).to(device)
     first, second, third = (packed[part * size : (part + 1) * size].view(-1, nodes) for part in range(3))
-    return TokenTree(first, second, third, packed[3 * size :].view(-1, nodes, words), max_path)
+    drafted = tuple(min(nodes, len(growth.tokens)) - 1 for growth in growths)
+    return TokenTree(first, second, third, packed[3 * size :].view(-1, nodes, words), max_path, drafted=drafted)
 
 
 def _signed(bits: int, words: int) -> list[int]:
@@ -165,7 +167,7 @@ def _signed(bits: int, words: int) -> list[int]:
     return [part - (1 << 64) if part >> 63 else part for part in parts]
 
 
-class NasdDrafter:
+class NasdDrafter(HostDrafter):
     """Draft state of one generate call: a storage and a cursor per row, on the host.
 
     `storages` holds one storage per row, or the same one for every row. A tree has 1, 4, 8, ... or `nodes` nodes: the number that promises
@@ -187,13 +189,10 @@ class NasdDrafter:
         self.look = cost.look(weight_bytes)
         dear = config.stop_if_unknown and self.look >= LEAST_LOOK
         self.credit = Credit(pause_after(self.look) if dear else 0, torch.device("cpu"), GRANTED)
-        self.ends: frozenset[int] = frozenset()
         self.cursors: list[Any] = [storage.start() for storage in storages]
-        self.drafted = [0] * len(storages)
-        """Nodes of the last tree that are no copies, root left out."""
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
 
-    def learn(self, texts: Sequence[Sequence[int]]) -> None:
+    def hint(self, texts: Sequence[Sequence[int]]) -> None:
         """Count a text per row that is no part of what the row says, such as another model's answer."""
         for storage, text in zip(self.storages, texts, strict=True):
             cursor = storage.start()
@@ -207,15 +206,16 @@ class NasdDrafter:
             for token in (*text[:real], self.roots[row]):
                 self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
 
-    def join(self, row: int, other: NasdDrafter, count: int) -> None:
+    def copy_row(self, row: int, other: Drafter, count: int) -> None:
         """Begin a row anew with the only row of another drafter, which has begun."""
+        assert isinstance(other, NasdDrafter)
         self.storages[row], self.cursors[row], self.roots[row], self.active[row] = other.storages[0], other.cursors[0], other.roots[0], True
 
-    def rest(self) -> int:
+    def pause(self) -> int:
         """Rounds without look-ups, where these do not pay."""
         return self.credit.rest()
 
-    def sat_out(self, tokens: Tensor, counts: Sequence[int]) -> None:
+    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Count what was said in rounds without look-ups [B, n], counts [B] of it."""
         for row, (said, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             for token in said[:count]:
@@ -232,21 +232,9 @@ class NasdDrafter:
             for storage, cursor, root, active in zip(self.storages, self.cursors, self.roots, self.active, strict=True)
         ]  # fmt: skip
         size = best_size(growths, self.costs)
-        self.drafted = [min(size, len(growth.tokens)) - 1 for growth in growths]
         return lay_out(growths, size, min(size, self.max_path), self.device)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """Count the emitted tokens of the active rows, each with the target's likeliest tokens in its place (logits [B, N, V], raw)."""
-        steps = tree.max_path
-        if logits.device.type == "cpu":  # no wait for a device: rank what was accepted alone
-            steps = int(verdict.accepted.max()) + 1
-        self.take(self._digest(tree, verdict, logits, active, steps).tolist(), steps)
-
-    def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor) -> Tensor:
-        """What `take` needs of a round, [B, D] int64: rounds that are captured read it with the rest, in place of `observe`."""
-        return self._digest(tree, verdict, logits, active, tree.max_path)
-
-    def _digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:
+    def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:
         """[B, 2 + steps * (1 + likely)]: whether a row goes on, its accepted tokens, and for each step the likeliest tokens, the best of
         them last, and the token said."""
         said = verdict.tokens(tree)[:, :steps, None]
@@ -257,8 +245,8 @@ class NasdDrafter:
             said = torch.cat((best.flip(-1), said), 2)
         return torch.cat((active[:, None].long(), verdict.accepted[:, None], said.flatten(1)), 1)
 
-    def take(self, digest: list[list[int]], steps: int) -> None:
-        """Count what a digest of so many steps, read back, says of the active rows, up to their end tokens."""
+    def update(self, digest: list[list[int]], steps: int) -> None:
+        """Count the emitted tokens of the active rows, up to their end tokens, each with the target's likeliest tokens in its place."""
         gains = [accepted for goes_on, accepted, *_ in digest if goes_on]
         if gains:
             self.credit.judge(sum(gains) / len(gains), self.look)
@@ -285,17 +273,17 @@ def check_tokens(storage: Storage | str, vocabulary: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class NasdDecoding:
+class NasdDecoding(Decoding):
     """Decoding with n-grams; by default every row of every call has a storage of its own."""
 
-    joins: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
     config: Nasd
     weight_bytes: int = SMOLLM2_BYTES
     """Bytes that a pass of the target reads: what several nodes cost beside one depends on them."""
     name: str = "nasd"
     taps: None = None
 
-    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Callable[[Tensor], Tensor] | None) -> NasdDrafter:
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Process | None) -> NasdDrafter:
         """The drafter of one call."""
         return NasdDrafter(self.config, [self._storage() for _ in range(rows)], torch.device(device), self.weight_bytes)
 

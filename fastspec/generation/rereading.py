@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fastspec.generation.draft_length import Credit, Length, Trust, mean_accepted
 from fastspec.generation.draft_model import Passes
-from fastspec.generation.protocols import LanguageModel
+from fastspec.generation.drafters.base import Drafter, Traits
+from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 
 LONGEST_CHARACTER = 4
@@ -20,15 +21,17 @@ ANEW, TRIES = 64, 8
 """Tokens at the end of a text that are always encoded anew, and places that are tried as the cut before them."""
 
 
-class Rereading:
+class Rereading(Drafter):
     """The texts of a call's rows, and a draft model with a cache of its own rows, `room` tokens each, and one node of a tree behind.
 
     Texts are read with `tokenizer`, the target's, and `draft_tokenizer`; both decode lists of ids and encode text when called. `known` are
     the draft model's ids of target tokens that mean the same. A text that does not encode or outgrows `room` is not drafted for.
     """
 
+    traits = Traits(reusable=True)
+
     def __init__(
-        self, draft: LanguageModel, length: Length, *, room: int, tokenizer: Any, draft_tokenizer: Any, known: dict[int, int],
+        self, draft: Target, length: Length, *, room: int, tokenizer: Any, draft_tokenizer: Any, known: dict[int, int],
         device: torch.device,
     ) -> None:  # fmt: skip
         self.draft, self.length, self.room, self.device, self.known = draft, length, room, device, known
@@ -59,11 +62,11 @@ class Rereading:
         self.active = torch.ones_like(root, dtype=torch.bool)
         """Which rows go on: the rounds' own tensor after the first of them, which tells by the next one."""
 
-    def rest(self) -> int:
+    def pause(self) -> int:
         """Rounds without drafts, where these do not pay."""
         return self.credit.rest()
 
-    def sat_out(self, tokens: Tensor, counts: Sequence[int]) -> None:
+    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Append what was said in rounds without drafts [B, n], counts [B] of it."""
         for said, more, count in zip(self.said, tokens.tolist(), counts, strict=True):
             said += more[:count]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.draft_length import Length, Pace
-from fastspec.generation.draft_model import Process
-from fastspec.generation.protocols import LanguageModel, Ops
+from fastspec.generation.drafters.base import Process
+from fastspec.generation.ops import Ops
 from fastspec.generation.rereading import Rereading, decoded
+from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree
 
 SHARE = 0.1
@@ -34,7 +35,7 @@ class SharedDrafter(Rereading):
     """
 
     def __init__(
-        self, draft: LanguageModel, length: Length, shared: Sequence[tuple[int, int]], *, room: int, tokenizer: Any, draft_tokenizer: Any,
+        self, draft: Target, length: Length, shared: Sequence[tuple[int, int]], *, room: int, tokenizer: Any, draft_tokenizer: Any,
         vocab: int, draft_vocab: int, ops: Ops, process: Process, device: torch.device,
     ) -> None:  # fmt: skip
         pairs = [(ours, theirs) for ours, theirs in shared if ours < vocab and theirs < draft_vocab]

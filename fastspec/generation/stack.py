@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastspec.generation.cache import TreeCache
+from fastspec.generation.ops import Ops
 from fastspec.generation.packing import joint
-from fastspec.generation.protocols import Ops
 
 Product = Callable[[Tensor], Any]
 """x [..., K] -> [..., M], or where a norm follows, its parts (`fastspec.kernels.reference.Parts`)."""

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastspec.generation.draft_model import Process
-from fastspec.generation.protocols import LanguageModel, Ops
+from fastspec.generation.drafters.base import Drafter, Process, Traits
+from fastspec.generation.ops import Ops
+from fastspec.generation.scores import Scores
+from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import choose, walk, walk_drawn
 
@@ -31,7 +33,7 @@ def room(stages: int, gamma: int) -> tuple[int, int]:
     return gamma + sum(drafted(stages, gamma)) + stages + 1, stages + 1 + gamma
 
 
-class StagedDrafter:
+class StagedDrafter(Drafter):
     """Chains of `gamma` drafts written by models [M0, M1, ...], the smallest first, each with a cache of its own (`room`).
 
     `vocab` is the target's vocabulary and vocabs[k] stage k's. The models write on a tape [B, W] that holds the end of every row's text
@@ -39,10 +41,13 @@ class StagedDrafter:
     of every stage above, stages + 1 - k at most. Between rounds a cache holds the beginning of the text and nothing else.
     """
 
+    traits = Traits(reusable=True)
+
     def __init__(
-        self, models: Sequence[LanguageModel], gamma: int, *, vocab: int, vocabs: Sequence[int], ops: Ops, process: Process | None
+        self, models: Sequence[Target], gamma: int, *, vocab: int, vocabs: Sequence[int], ops: Ops, process: Process | None
     ) -> None:
         self.models, self.gamma, self.vocab, self.vocabs, self.ops, self.process = list(models), gamma, vocab, list(vocabs), ops, process
+        self.scores = [Scores(model) for model in self.models]
         self.stages = len(self.models)
         self.kept = self.stages + 1
         """Tokens of the text that the tape begins with."""
@@ -136,7 +141,7 @@ class StagedDrafter:
         steps = torch.arange(lacks + more, device=at.device)
         # the rows' new tokens lie side by side; what a row feeds beyond them is forgotten again
         tree = TokenTree.chain(self.tape.gather(1, begin[:, None] + steps).clamp(max=self.vocabs[stage] - 1))
-        logits, _ = model.score(tree, extent)
+        logits, _ = self.scores[stage](tree, extent)
         last = count + more - 1
         model.commit(Verdict(tree.depths, last, last), torch.ones_like(self.alive))
         wanted = (count - 1)[:, None] + torch.arange(1 + more, device=at.device)

@@ -56,8 +56,17 @@ class Stats:
         rounds = sum(self.lengths)
         return [sum(self.lengths[position:]) / rounds for position in range(1, len(self.lengths))]
 
+    def count_round(self, accepted: int, drafted: int, has_drafts: bool) -> None:
+        """Count one round of one row that was still running; `has_drafts` says whether any row of it had."""
+        self.row_rounds += 1
+        self.drafted += drafted
+        self.draft_rounds += has_drafts
+        self.accepted += accepted
+        self.count_accepted(accepted)
+        self.round_tokens += accepted + 1
+
     def count_accepted(self, accepted: int) -> None:
-        """Count one round of one row."""
+        """Count how many drafts a round of one row accepted."""
         self.lengths += [0] * (accepted + 1 - len(self.lengths))
         self.lengths[accepted] += 1
 

@@ -26,7 +26,8 @@ class TokenTree:
 
     Where the drafts were drawn at random, `q` [B, N, V] fp32 is the distribution that each node's token came from, given its
     prefix and its earlier siblings (the root's is not read); zeros throughout say that the node was not drawn, and it is not
-    accepted. Without q the tree must be a function of its prefix.
+    accepted. Without q the tree must be a function of its prefix. `drafted` says where the host knows it how many draft nodes of each row
+    are no copies that fill the tree up; None: all of them are real.
     """
 
     tokens: Tensor
@@ -35,6 +36,7 @@ class TokenTree:
     ancestors: Tensor
     max_path: int
     q: Tensor | None = None
+    drafted: tuple[int, ...] | None = None
 
     @classmethod
     def from_parents(cls, tokens: Tensor, parents: Tensor, max_path: int | None = None) -> TokenTree:

@@ -13,8 +13,8 @@ from typing import Any
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.memory import MemoryStats
 from fastspec.errors import PatchConflict, Unsupported
-from fastspec.generation.clock import Profile
 from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.profile import Profile
 from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import adapter_for, check_supported, mode_of
 from fastspec.patches.assistants import resolve

@@ -6,15 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from torch import nn
+
 from fastspec.cascade.config import Cascade
 from fastspec.config import MANY_ROWS, Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
 from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import Decoding, adopt_decoding
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.eagle.static import StaticDrafter
-from fastspec.generation.loop import Outcome
+from fastspec.generation.engine.call import Outcome
 from fastspec.generation.nasd import NasdDecoding, check_tokens
-from fastspec.generation.protocols import Ops
+from fastspec.generation.ops import Ops
 from fastspec.patches.binding import moved, refreshed
 from fastspec.patches.compat import device_of
 from fastspec.patches.refusals import refuse_heads, refuse_joining
@@ -27,10 +30,10 @@ those of 290 MB and more (15 to 19 % of the draft phase; docs/performance.md); s
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(Decoding):
     """Decoding without a drafter."""
 
-    joins: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
     name: str = "autoregressive"
     taps: None = None
 
@@ -40,10 +43,10 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class EagleDecoding:
+class EagleDecoding(Decoding):
     """Decoding with an EAGLE head and a dynamic tree."""
 
-    joins: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
     name: str
     head: EagleHead
     shape: TreeShape
@@ -53,9 +56,14 @@ class EagleDecoding:
     """The tree in batches of MANY_ROWS rows and more; None: `shape` there too."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def taps(self) -> tuple[int, ...]:  # type: ignore[override]
         """The hidden states that the head reads."""
         return self.head.config.taps
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The head."""
+        return (self.head,)
 
     def sized(self, nodes: int) -> EagleDecoding:
         """The same with trees of this many nodes."""
@@ -69,14 +77,19 @@ class EagleDecoding:
 
 
 @dataclass(frozen=True, slots=True)
-class StaticDecoding:
+class StaticDecoding(Decoding):
     """Decoding with an EAGLE-1 head and a static tree."""
 
-    joins: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
     config: Eagle1
     head: EagleHead
     name: str = "eagle"
     taps: tuple[int, ...] = ()
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The head."""
+        return (self.head,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:
         """The drafter of one call; it draws its drafts where the config asks for that and `process` allows it."""
@@ -141,11 +154,12 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
         return replace(assistant, decoding=resolve(assistant.decoding, resources, model))
     if type(assistant) in RESOLVERS:
         return RESOLVERS[type(assistant)](assistant, resources, model)
-    if callable(getattr(assistant, "drafter", None)) and isinstance(getattr(assistant, "name", None), str):
-        return assistant
+    decoding = adopt_decoding(assistant)
+    if decoding is not None:
+        return decoding
     raise Unsupported(
         f"assistant={assistant!r} is neither a name ({', '.join(map(repr, NAMES))}), nor a config such as fastspec.Eagle3(), nor an "
-        "object with `name`, `taps` and `drafter` (fastspec.generation.protocols.Decoding)"
+        "object with `name`, `taps` and `drafter` (fastspec.Decoding)"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastspec.errors import Unsupported
-from fastspec.generation.protocols import Ops
+from fastspec.generation.ops import Ops
 from fastspec.kernels import cpu, reference, reference_round
 
 TORCH = Ops(

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from fastspec.errors import Unsupported
 from fastspec.generation.cache import TreeCache
-from fastspec.generation.protocols import Ops
+from fastspec.generation.ops import Ops
 
 
 class SlotCache(Cache):

@@ -8,14 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.clock import Clock
-from fastspec.generation.handover import CHUNKS
-from fastspec.generation.loop import Request, decode
-from fastspec.generation.rounds import Rounds
+from fastspec.generation.drafters.base import Place
+from fastspec.generation.drafters.given_text import CHUNKS
+from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.loop import decode
+from fastspec.generation.profile import Clock
 from fastspec.kernels.reference import SamplingLaw
 from fastspec.patches.assistants import Continued, EagleDecoding
 from fastspec.patches.cache import import_past
@@ -68,7 +70,7 @@ class Call:
             self.keep = self._keep(given.get("attention_mask"), ids.shape[0])
         else:  # the mask is the source's
             self.keep = torch.ones_like(self.ids, dtype=torch.bool)
-            self.decoding = self.decoding.reading(self.source) if hasattr(self.decoding, "reading") else self.decoding
+            self.decoding = self.decoding.reading(self.source)
         self.virtual: list[tuple[Tensor, Tensor]] | None = None
         self._put_virtual_tokens()
         refuse_prompts(model, self.ids, self.keep, self.past_length)
@@ -152,27 +154,27 @@ class Call:
         )  # fmt: skip
         with self._memory(rows):
             self.decoding = self._sized(self.capacity, self.request)
-            self.rounds, self.key = self._rounds(rows, self.capacity, process_all, self._law(self.request.keep_scores))
+            self.engine, self.key = self._engine(rows, self.capacity, process_all, self._law(self.request.keep_scores))
         if self.rows is not None:
-            self.request.entry = partial(self._entry, self.rounds, self.capacity, process_all if config.do_sample else None)
+            self.request.entry = partial(self._entry, self.engine, self.capacity, process_all if config.do_sample else None)
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
-        rounds = self.rounds
+        engine = self.engine
         if self.cache is not None and self.virtual is not None:  # not before: a call that is refused must leave the cache as it was
             fill_cache(self.cache, 0, *map(list, zip(*self.virtual, strict=True)))
-        with self._memory(len(rounds.running)):
-            outcome = decode(rounds, self.request, self.decoding.name)
-        outcome.stats.fused = getattr(rounds.drafter, "fused", None) is not None
+        with self._memory(len(engine.state.running)):
+            outcome = decode(engine, self.request, self.decoding.name)
+        outcome.stats.fused = engine.drafter is not None and engine.drafter.fused
         self.session.calls.append(outcome.stats)
         if self.streaming is not None:
             self.streaming.end()  # who waits for it in another thread finds the call in the report
         if self.given.hear is not None:
             self.given.hear(outcome)
         self.session.warned = self.session.warned or warn_if_refused(self.decoding, outcome.stats)
-        output = output_of(self, outcome, rounds.target, self.request.counts)
+        output = output_of(self, outcome, engine.target, self.request.counts)
         if self.key is not None:
-            self.session.engines.put(self.key, rounds)
+            self.session.engines.put(self.key, engine)
         return output
 
     @contextmanager
@@ -191,56 +193,57 @@ class Call:
     def _context(self) -> tuple[Tensor, Tensor] | None:
         """What a drafter without a model reads before the first new token, where that is more than the prompt."""
         if self.source is not None:
-            return None if hasattr(self.decoding, "reading") else self.source.text(self.ids)
+            return None if self.decoding.reads_source else self.source.text(self.ids)
         return _compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
 
     def _law(self, keep_scores: bool) -> SamplingLaw | None:
-        """The law that the rounds draw under without processing scores, where the call samples and nobody asks for processed ones."""
+        """The law that rounds draw under without processing scores, where the call samples and nobody asks for processed ones."""
         return read_law(self.processors) if self.config.do_sample and not keep_scores else None
 
-    def _rounds(self, rows: int, capacity: int, process: Any, law: SamplingLaw | None) -> tuple[Rounds, Any]:
-        """The rounds of this call, from the pool where they were captured before, and the key to put them back under."""
+    def _engine(self, rows: int, capacity: int, process: Any, law: SamplingLaw | None) -> tuple[Engine[HFModel], Any]:
+        """The engine of this call, from the pool where there is one of its kind, and the key to put it back under."""
         sample, engines = bool(self.config.do_sample), self.session.engines
         key = self._key(rows, sample, process, law) if self.ops.captures else None
-        rounds = None if key is None else engines.take(key)
+        engine = None if key is None else engines.take(key)
         drawn = process if sample else None
-        if rounds is None:
+        if engine is None:
             engines.make_room()
             target, drafter = self._parts(rows, capacity, drawn)
-            whole = process is None or all(type(each) in CAPTURABLE for each in self.processors)
-            measure = self.given.measure
-            rounds = Rounds(
-                target, drafter, self.ops, rows=rows, sample=sample, process=process, whole=whole, measure=measure, law=law,
-                filler=None if self.steps is None else self.steps.filler,
+            waits = process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
+            engine = Engine(
+                target, drafter, self.ops, rows=rows, sample=sample, process=process, law=law, place=Place.HOST if waits else Place.DEVICE,
+                measures=self.given.measure, filler=None if self.steps is None else self.steps.filler,
             )  # fmt: skip
             key = None if key is None else self._key(rows, sample, process, law)  # making the drafter may have packed its head's weights
         else:
-            rounds.drafter = self._opened(rounds.target, rounds.drafter, rows, capacity, drawn)
-        self._restore(rounds.target)
-        rounds.clock = None if self.session.profile is None else Clock(self.session.profile, self.device)
-        return rounds, key
+            engine.drafter = self._opened(engine.target, engine.drafter, rows, capacity, drawn)
+        self._restore(engine.target)
+        engine.profile(None if self.session.profile is None else Clock(self.session.profile, self.device))
+        return engine, key
 
     def _opened(self, target: HFModel, drafter: Any, rows: int, capacity: int, process: Any) -> Any:
         """Begin a call on a target and a drafter that were kept -> the drafter, which may be another."""
         target.open(capacity)
         if drafter is None:
             return None
-        if not hasattr(drafter, "open"):
-            return self._drafter(rows, capacity, process)
-        drafter.open(capacity)
-        self._tell_ends(drafter)
+        if not drafter.traits.reusable:
+            drafter = self._drafter(rows, capacity, process)
+            drafter.bind(target)
+        else:
+            drafter.open(capacity)
+            drafter.ends = self.ending.ends
         return drafter
 
-    def _entry(self, rounds: Rounds, capacity: int, process: Any) -> tuple[HFModel, Any]:
+    def _entry(self, engine: Engine[HFModel], capacity: int, process: Any) -> tuple[HFModel, Any]:
         """A target and a drafter of one row, for a prompt to begin in: the same ones for all prompts."""
-        if rounds.entry is None:
-            rounds.entry = self._parts(1, capacity, process)
+        if engine.entry is None:
+            engine.entry = self._parts(1, capacity, process)
         else:
-            target, drafter = rounds.entry
-            rounds.entry = target, self._opened(target, drafter, 1, capacity, process)
-        if rounds.drafter is not None and rounds.entry[1] is rounds.drafter:
-            raise Unsupported(f"assistant {self.decoding.name!r} joins, and made one drafter twice: each must be an object of its own")
-        return rounds.entry
+            target, drafter = engine.entry
+            engine.entry = target, self._opened(target, drafter, 1, capacity, process)
+        if engine.drafter is not None and engine.entry[1] is engine.drafter:
+            raise Unsupported(f"assistant {self.decoding.name!r} is continuous, and made one drafter twice: each must be its own")
+        return engine.entry
 
     def _sized(self, capacity: int, request: Request) -> Any:
         """The call's decoding, the size of its trees chosen where that is left to a measurement: once for calls of one kind."""
@@ -268,10 +271,8 @@ class Call:
     def _key(self, rows: int, sample: bool, process: Any, law: SamplingLaw | None) -> Any:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
         drawn = signature(self.processors) if process is not None else None
-        others = [value for name in ("draft", "head") if isinstance(value := getattr(self.decoding, name, None), nn.Module)]
-        others += getattr(self.decoding, "drafts", ())
         extra = self.given.answers is not None, self.given.measure, None if self.steps is None else self.steps.filler
-        key = self.decoding, rows, sample, drawn, law, extra, tuple(weights_of(module) for module in (self.model, *others))
+        key = self.decoding, rows, sample, drawn, law, extra, tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
         try:
             hash(key)
         except TypeError:
@@ -280,12 +281,9 @@ class Call:
 
     def _drafter(self, rows: int, capacity: int, process: Any) -> Any:
         drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.device, ops=self.ops, process=process)
-        self._tell_ends(drafter)
-        return drafter
-
-    def _tell_ends(self, drafter: Any) -> None:
-        if hasattr(drafter, "ends"):
+        if drafter is not None:
             drafter.ends = self.ending.ends
+        return drafter
 
     def _parts(self, rows: int, capacity: int, process: Any) -> tuple[HFModel, Any]:
         drafter = self._drafter(rows, capacity, process)
@@ -294,9 +292,8 @@ class Call:
         target = language_model(
             self.model, self.source, rows=rows, capacity=capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
         )  # fmt: skip
-        attach = getattr(self.decoding, "attach", None)
-        if attach is not None:
-            attach(drafter, target)
+        if drafter is not None:
+            drafter.bind(target)
         return target, drafter
 
 

@@ -20,7 +20,7 @@ from fastspec.cascade.predictor import Predictor
 from fastspec.cascade.stopping import Rates, Solver
 from fastspec.devices import device_name
 from fastspec.errors import Unsupported
-from fastspec.generation.loop import Outcome
+from fastspec.generation.engine.call import Outcome
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants import Continued
 from fastspec.patches.compat import device_of, position_limit

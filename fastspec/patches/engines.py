@@ -1,6 +1,6 @@
 """Buffers and captured rounds that are kept between calls: a bounded pool per patched model.
 
-Rounds, their target, their drafter and what these captured hold each other in one direction only, so that rounds which are dropped give
+Engine, their target, their drafter and what these captured hold each other in one direction only, so that rounds which are dropped give
 their memory back at once, without a garbage collection.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastspec.generation.rounds import Rounds
+from fastspec.generation.engine.engine import Engine
 
 KEPT = 4
 
@@ -21,18 +21,18 @@ class Engines:
     """The rounds of the last few kinds of call, the least recently used dropped first. A deep copy starts empty."""
 
     def __init__(self) -> None:
-        self.held: OrderedDict[Hashable, Rounds] = OrderedDict()
+        self.held: OrderedDict[Hashable, Engine[Any]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engines:
         return Engines()
 
-    def take(self, key: Hashable) -> Rounds | None:
+    def take(self, key: Hashable) -> Engine[Any] | None:
         """The rounds of a kind of call, taken out of the pool: a call that fails does not put them back."""
         return self.held.pop(key, None)
 
-    def put(self, key: Hashable, rounds: Rounds) -> None:
+    def put(self, key: Hashable, engine: Engine[Any]) -> None:
         """Keep the rounds of a call that has ended."""
-        self.held[key] = rounds
+        self.held[key] = engine
         while len(self.held) > KEPT:
             self.held.popitem(last=False)
 

@@ -47,7 +47,7 @@ def frontier_generate(
         )
     ops = choose_backend(backend, input_ids.device.type)
     drafter = EagleDrafter(head, shape, rows=rows, capacity=tokens, ops=ops, fused=backend == "triton")
-    if backend == "triton" and drafter.fused is None:
+    if backend == "triton" and not drafter.fused:
         raise Unsupported(
             'frontier_generate: backend="triton" runs one-layer EAGLE-3 heads with an LM head of their own, without biases and norms of '
             "queries, keys or features, of widths in multiples of 16 and a head size that is a power of 2, bound to a plain embedding; "

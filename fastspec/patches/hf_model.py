@@ -1,16 +1,18 @@
-"""A transformers model as a `LanguageModel`: one forward pass over tree nodes on a cache with a length per row."""
+"""A transformers model as a `Target`: one forward pass over tree nodes on a cache with a length per row."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastspec.generation.cache import LayerView, TreeCache
-from fastspec.generation.capture import CapturedByShape, capturing, padded_width
-from fastspec.generation.protocols import Ops
+from fastspec.generation.capture import CapturedByShape, padded_width
+from fastspec.generation.ops import Ops
 from fastspec.generation.stack import LayerParts, Places, attend, is_plain
+from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.adapters import Adapter, is_watched
 from fastspec.patches.compat import cache_geometry, device_of, rope_bound, rope_tables
@@ -20,7 +22,7 @@ from fastspec.patches.limits import check_length, length_limits, position_rows
 PREFILL_CHUNK = 512
 
 
-class HFModel:
+class HFModel(Target):
     """The target of one generate call: `rows` sequences of at most `capacity` tokens, and `tail` nodes of a tree behind them.
 
     `taps` are indices into transformers' hidden_states; () gives the last hidden state after the final norm; None leaves
@@ -36,7 +38,7 @@ class HFModel:
         early: tuple[HFModel, int] | None = None, drafts: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.adapter, self.taps, self.ops = model, adapter, taps, ops
-        self.bound = rope_bound(model.config)
+        self.last_position = rope_bound(model.config)
         self.rows = position_rows(model) if adapter is None else None
         self.limits = length_limits(model, generic=adapter is None, drafts=drafts)
         check_length(model, self.limits, capacity, tail)
@@ -52,9 +54,7 @@ class HFModel:
         self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
         self.tables: tuple[Tensor, Tensor] | None = None
         self.layers: list[LayerParts] = []
-        self.passes: CapturedByShape[tuple[Tensor, Tensor]] = CapturedByShape()
-        self.captures = self.alone = ops.captures and adapter is not None and not any(map(is_watched, model.modules()))
-        """Whether passes are captured, and now each by itself: a round that is captured as a whole sets `alone` to False."""
+        self.captures = ops.captures and adapter is not None and not any(map(is_watched, model.modules()))
         self.chunks: CapturedByShape[tuple[Tensor, Tensor]] | None = CapturedByShape() if self.captures else None
         if adapter is not None:
             self._take(adapter)
@@ -120,27 +120,16 @@ class HFModel:
 
     def _positions(self) -> int:
         """How many positions are told apart: nodes past the length limit are never emitted, and a position table may end there."""
-        last = self.rows if self.adapter is None else self.bound
+        last = self.rows if self.adapter is None else self.last_position
         return min(self.cache.slots, self.cache.slots if last is None else last)
 
     def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
-        """Score every node of a tree -> logits [B, N, V], features [B, N, F].
-
-        Where passes are captured, the result lies in memory that the next pass over as many nodes writes again.
-        """
+        """Score every node of a tree -> logits [B, N, V], features [B, N, F]."""
         extent = self.reserve(extent)
-        if not self.alone or capturing():
-            return self._score(tree.tokens, tree.depths, tree.ancestors, extent)
-        return self.passes(self._pass, self.cache.slots, tree.tokens.shape[1], tree.tokens, tree.depths, tree.ancestors)
-
-    def _pass(self, tokens: Tensor, depths: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        return self._score(tokens, depths, ancestors, self.cache.bound)
-
-    def _score(self, tokens: Tensor, depths: Tensor, ancestors: Tensor, extent: int) -> tuple[Tensor, Tensor]:
-        nodes, lengths = tokens.shape[1], self.cache.lengths
-        layout = self.ops.attention_layout(lengths, ancestors, nodes, nodes, extent + nodes, self.group)
-        positions, slots, embedded = self.ops.tree_input(tokens, depths, lengths, self._positions() - 1, self._table())
-        return self._forward(tokens, positions, slots, layout, None, embedded)
+        nodes, lengths = tree.tokens.shape[1], self.cache.lengths
+        layout = self.ops.attention_layout(lengths, tree.ancestors, nodes, nodes, extent + nodes, self.group)
+        positions, slots, embedded = self.ops.tree_input(tree.tokens, tree.depths, lengths, self._positions() - 1, self._table())
+        return self._forward(tree.tokens, positions, slots, layout, None, embedded)
 
     def _table(self) -> Tensor | None:
         """The embedding's table [V, H] where it is a plain one that a kernel may read; else the module itself is called."""
@@ -158,8 +147,23 @@ class HFModel:
         """Forget every row's committed tokens from lengths [B] on."""
         self.cache.lengths.copy_(lengths)
 
-    def join(self, row: int, other: HFModel, count: int) -> None:
+    def fits(self, committed: int) -> bool:
+        """Whether there is room for so many committed tokens already."""
+        return self.cache.fits(committed)
+
+    @property
+    def bound(self) -> int:
+        """Committed tokens a row that there is room for."""
+        return self.cache.bound
+
+    @property
+    def buffers(self) -> Hashable:
+        """The size of the buffers, which are replaced when they grow."""
+        return self.cache.slots
+
+    def copy_row(self, row: int, other: Target, count: int) -> None:
         """Begin a row anew with the `count` committed tokens of another target's only row."""
+        assert isinstance(other, HFModel)
         self.reserve(count)
         self.cache.join(row, other.cache, count)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastspec.generation.ops import Ops
 from fastspec.generation.packing import pack
-from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import LayerParts, Norm, Product, gated, is_plain, product, rms
 from fastspec.kernels.reference import joined
 from fastspec.patches.adapters import Adapter, adapter_for, is_foreign

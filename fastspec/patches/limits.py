@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fastspec.errors import Unsupported
-from fastspec.generation.rounds import EXTENT_BUCKET
+from fastspec.generation.engine.schedule import EXTENT_BUCKET
 from fastspec.patches.compat import position_limit, rope_bound
 
 LAYER_KINDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

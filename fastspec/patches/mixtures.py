@@ -6,17 +6,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.deferral import mixed
+from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.mixed_draft import MixedDrafter
-from fastspec.generation.protocols import Ops
+from fastspec.generation.ops import Ops
 from fastspec.generation.staged_draft import StagedDrafter, room
 from fastspec.patches.seq2seq import language_model
 from fastspec.patches.speculative import vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class MixedDecoding:
+class MixedDecoding(Decoding):
     """Decoding whose every token follows a deferral rule's mixture of the target's law and the draft model's."""
 
     config: Cascade
@@ -24,6 +27,11 @@ class MixedDecoding:
     target: Any
     name: str = "cascade"
     taps: None = None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The draft model."""
+        return (self.draft,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> MixedDrafter:
         """The drafter of one call."""
@@ -34,7 +42,7 @@ class MixedDecoding:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedDecoding:
+class StagedDecoding(Decoding):
     """Decoding with drafts of a chain of models, the smallest first: the target's law exactly."""
 
     config: Cascade
@@ -42,6 +50,11 @@ class StagedDecoding:
     target: Any
     name: str = "cascade"
     taps: None = None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The draft models."""
+        return self.drafts
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StagedDrafter:
         """The drafter of one call."""

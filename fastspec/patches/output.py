@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from fastspec.generation.loop import Outcome
+from fastspec.generation.engine.call import Outcome
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.cache import export_span
 from fastspec.patches.compat import fill_cache

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import Decoding
 from fastspec.patches.compat import is_synced, position_limit
 from fastspec.patches.limits import position_rows
 from fastspec.patches.peft_models import peft_of, refuse_peft
@@ -106,10 +107,10 @@ def refuse_joining(decoding: Any, model: Any) -> None:
     """Refuse continuous batching of an encoder-decoder model, and with a decoding whose rows cannot begin anew one by one."""
     if model.config.is_encoder_decoder:
         raise Unsupported(f"ContinuousBatch takes prompts of a decoder-only model, and {type(model).__name__} is an encoder-decoder model")
-    if not getattr(decoding, "joins", False):
+    if not isinstance(decoding, Decoding) or not decoding.continuous:
         raise Unsupported(
             f"ContinuousBatch: assistant {decoding.name!r} cannot take a new prompt into a running batch: accepted are 'autoregressive', "
-            "'eagle', 'eagle2', 'eagle3', 'nasd' and decodings that say `joins = True`"
+            "'eagle', 'eagle2', 'eagle3', 'nasd' and decodings that say `continuous = True`"
         )
 
 

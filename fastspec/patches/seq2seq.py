@@ -1,4 +1,4 @@
-"""Encoder-decoder models: what the encoder read, and the decoder as a `LanguageModel`.
+"""Encoder-decoder models: what the encoder read, and the decoder as a `Target`.
 
 A decoder's own forward derives positions from the length of its cache, one for all rows. Here the decoder's modules are called in a plain
 loop instead, so that every node of a tree stands where its own text would put it.
@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import create_bidirectional_mask
 
 from fastspec.errors import Unsupported
-from fastspec.generation.protocols import Ops
+from fastspec.generation.drafters.base import Decoding
+from fastspec.generation.ops import Ops
 from fastspec.patches.adapters import SEQ2SEQ, adapter_for, check_decoder
 from fastspec.patches.cache import SlotCache
 from fastspec.patches.compat import device_of
@@ -47,7 +48,7 @@ class Source:
 
 def refuse_seq2seq(model: Any, decoding: Any, given: dict[str, Any]) -> None:
     """Refuse, by name, what an encoder-decoder model cannot be asked for with an assistant."""
-    if getattr(decoding, "taps", None) is not None:
+    if isinstance(decoding, Decoding) and decoding.taps is not None:
         raise Unsupported(
             f"assistant {decoding.name!r} drafts from hidden states, which fastspec reads from decoder-only models, and "
             f'{type(model).__name__} is an encoder-decoder model: use "nasd" or "speculative"'

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,8 +16,9 @@ from fastspec.config import Speculative
 from fastspec.errors import Unsupported
 from fastspec.generation.draft_length import Length
 from fastspec.generation.draft_model import ChainDrafter
+from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.nasd import COSTS, LAYERS, Cost
-from fastspec.generation.protocols import Ops
+from fastspec.generation.ops import Ops
 from fastspec.generation.rereading import room_for
 from fastspec.generation.shared_draft import SharedDrafter, shared_tokens
 from fastspec.generation.stats import Stats
@@ -37,7 +38,7 @@ token in a quarter of the rounds stays under it by chance in one call of that ma
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculativeDecoding:
+class SpeculativeDecoding(Decoding):
     """Decoding with drafts of `draft`; the target itself where `config.early_exit` is set."""
 
     config: Speculative
@@ -47,13 +48,19 @@ class SpeculativeDecoding:
     taps: None = None
     source: Source | None = None
     """What the target reads, where the models have an encoder; the draft model reads it with its own."""
+    reads_source: ClassVar[bool] = True
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The draft model."""
+        return (self.draft,)
 
     def reading(self, source: Source) -> SpeculativeDecoding:
         """The same decoding for a call with a source."""
         return replace(self, source=source)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> ChainDrafter:
-        """The drafter of one call; with early exit it takes its cache from the target later, in `attach`."""
+        """The drafter of one call; with early exit it takes its cache from the target later, in `bind`."""
         config = self.config
         layers = config.early_exit
         length = Length(config.most, cost(self.draft, self.target, device, layers), check(self.target, device, rows))
@@ -66,21 +73,17 @@ class SpeculativeDecoding:
             )  # fmt: skip
         return ChainDrafter(
             model, length, branches=config.branches, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops,
-            process=process,
+            process=process, early=None if layers is None else partial(self._early, layers),
         )  # fmt: skip
 
-    def attach(self, drafter: ChainDrafter, target: HFModel) -> None:
-        """Let the target's own layers draft on its cache."""
-        if self.config.early_exit is not None:
-            early = (target, self.config.early_exit)
-            limit = target.cache.limit
-            drafter.share(
-                HFModel(self.target, target.adapter, rows=0, capacity=limit, tail=0, taps=None, ops=target.ops, early=early), target
-            )
+    def _early(self, layers: int, target: HFModel) -> HFModel:
+        """The target's own first layers, as a model that drafts on its cache."""
+        limit, ops = target.cache.limit, target.ops
+        return HFModel(self.target, target.adapter, rows=0, capacity=limit, tail=0, taps=None, ops=ops, early=(target, layers))
 
 
 @dataclass(frozen=True, slots=True)
-class TextDecoding:
+class TextDecoding(Decoding):
     """Decoding with drafts of a model that has another tokenizer."""
 
     config: Speculative
@@ -90,9 +93,9 @@ class TextDecoding:
     taps: None = None
 
     @property
-    def draft(self) -> Any:
-        """The draft model: captured rounds are good for its weights alone."""
-        return self.pair.model
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The draft model."""
+        return (self.pair.model,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> TextDrafter | SharedDrafter:
         """The drafter of a call, and of later ones of its kind.

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastspec.cascade.config import Cascade, Stage
 from fastspec.cascade.stopping import Rates
 from fastspec.errors import Unsupported
-from fastspec.generation.loop import Outcome
+from fastspec.generation.engine.call import Outcome
 from fastspec.generation.text_draft import decoded, encoded
 from fastspec.patches.adapters import check_supported
 from fastspec.patches.assistants import NAMES, Continued

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.generation.clock import Clock, Profile
-from fastspec.generation.loop import Request
-from fastspec.generation.protocols import Ops
-from fastspec.generation.rounds import Rounds
+from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.ops import Ops
+from fastspec.generation.profile import Clock, Profile
 from fastspec.generation.stats import Stats
 from fastspec.generation.verify import choose
 
@@ -122,7 +122,6 @@ class _Trial:
 
     def __init__(self, target: Any, drafter: Any, ops: Ops, request: Request) -> None:
         self.target, self.drafter, self.ops, self.request = target, drafter, ops, request
-        self.alone = target.alone
         logits, self.features = target.prefill(request.prompts, request.counts)
         self.root = choose(logits[:, None], None, ops)[:, 0].clone()
         self.lengths = target.lengths.clone()
@@ -132,18 +131,17 @@ class _Trial:
         that it would come to in the call, and how many drafts were accepted in these."""
         target, drafter, request = self.target, self.drafter, self.request
         target.rewind(self.lengths)
-        target.alone = self.alone  # the rounds before this one took it for their own
         drafter.open(target.cache.limit)
         drafter.begin(request.prompts, request.counts, self.features, self.root)
         drafter.nodes = size
         rows, profile = request.prompts.shape[0], Profile()
-        rounds = Rounds(target, drafter, self.ops, rows=rows, sample=False, process=None)
-        rounds.clock = Clock(profile, target.lengths.device)
-        rounds.begin(self.root)
+        engine = Engine(target, drafter, self.ops, rows=rows, sample=False, process=None)
+        engine.profile(Clock(profile, target.lengths.device))
+        engine.begin(self.root)
         longest, stats = int(self.lengths.max()), Stats()
         live, left, scores, gained = list(range(rows)), [request.limit - 1] * rows, [], 0
         for _ in range(count):
-            packed = rounds.step(longest, stats)
+            packed = engine.step(longest, stats)
             scores.append(drafter.scores[live])
             longest += max(accepted for accepted, *_ in packed) + 1
             for row in live:

@@ -7,7 +7,7 @@ The static trees of EAGLE-1 are in `static.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from itertools import pairwise, zip_longest
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 from fastspec.config import TreeShape
 from fastspec.generation.cache import TreeCache
 from fastspec.generation.capture import CapturedByShape, padded_width
-from fastspec.generation.clock import unmarked
+from fastspec.generation.drafters.base import Drafter, Place, Traits
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.eagle.program import HeadProgram
-from fastspec.generation.protocols import Ops
+from fastspec.generation.ops import Ops
 from fastspec.generation.stack import Places
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.reference import Candidates
@@ -29,7 +29,7 @@ FUSED_TOP_K = 16
 """Children of a node that the draft phase in one launch expands at most."""
 
 
-class HeadState:
+class HeadState(Drafter):
     """Draft state of one generate call: `rows` sequences, `capacity` tokens each. All of it is changed in place, so that a
     captured round finds it again. What grows a tree from it is the subclass's `propose`.
 
@@ -37,7 +37,7 @@ class HeadState:
     head's own states and live in the provisional tail, `grown` slots of it, from which nothing is kept.
     """
 
-    static = True
+    traits = Traits(Place.DEVICE, reusable=True)
 
     def __init__(self, head: EagleHead, *, nodes: int, max_path: int, grown: int, rows: int, capacity: int, ops: Ops) -> None:
         config = head.config
@@ -55,8 +55,6 @@ class HeadState:
         self.place = torch.arange(max(padded_width(PREFILL_CHUNK), max_path), device=weight.device)
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.chunks: CapturedByShape[None] | None = CapturedByShape() if ops.captures else None
-        self.mark: Callable[[str], None] = unmarked
-        """Told when a level of the tree is drafted."""
 
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows."""
@@ -68,6 +66,15 @@ class HeadState:
         if len(self.tables[0]) != self.cache.slots:
             self.tables = self.program.tables(self.cache.slots)
         return committed
+
+    def fits(self, committed: int) -> bool:
+        """Whether there is room for so many pairs already."""
+        return self.cache.fits(committed)
+
+    @property
+    def buffers(self) -> Hashable:
+        """The size of the buffers, which are replaced when they grow."""
+        return self.cache.slots
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the prompt's pairs: ids [B, T], counts [B] real tokens, features [B, T, F], root [B] the first new token."""
@@ -84,8 +91,9 @@ class HeadState:
             else:
                 self.chunks(self._extend, self.cache.slots, padded_width(width), *inputs)
 
-    def join(self, row: int, other: HeadState, count: int) -> None:
+    def copy_row(self, row: int, other: Drafter, count: int) -> None:
         """Begin a row anew with the only row of another state, which has begun with `count` pairs."""
+        assert isinstance(other, HeadState)
         self.reserve(count)
         self.cache.join(row, other.cache, count)
         for mine, theirs in ((self.root, other.root), (self.last, other.last), (self.readout, other.readout)):
@@ -146,32 +154,37 @@ class EagleDrafter(HeadState):
             Candidates(self.scores[:, at], self.tokens[:, at], None if below is None else self.parents[:, below], at.start)
             for at, below in zip_longest(levels, levels[1:])
         ]
-        self.fused = FusedPhase.of(self) if fused else None
+        self.phase = FusedPhase.of(self) if fused else None
 
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows."""
         super().open(capacity)
-        if self.fused is not None:
-            self.fused.counts.zero_()
+        if self.phase is not None:
+            self.phase.counts.zero_()
 
-    def join(self, row: int, other: HeadState, count: int) -> None:
-        """Begin a row anew, see `HeadState.join`: it has no pairs that wait for the next launch."""
-        super().join(row, other, count)
-        if self.fused is not None:
-            self.fused.counts[row] = 0
+    def copy_row(self, row: int, other: Drafter, count: int) -> None:
+        """Begin a row anew, see `HeadState.copy_row`: it has no pairs that wait for the next launch."""
+        super().copy_row(row, other, count)
+        if self.phase is not None:
+            self.phase.counts[row] = 0
+
+    @property
+    def fused(self) -> bool:
+        """Whether a draft phase is one launch."""
+        return self.phase is not None
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs, or keep them for the launch that drafts the next tree."""
-        if self.fused is None:
+        if self.phase is None:
             super().observe(tree, verdict, logits, features, active, extent)
         else:
-            self.fused.tokens.copy_(verdict.tokens(tree))
-            self._pairs(features, verdict, active, (self.fused.features, self.fused.counts))
+            self.phase.tokens.copy_(verdict.tokens(tree))
+            self._pairs(features, verdict, active, (self.phase.features, self.phase.counts))
 
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
         extent = self.reserve(extent) + self.grown
-        self.scores, tokens, parents = self._grow(extent) if self.fused is None else self.fused.run(self)
+        self.scores, tokens, parents = self._grow(extent) if self.phase is None else self.phase.run(self)
         kept, above, depths, ancestors = self.ops.tree_build(self.scores, tokens, parents, self.flat_depths, self.root, self.nodes)
         return TokenTree(kept, above, depths, ancestors, self.max_path)
 

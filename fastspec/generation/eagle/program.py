@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fastspec.generation.cache import TreeCache
 from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.ops import Ops
 from fastspec.generation.packing import joint, pack
-from fastspec.generation.protocols import Ops
 from fastspec.generation.stack import LayerParts, Norm, Places, attend, gated, is_plain, product, rms
 from fastspec.kernels.reference import Candidates, joined
 

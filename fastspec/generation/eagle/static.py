@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastspec.generation.eagle.drafter import HeadState
 from fastspec.generation.eagle.head import EagleHead
-from fastspec.generation.protocols import Ops
+from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree
 from fastspec.kernels.reference import own_bits
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.tree import TokenTree, Verdict
 
 # device type -> numbers of nodes of the first, second, ... pass, the last one for all that follow. On a CPU a pass costs what its nodes
@@ -19,7 +20,7 @@ from fastspec.generation.tree import TokenTree, Verdict
 CHUNKS = {"cpu": (8, 16, 32, 64), "cuda": (64,)}
 
 
-class TextVerifier:
+class GivenText(Drafter):
     """Chains of the next tokens of each row's text, as long as the target says the same. Rows that have left their text go on token by
     token, with guesses as drafts, until every row has."""
 

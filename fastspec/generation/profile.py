@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -57,6 +58,11 @@ class Profile:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
+Marks = tuple[tuple[str, Any], ...]
+"""Names of parts, each with the event or the second at which it ended; the name of a round's beginning is empty."""
+Value = TypeVar("Value")
+
+
 def unmarked(name: str) -> None:
     """Stands for `Clock.mark` where no clock runs."""
 
@@ -86,6 +92,18 @@ class Clock:
             self.marks.append((name, event))
         else:
             self.marks.append((name, time.perf_counter()))
+
+    def watch(self, phases: Callable[[], Value]) -> tuple[Value, Marks]:
+        """Run phases -> what they return, and the marks that they made, which are not kept here: the phases may be being captured."""
+        kept, self.marks = self.marks, []
+        value = phases()
+        made, self.marks = tuple(self.marks), kept
+        return value, made
+
+    def add(self, marks: Marks) -> None:
+        """Take marks that were made before, or by a graph; the first of a round forget those of the round before."""
+        opens = bool(marks) and not marks[0][0]
+        self.marks = [*([] if opens else self.marks), *marks]
 
     def close(self) -> None:
         """The round has ended and was read back: take its times down, once the device has passed the last mark."""

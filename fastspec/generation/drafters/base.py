@@ -1,0 +1,266 @@
+"""What a drafter is, and the strategy that makes one for every call.
+
+A drafter of one's own has three methods and two numbers:
+
+    begin     take the prompt and the first new token
+    propose   the next tree of draft tokens
+    observe   what the target said of it
+    nodes, max_path   the largest tree, and the longest path in it
+
+All else has a default here, which is that of a drafter that needs nothing of the kind. The engine calls these methods, and asks no object
+what else it has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from fastspec.errors import Unsupported
+from fastspec.generation.ops import Ops
+from fastspec.generation.profile import unmarked
+from fastspec.generation.target import Target
+from fastspec.generation.tree import TokenTree, Verdict
+
+Process = Callable[[Tensor], Tensor]
+"""Scores [R, V] -> scores [R, V], as a call's processors leave them."""
+
+
+class Place(Enum):
+    """Where a phase of a round runs. A DEVICE phase reads and writes tensors that stay where they are and waits for nothing, so that it
+    can be captured in a CUDA graph; a HOST phase runs Python between two launches."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What is true of a drafter from its making on."""
+
+    place: Place = Place.HOST
+    """Where `propose` and `observe` run."""
+    reusable: bool = False
+    """Whether `open` begins a later call of the same kind. A drafter that is not is made anew for every call."""
+
+
+class Drafter(ABC):
+    """Proposes a tree after the last emitted token and learns from what the target said of it."""
+
+    traits: Traits = Traits()
+    nodes: int
+    """Nodes of the largest tree, the root included."""
+    max_path: int
+    """Nodes of the longest path in it."""
+    ends: frozenset[int] = frozenset()
+    """The call's end tokens; set before `begin`."""
+    mark: Callable[[str], None] = staticmethod(unmarked)
+    """Told when a part of `propose` is done, where a profile is taken."""
+
+    @abstractmethod
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        """Take the prompt: ids [B, T] with counts [B] real tokens, the target's features of them [B, T, F], and the first
+        emitted token root [B]."""
+
+    @abstractmethod
+    def propose(self, extent: int) -> TokenTree:
+        """The next tree, of at most `nodes` nodes; its root is the last emitted token. No row has more than `extent` committed tokens.
+
+        Drafts that were drawn at random say so: `TokenTree.q`. A tree that is filled up with copies says how many nodes are none:
+        `TokenTree.drafted`."""
+
+    @abstractmethod
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+        """Take the verdict on the last tree, and the target's raw logits [B, N, V] and features [B, N, F] of its nodes. All of it is
+        valid until the next pass of the target."""
+
+    def open(self, capacity: int) -> None:
+        """Begin another call of the same rows, of at most `capacity` tokens each; asked only where `traits.reusable`."""
+        raise NotImplementedError(f"{type(self).__name__} is not made for a second call")
+
+    def bind(self, target: Target) -> None:  # noqa: B027
+        """Take the call's target, before `begin`; for drafters that read its cache."""
+
+    def reserve(self, committed: int) -> int:
+        """Make room for this many committed tokens a row -> how many of them are in bounds."""
+        return committed
+
+    def fits(self, committed: int) -> bool:
+        """Whether there is room for so many already."""
+        return True
+
+    @property
+    def buffers(self) -> Hashable:
+        """What changes when buffers are replaced by others; see `Target.buffers`."""
+        return None
+
+    def copy_row(self, row: int, other: Drafter, count: int) -> None:
+        """Begin a row anew with a prompt of `count` tokens, with which `other` has begun: a drafter of the same decoding and of one row.
+        Asked only where `Decoding.continuous`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot take another prompt in place of a row")
+
+    def pause(self) -> int:
+        """For how many rounds from here on the target goes without drafts; asked before each that may have some."""
+        return 0
+
+    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:  # noqa: B027
+        """Take what the rows said in rounds without drafts [B, n]; a row that ended meanwhile said the first counts[b] (int)."""
+
+    def hint(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """Take a text per row that is no part of what the row says, such as another model's answer; before `begin`."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether a draft phase is one launch."""
+        return False
+
+
+class HostDrafter(Drafter):
+    """A drafter that the host drives, and that learns from a few integers of every round.
+
+    A captured round computes the digest and reads it back with its own result; elsewhere `observe` reads it back.
+    """
+
+    @abstractmethod
+    def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:
+        """What `update` needs of a round [B, D] int64, of the first `steps` nodes of every path."""
+
+    @abstractmethod
+    def update(self, digest: list[list[int]], steps: int) -> None:
+        """Take a digest of so many steps, read back."""
+
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+        """`digest` and `update`. On a CPU, where nothing is waited for, of what was accepted alone."""
+        steps = int(verdict.accepted.max()) + 1 if logits.device.type == "cpu" else tree.max_path
+        self.update(self.digest(tree, verdict, logits, active, steps).tolist(), steps)
+
+
+class MixingDrafter(Drafter):
+    """A drafter whose distribution is mixed into the target's: what the call says follows the mixture."""
+
+    @abstractmethod
+    def first(self, ids: Tensor, counts: Tensor, logits: Tensor, scores: Tensor, *, process: Process | None, sample: bool) -> Tensor:
+        """Read the text ids [B, T], of which counts [B] tokens are real -> log-probabilities [B, V] of the first new token.
+
+        logits and scores [B, V] are the target's, raw and processed; `process` is the call's processors, None where there are none, and
+        `sample` says whether the call draws.
+        """
+
+    @abstractmethod
+    def mix(self, tree: TokenTree, logits: Tensor, scores: Tensor) -> Tensor:
+        """Log-probabilities [B, N, V] at the nodes of the last tree, from the target's raw logits and processed scores [B, N, V]."""
+
+
+class Decoding(ABC):
+    """A strategy as an object: what `generate(assistant=...)` makes of a name, and accepts from third parties."""
+
+    name: str
+    taps: tuple[int, ...] | None
+    """Which of transformers' hidden states the drafter reads; None for no features, () for the last one after the norm."""
+    continuous: ClassVar[bool] = False
+    """Whether its drafters take a new prompt in place of a row that has ended (`Drafter.copy_row`). Such a decoding is asked for a drafter
+    of a single row besides; where that is not reusable, for a new one for every prompt."""
+    reads_source: ClassVar[bool] = False
+    """Whether its drafters read the source of an encoder-decoder model themselves (`reading`). Others are given the decoder's tokens."""
+
+    @abstractmethod
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Process | None) -> Drafter | None:
+        """Make the drafter of one generate call of `rows` rows and `capacity` tokens each; None decodes token by token.
+
+        `process` maps scores [R, V] as the call's processors do, where the call samples and they look at no history: drafts
+        may then be drawn from a distribution of the drafter's own, given as `TokenTree.q`. Where it is None they are not.
+        """
+
+    def reading(self, source: Any) -> Decoding:
+        """The decoding of a call with this source (`fastspec.patches.seq2seq.Source`)."""
+        return self
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules beside the target that a drafter runs: captured rounds are good for their weights alone."""
+        return ()
+
+
+METHODS = ("begin", "propose", "observe")
+NUMBERS = ("nodes", "max_path")
+OPTIONAL = {
+    "static": "traits", "ends": "ends", "open": "open", "reserve": "reserve", "join": "copy_row", "rest": "pause", "sat_out": "catch_up",
+    "learn": "hint", "drafted": "TokenTree.drafted", "digest": "HostDrafter.digest", "take": "HostDrafter.update",
+    "mix": "MixingDrafter.mix",
+}  # fmt: skip
+"""What the engine once looked for by name -> what a class that derives from `Drafter` has for it."""
+
+
+class _Adopted(Drafter):
+    """A third party's drafter that has the three methods, and nothing else."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs, self.nodes, self.max_path = theirs, theirs.nodes, theirs.max_path
+
+    def begin(self, *given: Any) -> None:
+        """Theirs."""
+        self.theirs.begin(*given)
+
+    def propose(self, extent: int) -> TokenTree:
+        """Theirs."""
+        tree: TokenTree = self.theirs.propose(extent)
+        return tree
+
+    def observe(self, *given: Any) -> None:
+        """Theirs."""
+        self.theirs.observe(*given)
+
+
+@dataclass(frozen=True)
+class _AdoptedDecoding(Decoding):
+    """A third party's decoding, each of whose drafters is looked at when it is made."""
+
+    theirs: Any
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return str(self.theirs.name)
+
+    @property
+    def taps(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        taps: tuple[int, ...] | None = self.theirs.taps
+        return taps
+
+    def drafter(self, **given: Any) -> Drafter | None:
+        return adopt(self.theirs.drafter(**given))
+
+
+def adopt(drafter: Any) -> Drafter | None:
+    """A drafter as the engine takes it: one that derives from `Drafter` as it is, another if it has what a drafter must have.
+
+    Raises Unsupported that names what is missing, or what only a class that derives from `Drafter` may have."""
+    if drafter is None or isinstance(drafter, Drafter):
+        return drafter
+    kind = type(drafter).__name__
+    missing = [f"{name}(...)" for name in METHODS if not callable(getattr(drafter, name, None))]
+    missing += [f"{name} (int)" for name in NUMBERS if not isinstance(getattr(drafter, name, None), int)]
+    if missing:
+        raise Unsupported(f"{kind} is no drafter: it lacks {', '.join(missing)}; see fastspec.Drafter")
+    more = [f"{name} ({OPTIONAL[name]})" for name in OPTIONAL if hasattr(drafter, name)]
+    if more:
+        raise Unsupported(f"{kind} has more than a drafter's three methods: derive it from fastspec.Drafter; see there {', '.join(more)}")
+    return _Adopted(drafter)
+
+
+def adopt_decoding(decoding: Any) -> Decoding | None:
+    """A third party's decoding as the engine takes it, or None for what is none."""
+    if isinstance(decoding, Decoding):
+        return decoding
+    if not callable(getattr(decoding, "drafter", None)) or not isinstance(getattr(decoding, "name", None), str):
+        return None
+    if not hasattr(decoding, "taps"):
+        raise Unsupported(f"assistant {decoding.name!r} lacks `taps`: the hidden states that its drafter reads, or None")
+    more = [name for name in ("joins", "reading", "continuous") if hasattr(decoding, name)]
+    if more:
+        raise Unsupported(f"assistant {decoding.name!r} has {', '.join(more)}: derive it from fastspec.Decoding (continuous, reading)")
+    return _AdoptedDecoding(decoding)

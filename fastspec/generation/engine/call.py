@@ -1,0 +1,73 @@
+"""What a call asks for and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.lockstep import Steps
+from fastspec.generation.stats import Stats
+from fastspec.generation.target import Target
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.verify import RowProcessor
+
+
+@dataclass(slots=True)
+class Request:
+    """What to generate: prompts [B, T] (left padding removed, rows filled up on the right) with counts [B] real tokens.
+
+    `context` is the whole text in the same form, where the target's cache holds a part of it already: drafters that read no features
+    get it; with an encoder-decoder model they get the source and then the decoder's tokens. `history[b]` [T_b] is what a
+    history-dependent processor sees of row b before its first new token, `limit` the number of new tokens, `ends` the end
+    tokens. Rows that `stop` ends before the others go on, as in transformers, where there are no end tokens and no prompts that wait; else
+    they are over. `process_at` is called level by level of the walk where processors look at the history; all others
+    belong to the rounds. With `steps` the rows decode in lockstep, and these choose every token and say when a row has ended: `ends`,
+    `stop`, `process_at` and `keep_scores` are not used. `stop(row, new_tokens)` is asked after every token, and
+    `emit(row, tokens, accepted, done)` is told of every round; before that `watch(tree, verdict, logits)` sees the round's tree and
+    the target's raw logits [B, N, V] of its nodes, on the device. `answers`, a text per row that another model wrote, are verified as
+    drafts first. `measure` asks for `fastspec.generation.verify.measure` of every new token.
+
+    `rows` prompts are decoded at a time, None: all of them. The others wait, and take the place of those that have ended: `entry()` then
+    gives a target and a drafter of one row for a prompt to begin in. Such calls have no context and no answers.
+    """
+
+    prompts: Tensor
+    counts: Tensor
+    history: list[Tensor]
+    limit: int
+    ends: frozenset[int]
+    process_at: RowProcessor | None
+    stop: Callable[[int, list[int]], bool] | None = None
+    emit: Callable[[int, list[int], int, bool], None] | None = None
+    watch: Callable[[TokenTree, Verdict, Tensor], None] | None = None
+    context: tuple[Tensor, Tensor] | None = None
+    keep_scores: bool = False
+    keep_logits: bool = False
+    answers: Sequence[Sequence[int]] | None = None
+    measure: bool = False
+    rows: int | None = None
+    steps: Steps | None = None
+    entry: Callable[[], tuple[Target, Drafter | None]] | None = None
+
+    def begins(self) -> Request:
+        """The same of the prompts that it begins with."""
+        if self.rows is None:
+            return self
+        counts = self.counts[: self.rows]
+        return replace(self, prompts=self.prompts[: self.rows, : int(counts.max())], counts=counts, rows=None)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """New tokens per row, trimmed; per row and new token its processed scores and raw logits [V] where asked for, and per row the
+    measures [T, 3] of its new tokens. `kept` counts the tokens of each row's given answer that the target has said too."""
+
+    tokens: list[list[int]]
+    scores: list[list[Tensor]] = field(default_factory=list)
+    logits: list[list[Tensor]] = field(default_factory=list)
+    measures: list[Tensor] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)

@@ -1,0 +1,134 @@
+"""What decodes the calls of one kind: their target and drafter, the programs of their rounds, and what was captured of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, Process
+from fastspec.generation.drafters.given_text import GivenText
+from fastspec.generation.engine.fallback import Fallback
+from fastspec.generation.engine.round import Round, RoundProgram, RoundState
+from fastspec.generation.engine.schedule import Emitted, Schedule, WholeGraph, rounded, schedule_of
+from fastspec.generation.engine.verifier import Choice, MixedChoice, Verifier
+from fastspec.generation.ops import Ops
+from fastspec.generation.profile import Clock
+from fastspec.generation.stats import Stats
+from fastspec.generation.target import Target
+from fastspec.kernels.reference import SamplingLaw
+
+TargetT = TypeVar("TargetT", bound=Target)
+
+
+class Engine(Generic[TargetT]):
+    """A target and a drafter of `rows` rows, and all programs of their rounds, which share one state.
+
+    `sample`, `process`, `law` and `place` say how tokens are chosen, as for `Choice`; a drafter that mixes makes it a `MixedChoice`.
+    `measures` and `filler` are those of `RoundProgram`.
+    """
+
+    def __init__(
+        self, target: TargetT, drafter: Drafter | None, ops: Ops, *, rows: int, sample: bool, process: Process | None,
+        law: SamplingLaw | None = None, place: Place = Place.DEVICE, measures: bool = False, filler: int | None = None,
+    ) -> None:  # fmt: skip
+        self.target, self.ops, self.state = target, ops, RoundState(rows, target.lengths.device)
+        self.choice = Choice(ops, sample=sample, process=process, law=law, place=place)
+        if isinstance(drafter, MixingDrafter):
+            self.choice = MixedChoice(ops, drafter, sample=sample, process=process)
+        self.main, self.plain, self.given = (
+            RoundProgram(target, each, ops, self.state, measures=measures, filler=filler) for each in (drafter, None, None)
+        )
+        """The call's own rounds, those without its drafter, and those that verify a given text."""
+        self.current = self.main
+        self.schedules: dict[tuple[RoundProgram, Place], Schedule] = {}
+        self.fallback = Fallback(self.state.root.device)
+        self.last: Round
+        """What the last round left."""
+        self.entry: tuple[TargetT, Drafter | None] | None = None
+        """A target and a drafter of one row, where prompts begin that are admitted later, once there were some."""
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The call's drafter."""
+        return self.main.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter | None) -> None:
+        self.main.drafter = drafter
+
+    def profile(self, clock: Clock | None) -> None:
+        """Take the phases of the rounds from here on down, or not."""
+        self.main.clock = self.plain.clock = clock
+
+    def begin(self, root: Tensor) -> None:
+        """Start after a prompt whose first new tokens are root [B]."""
+        self.drain()
+        self.fallback.begin()
+        self.state.root.copy_(root)
+        self.state.activate([True] * len(self.state.running))
+
+    def admit(self, row: int, target: Target, drafter: Drafter | None, root: Tensor, count: int) -> None:
+        """Begin a row anew after another prompt, of `count` tokens, that a target and a drafter of one row have begun with; no round may
+        be in flight. root [1] is its first new token."""
+        self.fallback.tell(self.drafter)
+        self.target.copy_row(row, target, count)
+        if drafter is not None and self.drafter is not None:
+            self.drafter.copy_row(row, drafter, count)
+        self.state.root[row] = root[0]
+
+    def step(self, longest: int, stats: Stats, verifier: Verifier | None = None, ahead: bool = False) -> Emitted:
+        """One round, where no row has more than `longest` committed tokens -> per row the number of accepted drafts, and the tokens.
+
+        `verifier` decides in place of `choice`. With `ahead` the next round is launched before this one is waited for, where it can be:
+        rows that this round ends go on for one more, and only the tokens of this one can be read.
+        """
+        if not self.fallback.is_next(self.current.drafter):
+            return self._step(self.current, longest, stats, verifier or self.choice, ahead)
+        emitted = self._step(self.plain, longest, stats, verifier or self.choice, ahead and self.fallback.left > 1)
+        self.fallback.count(emitted, self.state)
+        if not self.fallback.left:
+            self.fallback.tell(self.drafter)
+        return emitted
+
+    def _step(self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, ahead: bool) -> Emitted:
+        key = program, verifier.place
+        schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
+        found = schedule.run_ahead(verifier, longest, stats, ahead) if isinstance(schedule, WholeGraph) else None
+        if found is None:
+            extent = program.reserve(rounded(longest))
+            if program.clock is not None:
+                program.clock.start()
+            found = schedule.run(verifier, extent, stats)
+            if program.clock is not None:
+                program.clock.close()
+        self.last, emitted = found
+        return emitted
+
+    @contextmanager
+    def verifying(self, texts: Sequence[Sequence[int]]) -> Iterator[GivenText]:
+        """Rounds that verify a text per row, before the call's own begin -> what drafts in them."""
+        drafter = self.given.drafter = GivenText(texts, self.state.root.device)
+        self.current = self.given
+        try:
+            yield drafter
+        finally:
+            self.current = self.main
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round was launched ahead of the host."""
+        return any(isinstance(each, WholeGraph) and each.in_flight is not None for each in self.schedules.values())
+
+    def drain(self) -> None:
+        """Wait for a round that was launched ahead, and forget what it says."""
+        for each in self.schedules.values():
+            if isinstance(each, WholeGraph):
+                each.drain()
+
+    def end(self) -> None:
+        """The call is over: nothing is in flight, and the drafter has heard all of it."""
+        self.drain()
+        self.fallback.tell(self.drafter)

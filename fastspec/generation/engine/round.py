@@ -1,0 +1,222 @@
+"""One round of drafting and verifying, as functions from tensors to tensors.
+
+    tree    = draft(extent)          the next tree of draft tokens                                        [B, N]
+    scored  = score(tree, extent)    one forward over the N nodes of every row                            [B, N, V]
+    judged  = verifier(scored)       which path of the tree the call takes, and the token after it        (verifier.py)
+    round   = commit(judged)         its keys and values are kept, and its tokens emitted                 [B, 1 + P]
+    observe(round, extent)           what the target said of the tree goes to the drafter
+
+Nothing here knows whether it is captured, and nothing is read back: `schedule.py` runs these phases. What a round leaves is valid until
+the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastspec.generation.drafters.base import Drafter, HostDrafter, Place
+from fastspec.generation.lockstep import fill_ended
+from fastspec.generation.ops import Ops
+from fastspec.generation.profile import Clock, unmarked
+from fastspec.generation.target import Target
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.verify import measure
+
+
+class RoundState:
+    """What all rounds of a call share and change in place: every program of the call, and every graph, reads the same tensors."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.root = torch.zeros(rows, dtype=torch.long, device=device)
+        """[B] int64: the last token of every row, emitted and not yet in the target's cache."""
+        self.active = torch.ones(rows, dtype=torch.bool, device=device)
+        """[B] bool: the rows that go on."""
+        self.ended = torch.zeros_like(self.active)
+        """[B] bool: of these, the rows that have ended and are padded, in lockstep."""
+        self.running, self.padded = [True] * rows, [False] * rows
+        """The same two on the host."""
+
+    def activate(self, running: list[bool], padded: list[bool] | None = None) -> None:
+        """Say which rows go on, and which of them are padded."""
+        padded = padded or [False] * len(running)
+        if running != self.running:
+            self.running = list(running)
+            self.active.copy_(torch.tensor(running))
+        if padded != self.padded:
+            self.padded = list(padded)
+            self.ended.copy_(torch.tensor(padded))
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A tree, and the target's raw logits [B, N, V] and features [B, N, F] of its nodes."""
+
+    tree: TokenTree
+    logits: Tensor
+    features: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A scored tree and the verdict on it. `scores` are what the verdict was made of, fp32 as the processors leave them: at every node
+    [B, N, V], or with `along_path` at every step of the verdict's path [B, P, V]; None where nobody may ask for them."""
+
+    scored: Scored
+    verdict: Verdict
+    scores: Tensor | None
+    along_path: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a verdict came to.
+
+    `emitted` [B, 1 + P] int64 is what the host reads back: how many drafts each row accepted, then its tokens. Behind them stand the
+    integers that a `HostDrafter` learns from, where the round was captured together with them. `verdict` has its tokens at hand, and
+    `measures` [B, P, 3] are those of `fastspec.generation.verify.measure`, where the call asks for them.
+    """
+
+    verdict: Verdict
+    emitted: Tensor
+    measures: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round that is over."""
+
+    judged: Judged
+    committed: Committed
+
+    def on(self, tree: TokenTree) -> Round:
+        """The same of the tree that was copied for it."""
+        return replace(self, judged=replace(self.judged, scored=replace(self.judged.scored, tree=tree)))
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on the tree."""
+        return self.committed.verdict
+
+    @property
+    def tree(self) -> TokenTree:
+        """The round's tree."""
+        return self.judged.scored.tree
+
+    @property
+    def logits(self) -> Tensor:
+        """The target's raw logits [B, N, V]."""
+        return self.judged.scored.logits
+
+    @property
+    def features(self) -> Tensor:
+        """The target's features [B, N, F]."""
+        return self.judged.scored.features
+
+    def scores_along(self, row: int, path: Tensor) -> Tensor:
+        """Processed scores [len(path), V] fp32 of the first nodes of a row's path."""
+        judged = self.judged
+        assert judged.scores is not None
+        return judged.scores[row, : len(path)] if judged.along_path else judged.scores[row, path].float()
+
+
+class RoundProgram:
+    """The phases of a round of one target and one drafter; None drafts nothing, and every round is one token.
+
+    With `measures` a round leaves what `measure` says of its tokens. With `filler`, in a call that decodes in lockstep, rows that have
+    ended go on and say this token, and the drafter hears nothing of it.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, ops: Ops, state: RoundState, *, measures: bool = False, filler: int | None = None
+    ) -> None:
+        self.target, self.drafter, self.ops, self.state, self.measures, self.filler = target, drafter, ops, state, measures, filler
+        self.clock: Clock | None = None
+        """Takes the phases of every round down where a profile is wanted."""
+
+    @property
+    def place(self) -> Place:
+        """Where this program drafts, and its drafter observes."""
+        return Place.DEVICE if self.drafter is None else self.drafter.traits.place
+
+    @property
+    def digests(self) -> HostDrafter | None:
+        """The drafter, where it learns from integers that a captured round reads back with its own."""
+        return self.drafter if isinstance(self.drafter, HostDrafter) else None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a round at most."""
+        return 1 if self.drafter is None else self.drafter.max_path
+
+    @property
+    def key(self) -> Hashable:
+        """What a captured round depends on beside its tensors."""
+        return self.clock, self.target.buffers, None if self.drafter is None else self.drafter.buffers
+
+    def reserve(self, committed: int) -> int:
+        """Make room for so many committed tokens a row -> how many of them are in bounds."""
+        if self.drafter is not None:
+            self.drafter.reserve(committed)
+        return self.target.reserve(committed)
+
+    def fits(self, committed: int) -> bool:
+        """Whether there is room for so many already."""
+        return self.target.fits(committed) and (self.drafter is None or self.drafter.fits(committed))
+
+    def mark(self, name: str) -> None:
+        """A phase is done."""
+        if self.clock is not None:
+            self.clock.mark(name)
+
+    def draft(self, extent: int) -> TokenTree:
+        """The next tree; no row has more than `extent` committed tokens."""
+        state, drafter = self.state, self.drafter
+        if self.clock is not None:
+            self.clock.open()
+        if drafter is None:
+            tree = TokenTree.root_only(state.root)
+        else:
+            drafter.mark = unmarked if self.clock is None else self.clock.mark
+            tree = drafter.propose(extent)
+            if self.filler is not None:
+                tree = fill_ended(tree, state.root, state.ended, self.filler)
+        self.mark("draft")
+        return tree
+
+    def score(self, tree: TokenTree, extent: int) -> Scored:
+        """Score the tree's nodes."""
+        logits, features = self.target.score(tree, extent)
+        self.mark("score")
+        return Scored(tree, logits, features)
+
+    def commit(self, judged: Judged) -> Committed:
+        """Keep the verdict's path in the target's cache, and emit its tokens; the last of them are the next roots."""
+        scored, verdict, state = judged.scored, judged.verdict, self.state
+        self.target.commit(verdict, state.active)
+        emitted = self.ops.emit(scored.tree.tokens, verdict.path, verdict.accepted, verdict.bonus, state.active, state.root)
+        said, measures = emitted[:, 1:], None
+        if self.measures:
+            at = verdict.path[..., None].expand(-1, -1, scored.logits.shape[-1])
+            measures = measure(scored.logits.gather(1, at), said)
+        self.mark("commit")
+        return Committed(replace(verdict, said=said), emitted, measures)
+
+    def observe(self, done: Round, extent: int) -> None:
+        """Let the drafter hear of the rows that go on."""
+        state = self.state
+        if self.drafter is not None:
+            heard = state.active if self.filler is None else state.active & ~state.ended
+            self.drafter.observe(done.tree, done.verdict, done.logits, done.features, heard, extent)
+        self.mark("observe")
+
+    def with_digest(self, done: Round) -> Round:
+        """The round with the integers that the drafter learns from behind its own: one tensor is read back, not two."""
+        drafter, committed = self.digests, done.committed
+        if drafter is None:
+            return done
+        told = drafter.digest(done.tree, done.verdict, done.logits, self.state.active, done.tree.max_path)
+        return replace(done, committed=replace(committed, emitted=torch.cat((committed.emitted, told), 1)))

@@ -1,0 +1,302 @@
+"""Who runs the phases of a round, chosen by where they run. None of these knows how a round drafts.
+
+    captured | draft  | verify | schedule
+    no       | any    | any    | Eager           one phase after another
+    yes      | DEVICE | DEVICE | WholeGraph      one graph; LookAhead launches it before the round in front is read
+    yes      | DEVICE | HOST   | SplitGraph      a graph on either side of the host's decision
+    yes      | HOST   | DEVICE | GraphFromScore  the host drafts, and what follows is a graph for each shape of the tree
+    yes      | HOST   | HOST   | GraphOfScore    scoring alone is one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastspec.generation.capture import Captured, CapturedByShape
+from fastspec.generation.drafters.base import Place
+from fastspec.generation.engine.round import Committed, Judged, Round, RoundProgram, Scored
+from fastspec.generation.engine.verifier import Verifier
+from fastspec.generation.profile import Marks
+from fastspec.generation.stats import Stats, timed
+from fastspec.generation.tree import TokenTree, Verdict
+
+EXTENT_BUCKET = 128
+Value = TypeVar("Value")
+Marked: TypeAlias = tuple[Value, Marks]
+"""What phases leave, and where their profile's marks lie."""
+ByPath: TypeAlias = dict[int, CapturedByShape[Marked[Value]]]
+"""Graphs by the longest path of a tree, and then by its other shapes."""
+Emitted: TypeAlias = list[list[int]]
+"""Per row the number of accepted drafts, and the tokens."""
+
+
+def rounded(longest: int) -> int:
+    """Committed tokens that room is made for, so that few lengths tell launches apart."""
+    return -(-longest // EXTENT_BUCKET) * EXTENT_BUCKET
+
+
+class Schedule(Protocol):
+    """Runs rounds of one program."""
+
+    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+        """One round, where no row has more than `extent` committed tokens -> what it left, and what the host read of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightRound:
+    """A round that was launched: what the host reads of it, there once `landed` has been reached (None: it is there)."""
+
+    done: Round
+    emitted: Tensor
+    landed: torch.cuda.Event | None
+
+    def wait(self) -> Emitted:
+        """What it says, when it has ended."""
+        if self.landed is not None:
+            self.landed.synchronize()
+        emitted: Emitted = self.emitted.tolist()
+        return emitted
+
+
+class Eager:
+    """One phase after another."""
+
+    def __init__(self, program: RoundProgram) -> None:
+        self.program = program
+
+    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+        """See `Schedule`."""
+        program = self.program
+        with timed(stats, "draft"):
+            tree = program.draft(extent)
+        with timed(stats, "score"):
+            scored = program.score(tree, extent)
+        with timed(stats, "choose"):
+            judged = verifier(scored)
+            program.mark("choose")
+        with timed(stats, "commit"):
+            done = Round(judged, program.commit(judged))
+            program.observe(done, extent)
+            return done, done.committed.emitted.tolist()  # the round's one read-back
+
+
+class WholeGraph:
+    """The whole round as one graph, which may be launched before the round in front of it is read.
+
+    All that a round needs is on the device, so the host's work on one round goes on during the next. A row that ends goes on for one more
+    round, whose tokens nobody reads.
+    """
+
+    def __init__(self, program: RoundProgram) -> None:
+        self.program = program
+        self.graph: Captured[Marked[Round]] = Captured()
+        self.in_flight: InFlightRound | None = None
+        """A round that was launched ahead of the host."""
+        self.spare: list[Tensor] = []
+        """Where rounds that are launched ahead leave what the host reads: two that take turns."""
+
+    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+        """See `Schedule`."""
+        with timed(stats, "round"):
+            done = _run(self.graph, self.program, partial(self._round, verifier), stats)
+            return done, done.committed.emitted.tolist()
+
+    def run_ahead(self, verifier: Verifier, longest: int, stats: Stats, ahead: bool) -> tuple[Round, Emitted] | None:
+        """`run`, and with `ahead` the next round is launched before this one is waited for: only `emitted` of this one can be read then.
+        None where the round has to be made room for, or captured, first."""
+        if self.in_flight is None and not (ahead and self._ready(longest)):
+            return None
+        with timed(stats, "round"):
+            this = self.in_flight or self.launch(verifier)
+            self.in_flight = self.launch(verifier) if ahead and self._ready(longest + self.program.longest) else None
+            stats.replays += 1
+            return this.done, this.wait()
+
+    def launch(self, verifier: Verifier) -> InFlightRound:
+        """Launch a round without waiting for it."""
+        done = _run(self.graph, self.program, partial(self._round, verifier))
+        emitted = done.committed.emitted
+        if not self.spare:
+            self.spare = [torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda) for _ in range(2)]
+        host = self.spare.pop(0).copy_(emitted, non_blocking=True)  # before the next replay writes over it: they follow each other
+        self.spare.append(host)
+        landed = torch.cuda.Event() if emitted.is_cuda else None
+        if landed is not None:
+            landed.record()
+        return InFlightRound(done, host, landed)
+
+    def drain(self) -> None:
+        """Wait for a round that was launched ahead, and forget what it says."""
+        this, self.in_flight = self.in_flight, None
+        if this is not None:
+            this.wait()
+
+    def _ready(self, longest: int) -> bool:
+        """Whether a round can be launched without a wait: from its graph, in the buffers as they are."""
+        program = self.program
+        return program.clock is None and self.graph.ready(program.key) and program.fits(rounded(longest))
+
+    def _round(self, verifier: Verifier) -> Round:
+        program, extent = self.program, self.program.target.bound
+        judged = verifier(program.score(program.draft(extent), extent))
+        program.mark("choose")
+        done = Round(judged, program.commit(judged))
+        program.observe(done, extent)
+        return done
+
+
+class SplitGraph:
+    """Two graphs, and the host's decision between them."""
+
+    def __init__(self, program: RoundProgram) -> None:
+        self.program = program
+        self.front: Captured[Marked[Scored]] = Captured()
+        self.back: Captured[Marked[Committed]] = Captured()
+        self.verdict: Verdict | None = None
+        """The tensors that the second graph reads the verdict from."""
+
+    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+        """See `Schedule`."""
+        with timed(stats, "draft and score"):
+            scored = _run(self.front, self.program, self._front, stats)
+        with timed(stats, "choose"):
+            judged = verifier(scored)
+            judged = replace(judged, verdict=self._held(judged.verdict))
+            self.program.mark("choose")
+        with timed(stats, "commit"):
+            committed = _run(self.back, self.program, partial(self._back, judged), stats)
+            return Round(judged, committed), committed.emitted.tolist()
+
+    def _front(self) -> Scored:
+        extent = self.program.target.bound
+        return self.program.score(self.program.draft(extent), extent)
+
+    def _back(self, judged: Judged) -> Committed:
+        committed = self.program.commit(judged)
+        self.program.observe(Round(judged, committed), self.program.target.bound)
+        return committed
+
+    def _held(self, verdict: Verdict) -> Verdict:
+        held = self.verdict = self.verdict or verdict
+        held.path.copy_(verdict.path)
+        held.accepted.copy_(verdict.accepted)
+        held.bonus.copy_(verdict.bonus)
+        return held
+
+
+class GraphOfScore:
+    """The host drafts and decides; a graph for each shape of the tree scores it."""
+
+    def __init__(self, program: RoundProgram) -> None:
+        self.program = program
+        self.graphs: ByPath[Scored] = {}
+
+    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+        """See `Schedule`."""
+        with timed(stats, "draft"):
+            tree = self.program.draft(extent)
+        return self.judge(tree, verifier, extent, stats)
+
+    def judge(self, tree: TokenTree, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+        """What follows the draft."""
+        program = self.program
+        with timed(stats, "score"):
+            scored = replace(_run_on_tree(self.graphs, program, tree, program.score), tree=tree)
+        with timed(stats, "choose"):
+            judged = verifier(scored)
+            program.mark("choose")
+        with timed(stats, "commit"):
+            done = Round(judged, program.commit(judged))
+            program.observe(done, extent)
+            return done, done.committed.emitted.tolist()
+
+
+class GraphFromScore:
+    """The host drafts; a graph for each shape of the tree does all that follows, but for what the host observes."""
+
+    def __init__(self, program: RoundProgram) -> None:
+        self.program = program
+        self.graphs: ByPath[Round] = {}
+        self.drawn = GraphOfScore(program)
+        """Judges drafts that bring a distribution of their own, which would have to be copied for a graph."""
+
+    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+        """See `Schedule`."""
+        program, drafter = self.program, self.program.digests
+        with timed(stats, "draft"):
+            tree = program.draft(extent)
+        if tree.q is not None:
+            return self.drawn.judge(tree, verifier, extent, stats)
+        with timed(stats, "judge"):
+            done = _run_on_tree(self.graphs, program, tree, partial(self._judged, verifier)).on(tree)
+            emitted: Emitted = done.committed.emitted.tolist()
+        with timed(stats, "observe"):
+            if drafter is None:
+                program.observe(done, extent)
+            else:
+                own = 1 + tree.max_path
+                drafter.update([row[own:] for row in emitted], tree.max_path)
+                emitted = [row[:own] for row in emitted]
+                program.mark("observe")
+        return done, emitted
+
+    def _judged(self, verifier: Verifier, tree: TokenTree, extent: int) -> Round:
+        judged = verifier(self.program.score(tree, extent))
+        self.program.mark("choose")
+        return self.program.with_digest(Round(judged, self.program.commit(judged)))
+
+
+def schedule_of(program: RoundProgram, verifier: Verifier) -> Schedule:
+    """How rounds of a program are run with a verifier: the table above."""
+    if not program.target.captures:
+        return Eager(program)
+    if program.place is Place.DEVICE:
+        return WholeGraph(program) if verifier.place is Place.DEVICE else SplitGraph(program)
+    return GraphFromScore(program) if verifier.place is Place.DEVICE else GraphOfScore(program)
+
+
+def _run(graph: Captured[Marked[Value]], program: RoundProgram, phases: Callable[[], Value], stats: Stats | None = None) -> Value:
+    """Phases from their graph; what they leave lies where the graph has it."""
+    before = graph.replays
+    value, marks = graph(partial(_marked, program, phases), program.key)
+    if stats is not None:
+        stats.replays += graph.replays - before
+    if program.clock is not None:
+        program.clock.add(marks)
+    return value
+
+
+def _run_on_tree(
+    graphs: ByPath[Value], program: RoundProgram, tree: TokenTree, phases: Callable[[TokenTree, int], Value]
+) -> Value:
+    """Phases behind a tree of the host's, from the graph of its shape."""
+    graph = graphs.setdefault(tree.max_path, CapturedByShape())
+    run = partial(_on_copy, program, phases, tree.max_path)
+    value, marks = graph(run, program.key, tree.tokens.shape[1], tree.tokens, tree.parents, tree.depths, tree.ancestors)
+    if program.clock is not None:
+        program.clock.add(marks)
+    return value
+
+
+def _marked(program: RoundProgram, phases: Callable[[], Value]) -> Marked[Value]:
+    """Phases, and the marks that they made."""
+    if program.clock is None:
+        return phases(), ()
+    return program.clock.watch(phases)
+
+
+def _on_copy(program: RoundProgram, phases: Callable[[TokenTree, int], Value], max_path: int, *parts: Tensor) -> Marked[Value]:
+    """Phases on the copy of a tree that a graph reads."""
+
+    def run() -> Value:
+        program.mark("copy")
+        tokens, parents, depths, ancestors = parts
+        return phases(TokenTree(tokens, parents, depths, ancestors, max_path), program.target.bound)
+
+    return _marked(program, run)

@@ -1,0 +1,170 @@
+"""Who decides which tokens a call says: on the device in one go, or on the host where processors, criteria or a mixture ask for it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import MixingDrafter, Place, Process
+from fastspec.generation.engine.batching import Batch
+from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.round import Judged, Scored
+from fastspec.generation.lockstep import Steps, walk_in_step
+from fastspec.generation.ops import Ops
+from fastspec.generation.verify import RowProcessor, choose, walk, walk_drawn, walk_with_history
+from fastspec.kernels.reference import SamplingLaw
+
+Text = tuple[Tensor, Tensor]
+"""Tokens [B, T] and how many of them are real in each row [B]."""
+
+
+class Verifier(ABC):
+    """Chooses the tokens of a call."""
+
+    place: Place = Place.HOST
+
+    @abstractmethod
+    def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The first tokens of these prompts, whose text was read, from raw logits [B, V] -> tokens [B], processed scores [B, V] fp32."""
+
+    @abstractmethod
+    def __call__(self, scored: Scored) -> Judged:
+        """The verdict on a scored tree."""
+
+
+class Choice(Verifier):
+    """The target's own choice at all nodes at once: the likeliest tokens, or with `sample` one draw per node.
+
+    `process` maps scores [R, V] as the call's processors do, None without any. With `law`, which is all that they do, tokens are drawn
+    under it from the logits and no scores are processed, unless drafts bring a distribution of their own. `place` is HOST where processors
+    wait for the device.
+    """
+
+    def __init__(
+        self, ops: Ops, *, sample: bool, process: Process | None, law: SamplingLaw | None = None, place: Place = Place.DEVICE
+    ) -> None:
+        self.ops, self.sample, self.process, self.law, self.place = ops, sample, process, law, place
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor | None:
+        """Random numbers in [0, 1) where the call samples."""
+        return torch.rand(tuple(shape), device=device) if self.sample else None
+
+    def processed(self, logits: Tensor) -> Tensor:
+        """logits [..., V] as the processors leave them: fp32, or untouched where there are none."""
+        return logits if self.process is None else self.process(logits.flatten(0, -2).float()).view(logits.shape)
+
+    def pick(self, scores: Tensor) -> Tensor:
+        """Tokens [B] of scores [B, V]."""
+        return choose(scores[:, None], self.uniform((len(scores), 1), scores.device), self.ops)[:, 0]
+
+    def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `Verifier.first`."""
+        scores = self.processed(logits)
+        return self.pick(scores), scores.float()
+
+    def __call__(self, scored: Scored) -> Judged:
+        """See `Verifier`."""
+        tree, uniform = scored.tree, self.uniform(scored.tree.tokens.shape, scored.logits.device)
+        drawn = tree.q is not None and uniform is not None
+        law = None if drawn else self.law
+        scores = self.processed(scored.logits) if law is None else scored.logits
+        return self._walked(scored, scores, uniform, law)
+
+    def _walked(self, scored: Scored, scores: Tensor, uniform: Tensor | None, law: SamplingLaw | None) -> Judged:
+        tree = scored.tree
+        if tree.q is not None and uniform is not None:
+            return Judged(scored, walk_drawn(tree, scores, tree.q, uniform, self.ops), scores)
+        return Judged(scored, walk(tree, choose(scores, uniform, self.ops, law), self.ops), scores)
+
+
+class MixedChoice(Choice):
+    """The choice from a mixture of the target's distribution and the drafter's."""
+
+    def __init__(self, ops: Ops, drafter: MixingDrafter, *, sample: bool, process: Process | None) -> None:
+        super().__init__(ops, sample=sample, process=process, place=Place.HOST)
+        self.drafter = drafter
+
+    def mixed_first(self, logits: Tensor, text: Text) -> Tensor:
+        """Log-probabilities [B, V] of the first new tokens; the drafter reads the text for it."""
+        return self.drafter.first(*text, logits, self.processed(logits), process=self.process, sample=self.sample)
+
+    def mixed(self, scored: Scored) -> Tensor:
+        """Log-probabilities [B, N, V] at a tree's nodes."""
+        return self.drafter.mix(scored.tree, scored.logits, self.processed(scored.logits))
+
+    def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `Verifier.first`."""
+        scores = self.mixed_first(logits, text)
+        return self.pick(scores), scores.float()
+
+    def __call__(self, scored: Scored) -> Judged:
+        """See `Verifier`."""
+        uniform = self.uniform(scored.tree.tokens.shape, scored.logits.device)
+        return self._walked(scored, self.mixed(scored), uniform, None)
+
+
+class WithHistory(Verifier):
+    """The choice node by node, for processors that look at the tokens so far."""
+
+    def __init__(self, choice: Choice, process_at: RowProcessor, history: Sequence[Tensor], batch: Batch) -> None:
+        self.choice, self.process_at, self.history, self.batch = choice, process_at, history, batch
+
+    def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `Verifier.first`."""
+        scores = self.process_at(list(prompts), torch.stack([self.history[prompt] for prompt in prompts]), logits.float())
+        return self.choice.pick(scores), scores.float()
+
+    def __call__(self, scored: Scored) -> Judged:
+        """See `Verifier`."""
+        batch, tree = self.batch, scored.tree
+        places, said = batch.places, batch.out.tokens
+        history = [torch.cat((h := self.history[prompt], h.new_tensor(said[prompt]))) for prompt in places]
+        left = [batch.limit - len(said[prompt]) if batch.active[prompt] else 0 for prompt in places]
+        uniform = self.choice.uniform(tree.tokens.shape, scored.logits.device)
+
+        def process(rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
+            return self.process_at([places[row] for row in rows], texts, scores)
+
+        def over(row: int, more: list[int]) -> bool:
+            return batch.over(places[row], more)
+
+        verdict, scores = walk_with_history(tree, scored.logits, uniform, history, process, left, over, self.choice.ops)
+        return Judged(scored, verdict, scores, along_path=True)
+
+
+class InLockstep(Verifier):
+    """Plain decoding's own steps, which choose every token of the whole batch and say when a row has ended."""
+
+    def __init__(self, choice: Choice, steps: Steps) -> None:
+        self.choice, self.steps = choice, steps
+
+    def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `Verifier.first`."""
+        choice = self.choice
+        scores = choice.mixed_first(logits, text) if isinstance(choice, MixedChoice) else None
+        tokens = torch.tensor(self.steps(logits, scores), device=logits.device)
+        return tokens, (choice.processed(logits) if scores is None else scores).float()
+
+    def __call__(self, scored: Scored) -> Judged:
+        """See `Verifier`."""
+        scores = self.choice.mixed(scored) if isinstance(self.choice, MixedChoice) else None
+        return Judged(scored, walk_in_step(scored.tree, scored.logits, self.steps, scores), None)
+
+
+def verifier_of(choice: Choice, request: Request, batch: Batch) -> Verifier:
+    """Who chooses the tokens of a call: plain decoding's steps or processors that look at the history, where it has them, else `choice`.
+    Raises Unsupported for what a mixture cannot be combined with."""
+    if isinstance(choice, MixedChoice) and (request.process_at is not None or request.answers is not None):
+        raise Unsupported(
+            "a mixture of two models' laws takes no processors that look at the tokens so far (repetition_penalty, no_repeat_ngram_size, "
+            "...) and no answers to verify: leave them out, or decode the large model's own law"
+        )
+    if request.steps is not None:
+        return InLockstep(choice, request.steps)
+    if request.process_at is not None:
+        return WithHistory(choice, request.process_at, request.history, batch)
+    return choice

@@ -1,0 +1,45 @@
+"""The kernels of a backend as one value: what a round computes with, whatever runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The kernels of one backend; see `fastspec.kernels.reference` and `reference_round` for what each computes."""
+
+    name: str
+    attention_layout: Callable[..., Any]
+    tree_attention: Callable[..., Tensor]
+    cache_write: Callable[..., None]
+    kv_block_copy: Callable[..., None]
+    tree_input: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+    commit_slots: Callable[..., tuple[Tensor, Tensor]]
+    emit: Callable[..., Tensor]
+    path_pairs: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    keep_last: Callable[..., None]
+    linear: Callable[..., Tensor]
+    rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    rope_cache: Callable[..., Tensor]
+    gate_up: Callable[..., Tensor]
+    topk_logprobs: Callable[..., tuple[Tensor, Tensor]]
+    topk_expand: Callable[..., tuple[Tensor, ...]]
+    next_frontier: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    head_input: Callable[..., Tensor]
+    frontier_input: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    tree_build: Callable[..., tuple[Tensor, ...]]
+    pick: Callable[..., Tensor]
+    posterior_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    linear_parts: Callable[..., Any] | None = None
+    """`linear` where a norm follows: it may give the parts of its sum (`fastspec.kernels.reference.Parts`). None: `linear` itself."""
+    experts: Callable[..., Tensor] | None = None
+    """A mixture of experts; None leaves it to the model's own module."""
+    fused: Any = None
+    """The module `fastspec.kernels.drafter`, where the backend can run a whole draft phase in one launch."""
+    captures: bool = False
+    """Whether passes and rounds are captured as CUDA graphs, and weights that read one input packed."""
