@@ -115,9 +115,9 @@ def separate(backend: str, head: EagleHead, shape: TreeShape, rows: int, prefix:
     device = head.fc.weight.device
     drafter = EagleDrafter(head, shape, rows=rows, capacity=prefix + 256, ops=choose_backend(backend, device.type))
     drafter.reserve(prefix + 256)
-    drafter.cache.k.normal_()
-    drafter.cache.v.normal_()
-    drafter.cache.lengths.fill_(prefix)
+    drafter.attention.k.normal_()
+    drafter.attention.v.normal_()
+    drafter.state.lengths.fill_(prefix)
     drafter.last.normal_()
     drafter.readout.normal_()
     tree = drafter.propose(prefix + 64)
@@ -128,7 +128,7 @@ def separate(backend: str, head: EagleHead, shape: TreeShape, rows: int, prefix:
     active = torch.ones(rows, dtype=torch.bool, device=device)
 
     def call() -> Any:
-        drafter.cache.lengths.fill_(prefix)
+        drafter.state.lengths.fill_(prefix)
         drafter.observe(tree, verdict, features, features, active, prefix + 64)
         return drafter.propose(prefix + 64)
 

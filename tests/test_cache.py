@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_state import AttentionState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fastspec import Unsupported
 from fastspec.errors import FastSpecError
-from fastspec.generation import cache as module
-from fastspec.generation.cache import LayerView, TreeCache
+from fastspec.generation.state import sequence as module
+from fastspec.generation.state.attention import FirstLayers
+from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.tree import Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.cache import SlotCache, export_span, import_past
@@ -25,12 +27,12 @@ DRAWN = settings(max_examples=30, deadline=None)
 ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others
 
 
-def made(capacity: int, tail: int = 3, *, rows: int = 2, layers: int = 2, dtype: torch.dtype = torch.float32) -> TreeCache:
+def made(capacity: int, tail: int = 3, *, rows: int = 2, layers: int = 2, dtype: torch.dtype = torch.float32) -> AttentionState:
     """Three key heads of size 5, so that no two dimensions are alike."""
-    return TreeCache(layers, rows, 3, capacity, tail, 5, dtype=dtype, device=CPU)
+    return AttentionState(layers, rows, 3, capacity, tail, 5, dtype)
 
 
-def filled(cache: TreeCache, seed: int = 0) -> TreeCache:
+def filled(cache: AttentionState, seed: int = 0) -> AttentionState:
     generator = torch.Generator().manual_seed(seed)
     for buffer in (cache.k, cache.v):
         buffer.copy_(torch.randn(buffer.shape, generator=generator))
@@ -73,8 +75,8 @@ def test_a_cache_keeps_its_dtype_as_it_grows_and_begins_again_with_empty_rows(mo
 @pytest.mark.parametrize("committed, slots", [(1, 1024), (1024, 1024), (1025, 2048), (5000, 8192), (16385, 32768), (40000, 49152)])
 def test_buffers_on_cuda_have_round_sizes(committed, slots):
     """Powers of two, then steps of 16,384, whatever the call's capacity is."""
-    cache: Any = SimpleNamespace(k=SimpleNamespace(is_cuda=True))
-    assert TreeCache._wanted(cache, committed) == slots
+    cache: Any = SimpleNamespace(lengths=SimpleNamespace(is_cuda=True))
+    assert SequenceState._wanted(cache, committed) == slots
 
 
 def test_a_cache_that_memory_cannot_hold_is_refused_before_it_is_made(monkeypatch):
@@ -144,7 +146,7 @@ def test_a_row_joins_with_what_was_committed_and_its_neighbours_stay():
     cache, other = filled(made(9, rows=3)), filled(made(9, rows=1), 1)
     keys, values = cache.k.clone(), cache.v.clone()
     cache.lengths.fill_(2)
-    cache.join(1, other, 4)
+    cache.copy_row(1, other, 4)
     assert cache.lengths.tolist() == [2, 4, 2]
     for now, old, new in ((cache.k, keys, other.k), (cache.v, values, other.v)):
         assert torch.equal(now[:, 1, :, :4], new[:, 0, :, :4])
@@ -163,11 +165,12 @@ def test_a_view_of_the_first_layers_is_the_whole_caches_memory(monkeypatch):
     monkeypatch.setattr(module, "FIRST_SLOTS", 4)
     whole = filled(made(9, layers=3))
     whole.lengths.fill_(2)
-    view = LayerView(whole, 2)
-    assert torch.equal(view.k, whole.k[:2]) and torch.equal(view.v, whole.v[:2]) and (view.limit, view.tail) == (9, 3)
+    layers = FirstLayers(whole.attention, 2)
+    view = SharedState(whole, layers)
+    assert torch.equal(layers.k, whole.k[:2]) and torch.equal(layers.v, whole.v[:2]) and (view.limit, view.tail) == (9, 3)
     view.grow(torch.tensor([1, 2]))
     assert (view.lengths.tolist(), whole.lengths.tolist()) == ([3, 4], [2, 2])
-    assert view.reserve(7) == 7 and whole.bound == view.bound == 8 and view.k.data_ptr() == whole.k.data_ptr()
+    assert view.reserve(7) == 7 and whole.bound == view.bound == 8 and layers.k.data_ptr() == whole.k.data_ptr()
 
 
 def test_layers_are_written_and_attended_one_by_one():
@@ -187,7 +190,7 @@ def test_layers_are_written_and_attended_one_by_one():
 def test_transformers_view_writes_at_the_slots_and_shows_the_extent():
     cache, slots = filled(made(9)), torch.tensor([[2, 3], [5, 6]])
     cache.lengths.copy_(torch.tensor([2, 5]))
-    view = SlotCache(cache, TORCH, slots, 7)
+    view = SlotCache(cache, cache.attention, TORCH, slots, 7)
     keys, values = torch.randn(2, 3, 2, 5), torch.randn(2, 3, 2, 5)
     shown = view.update(keys, values, 1)
     assert [x.shape for x in shown] == [(2, 3, 7, 5)] * 2

@@ -17,7 +17,6 @@ from helpers_models import tiny_head, tiny_model
 from test_text_draft import DRAFT, TARGET
 
 import fastspec
-from fastspec.generation import cache
 from fastspec.generation.drafters.base import Place
 from fastspec.generation.eagle import drafter
 from fastspec.generation.engine import batching
@@ -25,6 +24,7 @@ from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.schedule import WholeGraph
 from fastspec.generation.nasd import NasdDrafter
 from fastspec.generation.shared_draft import SharedDrafter
+from fastspec.generation.state import sequence
 from fastspec.generation.text_draft import TextDrafter
 from fastspec.generation.verify import measure
 from fastspec.patches import hf_model, selection
@@ -125,7 +125,7 @@ def test_a_draft_model_of_another_tokenizer_is_kept(captures, sampled, monkeypat
             said[length, new] = plain.generate(**options, do_sample=False).tolist()
         assert got.tolist() == said[length, new]
         drafter = next(reversed(held.values())).drafter
-        assert drafter.room == drafter.draft.cache.limit == 2 * (length + new) + 5
+        assert drafter.room == drafter.draft.state.limit == 2 * (length + new) + 5
         return [id(drafter), drafter, [tree.tokens.tolist() for tree in trees]]
 
     calls = ((9, 40), (5, 40), (40, 90), (9, 40))
@@ -345,7 +345,7 @@ def test_the_same_seed_says_the_same_whether_rounds_run_ahead_or_not(captures, m
 def existing(captures, monkeypatch):
     """What holds buffers and exists, by class, while no garbage is collected: rounds, targets and drafts, drafters, keys and values,
     graphs. No more targets of rounds than the bound may exist."""
-    kinds = Engine, hf_model.HFModel, drafter.HeadState, cache.TreeCache, Stand
+    kinds = Engine, hf_model.HFModel, drafter.HeadState, sequence.SequenceState, Stand
     held = {kind: weakref.WeakSet() for kind in kinds}
 
     def watch(kind: Any) -> None:
@@ -383,7 +383,7 @@ def test_rounds_that_are_dropped_are_freed_without_a_garbage_collection(existing
     for rows in range(1, KEPT + 3):
         model.generate(**prompts(*[5] * rows), **options, assistant=assistant)
     held = session_of(model).engines.held
-    assert len(held) == KEPT == existing()["Engine"] and existing()["TreeCache"] >= KEPT
+    assert len(held) == KEPT == existing()["Engine"] and existing()["SequenceState"] >= KEPT
     with fastspec.profile(model):
         model.generate(**prompts(5), **options, assistant=assistant)
     model.generate(**prompts(5), **options, assistant=assistant, repetition_penalty=1.2)

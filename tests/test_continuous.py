@@ -18,12 +18,12 @@ from test_sitting_out import ON_CUDA, prompts, soon_out
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
-from fastspec.generation import cache as buffers
 from fastspec.generation import nasd
 from fastspec.generation.drafters.base import Decoding, Drafter
 from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.engine import Engine
+from fastspec.generation.state import sequence as buffers
 from fastspec.generation.tree import TokenTree
 from fastspec.patches import selection
 from fastspec.patches.backends import TORCH

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from helpers_state import AttentionState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastspec.generation.cache import TreeCache
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
 from fastspec.generation.stats import Stats
@@ -39,7 +39,7 @@ def test_what_belongs_to_tokens_beyond_the_common_end_is_cut_with_them() -> None
 @given(st.data(), st.integers(1, 4), st.integers(1, 30), st.integers(0, 2**16))
 def test_a_span_of_a_cache_is_its_slots_column_by_column(data: st.DataObject, rows: int, width: int, seed: int) -> None:
     """Zeros before a row's first column and behind its length, whatever a later round has left in those slots."""
-    store = TreeCache(2, rows, 2, 40, 4, 3, dtype=torch.float32, device=torch.device("cpu"))
+    store = AttentionState(2, rows, 2, 40, 4, 3)
     generator = torch.Generator().manual_seed(seed)
     store.reserve(40)
     for part in (store.k, store.v):

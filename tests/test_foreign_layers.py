@@ -13,7 +13,7 @@ from helpers_patch import assert_same, snapshot
 from torch import Tensor, nn
 
 import fastspec
-from fastspec.generation.stack import is_plain
+from fastspec.generation.layers.decoder import is_plain
 
 accelerate = pytest.importorskip("accelerate")
 ASSISTANTS = "autoregressive", TREE

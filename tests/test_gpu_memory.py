@@ -16,7 +16,7 @@ from helpers_generate import MAKERS, TREE, prompts
 from helpers_models import tiny_head, tiny_model
 
 import fastspec
-from fastspec.generation.cache import FIRST_SLOTS
+from fastspec.generation.state.sequence import FIRST_SLOTS
 from fastspec.patches.session import session_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -140,9 +140,9 @@ def test_patch_and_a_call_take_two_percent_beside_weights_and_caches(family, ass
         call()
         assert peak() - plain - caches <= 0.02 * weights
     assert fastspec.report(model).last.replays > 10
-    (rounds,) = session_of(model).engines.held.values()
-    parts = [part.cache for part in (rounds.target, rounds.drafter) if part is not None]
+    (engine,) = session_of(model).engines.held.values()
+    parts = [part.attention for part in (engine.target, engine.drafter) if part is not None]
     assert sum(part.k.nbytes + part.v.nbytes for part in parts) == caches
-    del rounds, parts
+    del engine, parts
     fastspec.unpatch(model)
     assert abs(held() - plain) <= SMALL_CHANGE

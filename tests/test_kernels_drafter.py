@@ -297,9 +297,9 @@ def test_rounds_are_those_of_the_unfused_drafter(device):
     drafter.begin(ids, counts, torch.randn(rows, 12, 96, generator=generator).to(device), ids[:, 0])
     rounds = Rounds(head, shape.top_k, shape.depth, rows, shape.max_path, 64)
     slots = rounds.k.shape[2]
-    rounds.k.copy_(drafter.cache.k[0, :, :, :slots])
-    rounds.v.copy_(drafter.cache.v[0, :, :, :slots])
-    for mine, theirs in ((rounds.last, drafter.last), (rounds.readout, drafter.readout), (rounds.lengths, drafter.cache.lengths)):
+    rounds.k.copy_(drafter.attention.k[0, :, :, :slots])
+    rounds.v.copy_(drafter.attention.v[0, :, :, :slots])
+    for mine, theirs in ((rounds.last, drafter.last), (rounds.readout, drafter.readout), (rounds.lengths, drafter.state.lengths)):
         mine.copy_(theirs)
     tree, found = drafter.propose(64), rounds.draft(None, None, None)
     for active in ([True, True], [True, False], [False, True]):
@@ -317,7 +317,7 @@ def test_rounds_are_those_of_the_unfused_drafter(device):
         fed = verdict.tokens(tree), features[row, path].contiguous(), (verdict.accepted + 1) * going
         drafter.observe(tree, verdict, features, features, going, 64)
         tree, found = drafter.propose(64), rounds.draft(*fed)
-        assert torch.equal(rounds.lengths, drafter.cache.lengths)
+        assert torch.equal(rounds.lengths, drafter.state.lengths)
         torch.testing.assert_close(rounds.last, drafter.last, rtol=1e-5, atol=1e-5)
 
 

@@ -12,7 +12,7 @@ from test_kernels_linear import CPU, CUDA, DTYPES, drawn, product
 from torch import nn
 from torch.nn import functional as F
 
-from fastspec.generation.stack import gated
+from fastspec.generation.layers.decoder import gated
 from fastspec.kernels import linear_parts as kernel
 from fastspec.kernels import reference
 from fastspec.kernels.linear_parts import PartsLaunch, linear_parts, parts_launch_for

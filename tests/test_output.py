@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_state import AttentionState
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import logits_process as lp
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from fastspec.generation.cache import TreeCache
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
@@ -28,18 +28,18 @@ class Reader:
     """A target whose logits say which token was read at which place; it writes (token, place) as key and value."""
 
     def __init__(self, tail: int) -> None:
-        self.cache = TreeCache(1, 3, 1, 40, tail, 2, dtype=torch.float32, device=torch.device("cpu"))
-        self.cache.lengths.fill_(30)  # a row's last round may have gone on behind its end
-        self.lengths, self.widths = self.cache.lengths, []
+        self.state = AttentionState(1, 3, 1, 40, tail, 2)
+        self.state.lengths.fill_(30)  # a row's last round may have gone on behind its end
+        self.lengths, self.widths = self.state.lengths, []
 
     def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
-        places = self.cache.lengths[:, None] + tree.depths
-        assert extent == int(self.cache.lengths.max()) and tree.tokens.shape[1] <= self.cache.tail
+        places = self.state.lengths[:, None] + tree.depths
+        assert extent == int(self.state.lengths.max()) and tree.tokens.shape[1] <= self.state.tail
         self.widths.append(tree.tokens.shape[1])
         for row in range(3):
-            self.cache.k[0, row, 0, places[row], 0] = tree.tokens[row].float()
-            self.cache.k[0, row, 0, places[row], 1] = places[row].float()
-        self.cache.v.copy_(-self.cache.k)
+            self.state.k[0, row, 0, places[row], 0] = tree.tokens[row].float()
+            self.state.k[0, row, 0, places[row], 1] = places[row].float()
+        self.state.v.copy_(-self.state.k)
         return said(tree.tokens, places).half(), torch.empty(0)
 
 
@@ -61,8 +61,8 @@ def made(tail: int = 4, **changes: Any) -> tuple[Any, Outcome, Any]:
     target = Reader(tail)
     for row, (past, read, text) in enumerate(zip(PAST, READ, TOKENS, strict=True)):
         line = [9.0] * past + ids[row, 3 - read :].tolist() + text[:-1]
-        target.cache.k[0, row, 0, : len(line)] = torch.stack((torch.tensor(line), torch.arange(len(line)).float()), -1)
-    target.cache.v.copy_(-target.cache.k)
+        target.state.k[0, row, 0, : len(line)] = torch.stack((torch.tensor(line), torch.arange(len(line)).float()), -1)
+    target.state.v.copy_(-target.state.k)
     scores, logits = (
         [[torch.full((VOCAB,), 10.0 * row + step + more) for step in range(len(text))] for row, text in enumerate(TOKENS)]
         for more in (0, 0.5)
@@ -93,7 +93,7 @@ def test_rows_that_ended_early_read_padding_as_plain_decoding_does(tail, scores,
     out = returned(call, outcome, target)
     assert sum(target.widths) == 3 and max(target.widths) == min(tail, 3)
     assert (out.scores is not None, out.logits is not None, out.past_key_values) == (scores, logits, None)
-    assert target.cache.lengths.tolist() == [past + read + 4 for past, read in zip(PAST, READ, strict=True)]
+    assert target.state.lengths.tolist() == [past + read + 4 for past, read in zip(PAST, READ, strict=True)]
     for row, text in enumerate(TOKENS):
         for step in range(5):
             raw = torch.full((VOCAB,), 10.0 * row + step + 0.5)

@@ -100,7 +100,7 @@ def test_rounds_draft_from_the_true_text_so_far(paths, ends, seed):
     head, counts = head_of("eagle"), [3, 8]
     ids, features = drawn(head, 2, 60, seed)
     drafter = begun(head, paths, ids, features, counts)
-    held = {name: getattr(drafter, name).data_ptr() for name in ("last", "root")} | {"lengths": drafter.cache.lengths.data_ptr()}
+    held = {name: getattr(drafter, name).data_ptr() for name in ("last", "root")} | {"lengths": drafter.state.lengths.data_ptr()}
     texts = [ids[row, : count + 1].tolist() for row, count in enumerate(counts)]
     truths = [features[row, :count] for row, count in enumerate(counts)]
     generator = torch.Generator().manual_seed(seed)
@@ -124,7 +124,7 @@ def test_rounds_draft_from_the_true_text_so_far(paths, ends, seed):
         tree = drafter.propose(max(map(len, texts)))
         for row in range(2):
             check(head, texts[row], truths[row], paths, tree, row)
-    assert held == {name: getattr(drafter, name).data_ptr() for name in ("last", "root")} | {"lengths": drafter.cache.lengths.data_ptr()}
+    assert held == {name: getattr(drafter, name).data_ptr() for name in ("last", "root")} | {"lengths": drafter.state.lengths.data_ptr()}
 
 
 def narrow(scores: Tensor) -> Tensor:

@@ -9,16 +9,17 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fastspec.errors import Unsupported
-from fastspec.generation.cache import TreeCache
 from fastspec.generation.ops import Ops
+from fastspec.generation.state.attention import FullAttentionState
+from fastspec.generation.state.sequence import SequenceState
 
 
 class SlotCache(Cache):
-    """One forward pass's view of a TreeCache: `update` writes at given slots and returns the first `extent` slots."""
+    """One forward pass's view of a state: `update` writes at given slots and returns the first `extent` slots."""
 
-    def __init__(self, store: TreeCache, ops: Ops, slots: Tensor, extent: int) -> None:
+    def __init__(self, state: SequenceState, attention: FullAttentionState, ops: Ops, slots: Tensor, extent: int) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
-        self.store, self.ops, self.slots, self.extent = store, ops, slots, extent
+        self.state, self.store, self.ops, self.slots, self.extent = state, attention, ops, slots, extent
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, Hkv, N, D] of one layer -> its keys and values [B, Hkv, extent, D]."""
@@ -35,7 +36,7 @@ class SlotCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed tokens of the longest row."""
-        return int(self.store.lengths.max())
+        return int(self.state.lengths.max())
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
         """Key length and offset, as the mask was made."""
@@ -47,33 +48,25 @@ class SlotCache(Cache):
         return False
 
 
-def import_past(store: TreeCache, past: list[tuple[Tensor, Tensor]], keep: Tensor) -> None:
+def import_past(state: SequenceState, past: list[tuple[Tensor, Tensor]], keep: Tensor) -> None:
     """Copy a user's keys and values (per layer [B, Hkv, T, D]) into slots from 0; keep [B, T] bool drops padded slots."""
     rows = keep.shape[0]
     counts = keep.sum(1)
     width = int(counts.max())
     order = torch.argsort((~keep).int(), dim=1, stable=True)[:, :width]  # kept slots first, in order
     row = torch.arange(rows, device=keep.device)[:, None]
-    store.reserve(width)
-    for layer, (k, v) in enumerate(past):
-        store.k[layer][:, :, :width] = k.transpose(1, 2)[row, order].transpose(1, 2)
-        store.v[layer][:, :, :width] = v.transpose(1, 2)[row, order].transpose(1, 2)
-    store.lengths.copy_(counts)
+    state.reserve(width)
+    (kind,) = state.kinds
+    for layer, pair in enumerate(past):
+        kind.load(layer, *(states.transpose(1, 2)[row, order].transpose(1, 2) for states in pair))
+    state.lengths.copy_(counts)
 
 
-def export_span(store: TreeCache, first: Tensor, width: int, offset: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def export_span(state: SequenceState, first: Tensor, width: int, offset: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Slots first[b] .. of every row as keys, values [B, Hkv, width, D] per layer; row b starts at column offset[b], and
     columns before it or past the row's length are zero."""
-    rows = first.shape[0]
     column = torch.arange(width, device=first.device)
     slots = first[:, None] + column - offset[:, None]
-    real = (column >= offset[:, None]) & (slots < store.lengths[:, None])
-    slots = slots.clamp(0, store.slots - 1)
-    row = torch.arange(rows, device=first.device)[:, None]
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    for layer in range(store.k.shape[0]):
-        for cache, into in ((store.k, keys), (store.v, values)):
-            taken = cache[layer].transpose(1, 2)[row, slots] * real[:, :, None, None]
-            into.append(taken.transpose(1, 2).contiguous())
-    return keys, values
+    real = (column >= offset[:, None]) & (slots < state.lengths[:, None])
+    (kind,) = state.kinds
+    return kind.export(slots.clamp(0, state.slots - 1), real)

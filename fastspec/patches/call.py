@@ -266,7 +266,7 @@ class Call:
     def _restore(self, target: HFModel) -> None:
         """Begin where the caller's cache ends."""
         if self.past is not None:
-            import_past(target.cache, self.past, self.keep[:, : self.past_length])
+            import_past(target.state, self.past, self.keep[:, : self.past_length])
 
     def _key(self, rows: int, sample: bool, process: Any, law: SamplingLaw | None) -> Any:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastspec.generation.cache import LayerView, TreeCache
 from fastspec.generation.capture import CapturedByShape, padded_width
+from fastspec.generation.layers.decoder import LayerParts, is_plain
+from fastspec.generation.layers.mixers import Nodes
 from fastspec.generation.ops import Ops
-from fastspec.generation.stack import LayerParts, Places, attend, is_plain
+from fastspec.generation.state.attention import FirstLayers, FullAttentionState
+from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.adapters import Adapter, is_watched
+from fastspec.patches.cache import SlotCache
 from fastspec.patches.compat import cache_geometry, device_of, rope_bound, rope_tables
 from fastspec.patches.layers import layer_parts, norm_of, product_of
 from fastspec.patches.limits import check_length, length_limits, position_rows
@@ -43,13 +46,15 @@ class HFModel(Target):
         self.limits = length_limits(model, generic=adapter is None, drafts=drafts)
         check_length(model, self.limits, capacity, tail)
         layers, kv_heads, size = cache_geometry(model.config)
-        self.cache: TreeCache
+        self.depth = layers if early is None else early[1]
+        self.state: SequenceState
         if early is None:
-            self.depth = layers
-            self.cache = TreeCache(layers, rows, kv_heads, capacity, tail, size, dtype=model.dtype, device=device_of(model))
+            device = device_of(model)
+            self.attention = FullAttentionState(layers, rows, kv_heads, size, dtype=model.dtype, device=device)
+            self.state = SequenceState([self.attention], rows=rows, capacity=capacity, tail=tail, device=device)
         else:
-            self.depth = early[1]
-            self.cache = LayerView(early[0].cache, self.depth)
+            self.attention = FirstLayers(early[0].attention, self.depth)
+            self.state = SharedState(early[0].state, self.attention)
         heads = model.config.get_text_config().num_attention_heads
         self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
         self.tables: tuple[Tensor, Tensor] | None = None
@@ -62,25 +67,26 @@ class HFModel(Target):
     def _take(self, parts: Adapter) -> None:
         """Read the model's parts."""
         decoder, ops = getattr(self.model, parts.decoder), self.ops
-        self.layers = [layer_parts(parts, layer, ops) for layer in getattr(decoder, parts.layers)[: self.depth]]
+        layers = getattr(decoder, parts.layers)[: self.depth]
+        self.layers = [layer_parts(parts, layer, ops, self.attention, index) for index, layer in enumerate(layers)]
         self.norm = norm_of(getattr(decoder, parts.norm), ops)
         self.vocabulary = product_of((getattr(self.model, parts.lm_head),), ops)
 
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows, of at most `capacity` tokens each."""
-        check_length(self.model, self.limits, capacity, self.cache.tail)
-        self.cache.open(capacity)
+        check_length(self.model, self.limits, capacity, self.state.tail)
+        self.state.open(capacity)
 
     @property
     def lengths(self) -> Tensor:
         """[B] int64 committed tokens of each row."""
-        return self.cache.lengths
+        return self.state.lengths
 
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Append ids [B, T], the first counts [B] of each row real, in chunks -> last logits [B, V], features [B, T, F]."""
         last: Tensor | None = None
         features = []
-        start = self.cache.lengths.clone()
+        start = self.state.lengths.clone()
         done = int(start.max())
         many = ids.shape[1] > PREFILL_CHUNK
         for begin in range(0, ids.shape[1], PREFILL_CHUNK):
@@ -92,11 +98,11 @@ class HFModel(Target):
             if self.chunks is None:
                 logits, feats = self._chunk(*inputs, done + begin + width)
             else:
-                logits, feats = self.chunks(self._chunk, self.cache.slots, padded_width(width), *inputs)
+                logits, feats = self.chunks(self._chunk, self.state.slots, padded_width(width), *inputs)
                 logits, feats = logits.clone(), feats[:, :width].clone() if many else feats[:, :width]
             last = logits if last is None else torch.where(((want >= 0) & (want < width))[:, None], logits, last)
             features.append(feats)
-        self.cache.lengths += counts
+        self.state.lengths += counts
         assert last is not None
         return last, torch.cat(features, 1) if many else features[0]
 
@@ -104,15 +110,15 @@ class HFModel(Target):
         """Tokens [B, T] from slot base [B] on -> logits of node want [B] of each row [B, V], features [B, T, F]."""
         width = tokens.shape[1]
         steps = base[:, None] + torch.arange(width, device=tokens.device)
-        layout = self.ops.attention_layout(base, None, width, width, self.cache.slots if extent is None else extent, self.group)
+        layout = self.ops.attention_layout(base, None, width, width, self.state.slots if extent is None else extent, self.group)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         # A padded chunk may reach behind the buffers: the last slot is never committed.
-        positions, slots = steps.clamp(max=self._positions() - 1), steps.clamp(max=self.cache.slots - 1)
+        positions, slots = steps.clamp(max=self._positions() - 1), steps.clamp(max=self.state.slots - 1)
         return self._forward(tokens, positions, slots, layout, (row, want))
 
     def reserve(self, committed: int) -> int:
         """Make room for this many committed tokens; returns how many of them are in bounds."""
-        committed = self.cache.reserve(committed)
+        committed = self.state.reserve(committed)
         count = self._positions()
         if self.adapter is not None and (self.tables is None or len(self.tables[0]) < count):
             self.tables = rope_tables(getattr(getattr(self.model, self.adapter.decoder), self.adapter.rotary), self.model, count)
@@ -121,12 +127,12 @@ class HFModel(Target):
     def _positions(self) -> int:
         """How many positions are told apart: nodes past the length limit are never emitted, and a position table may end there."""
         last = self.rows if self.adapter is None else self.last_position
-        return min(self.cache.slots, self.cache.slots if last is None else last)
+        return min(self.state.slots, self.state.slots if last is None else last)
 
     def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
         """Score every node of a tree -> logits [B, N, V], features [B, N, F]."""
         extent = self.reserve(extent)
-        nodes, lengths = tree.tokens.shape[1], self.cache.lengths
+        nodes, lengths = tree.tokens.shape[1], self.state.lengths
         layout = self.ops.attention_layout(lengths, tree.ancestors, nodes, nodes, extent + nodes, self.group)
         positions, slots, embedded = self.ops.tree_input(tree.tokens, tree.depths, lengths, self._positions() - 1, self._table())
         return self._forward(tree.tokens, positions, slots, layout, None, embedded)
@@ -141,31 +147,31 @@ class HFModel(Target):
 
     def commit(self, verdict: Verdict, active: Tensor) -> None:
         """Keep the accepted path of the active rows."""
-        self.cache.commit(self.ops, verdict, active)
+        self.state.commit(self.ops, verdict, active)
 
     def rewind(self, lengths: Tensor) -> None:
         """Forget every row's committed tokens from lengths [B] on."""
-        self.cache.lengths.copy_(lengths)
+        self.state.lengths.copy_(lengths)
 
     def fits(self, committed: int) -> bool:
         """Whether there is room for so many committed tokens already."""
-        return self.cache.fits(committed)
+        return self.state.fits(committed)
 
     @property
     def bound(self) -> int:
         """Committed tokens a row that there is room for."""
-        return self.cache.bound
+        return self.state.bound
 
     @property
     def buffers(self) -> Hashable:
         """The size of the buffers, which are replaced when they grow."""
-        return self.cache.slots
+        return self.state.slots
 
     def copy_row(self, row: int, other: Target, count: int) -> None:
         """Begin a row anew with the `count` committed tokens of another target's only row."""
         assert isinstance(other, HFModel)
         self.reserve(count)
-        self.cache.join(row, other.cache, count)
+        self.state.copy_row(row, other.state, count)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None,
@@ -181,7 +187,7 @@ class HFModel(Target):
         self, total: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         assert self.tables is not None
-        places = Places(*self.tables, positions, slots, layout)
+        nodes = Nodes(*self.tables, positions, slots, layout)
         change: Tensor | None = None  # what the last layer adds to the sum so far
         taps, width = self.taps or (), total.shape[-1]
         features = total.new_empty(*total.shape[:-1], len(taps) * width)
@@ -195,7 +201,7 @@ class HFModel(Target):
                 kept[index] = total
             else:
                 x, total = layer.input_norm(*given)
-            x, total = layer.mlp_norm(attend(self.ops, layer, self.cache, index, x, places), total)
+            x, total = layer.mlp_norm(layer.mixer(x, nodes), total)
             change = layer.mlp(x)
         hidden, _ = self.norm(change, total)
         kept[self.depth] = hidden
@@ -207,14 +213,12 @@ class HFModel(Target):
     def _forward_generic(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        from fastspec.patches.cache import SlotCache
-
         hidden_low = torch.finfo(self.model.dtype).min
         mask = torch.zeros(layout.visible.shape, dtype=self.model.dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
+        cache = SlotCache(self.state, self.attention, self.ops, slots, layout.extent)
         out = self.model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True,
-            past_key_values=SlotCache(self.cache, self.ops, slots, layout.extent), output_hidden_states=self.taps is not None,
-            return_dict=True,
+            input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, past_key_values=cache,
+            output_hidden_states=self.taps is not None, return_dict=True,
         )  # fmt: skip
         states = dict(enumerate(out.hidden_states)) if self.taps is not None else {}
         return out.logits if pick is None else out.logits[pick], self._features(states, states.get(self.depth, out.logits))

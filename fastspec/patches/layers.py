@@ -8,27 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
+from fastspec.generation.layers.mixers import FullAttention, Product
+from fastspec.generation.layers.packing import pack
 from fastspec.generation.ops import Ops
-from fastspec.generation.packing import pack
-from fastspec.generation.stack import LayerParts, Norm, Product, gated, is_plain, product, rms
+from fastspec.generation.state.attention import FullAttentionState
 from fastspec.kernels.reference import joined
 from fastspec.patches.adapters import Adapter, adapter_for, is_foreign
 
 
-def layer_parts(parts: Adapter, layer: Any, ops: Ops) -> LayerParts:
-    """One decoder layer. A quantised, hooked or replaced module in it keeps its own forward."""
+def layer_parts(parts: Adapter, layer: Any, ops: Ops, state: FullAttentionState, index: int) -> LayerParts:
+    """One decoder layer, number `index` of `state`. A quantised, hooked or replaced module in it keeps its own forward."""
     attn = getattr(layer, parts.attention)
     return LayerParts(
         input_norm=norm_of(getattr(layer, parts.input_norm), ops),
-        qkv=product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops),
-        out=product_of((attn.o_proj,), ops, parts=True),
+        mixer=FullAttention(
+            ops, state, index, scale=attn.scaling, eps=attn.q_norm.variance_epsilon if parts.qk_norm else 0.0,
+            qkv=product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops), out=product_of((attn.o_proj,), ops, parts=True),
+            q_norm=attn.q_norm.weight if parts.qk_norm else None, k_norm=attn.k_norm.weight if parts.qk_norm else None,
+        ),
         mlp_norm=norm_of(getattr(layer, parts.mlp_norm), ops),
         mlp=mlp_of(parts, getattr(layer, parts.mlp), ops),
-        scale=attn.scaling,
-        q_norm=attn.q_norm.weight if parts.qk_norm else None,
-        k_norm=attn.k_norm.weight if parts.qk_norm else None,
-        eps=attn.q_norm.variance_epsilon if parts.qk_norm else 0.0,
-    )
+    )  # fmt: skip
 
 
 def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Product:

@@ -31,12 +31,12 @@ def output_of(call: Call, outcome: Outcome, target: HFModel, counts: Tensor) -> 
     if steps is None and call.rows is None and (wants or wants_past):
         first = call.keep[:, : call.past_length].sum(1)
         said = torch.tensor([len(row) for row in outcome.tokens], device=first.device)
-        target.cache.lengths.copy_(first + counts + said - 1)  # a row's last round may have gone on behind its end
+        target.state.lengths.copy_(first + counts + said - 1)  # a row's last round may have gone on behind its end
         _add_padding(call, outcome, target, longest)
     if wants_past:
         first = call.keep[:, : call.past_length].sum(1)
         width = call.keep.shape[1] - call.past_length
-        keys, values = export_span(target.cache, first, width + longest - 1, width - counts)
+        keys, values = export_span(target.state, first, width + longest - 1, width - counts)
         fill_cache(call.cache, call.past_length, keys, values)
     if not returned:
         return sequences
@@ -72,13 +72,13 @@ def _read_padding(target: HFModel, tokens: list[list[int]], longest: int, pad: i
     need, device, done = [longest - len(row) for row in tokens], target.lengths.device, 0
     read: list[list[Tensor]] = [[] for _ in tokens]
     while done < max(need):
-        width = min(target.cache.tail, max(need) - done)
+        width = min(target.state.tail, max(need) - done)
         chain = torch.tensor([[row[-1] if done == 0 else pad] + [pad] * (width - 1) for row in tokens], device=device)
         logits, _ = target.score(TokenTree.chain(chain), int(target.lengths.max()))
         more = [max(0, min(count - done, width)) for count in need]
         for row, count in enumerate(more):
             read[row].append(logits[row, :count].float())
-        target.cache.grow(torch.tensor(more, device=device))
+        target.state.grow(torch.tensor(more, device=device))
         done += width
     return [torch.cat(parts) if parts else torch.empty(0, device=device) for parts in read]
 

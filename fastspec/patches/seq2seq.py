@@ -132,7 +132,7 @@ class Seq2SeqModel(HFModel):
         cross = create_bidirectional_mask(
             config=self.decoder.config, inputs_embeds=hidden, attention_mask=self.source.mask, encoder_hidden_states=states
         )
-        cache = EncoderDecoderCache(DecoderCache(self.cache, self.ops, slots, layout.extent), self.cross)
+        cache = EncoderDecoderCache(DecoderCache(self.state, self.attention, self.ops, slots, layout.extent), self.cross)
         if self.parts.relative:
             bias, across = self._bias(positions, slots, layout.extent), None
             for block in self.decoder.block:

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from fastspec.errors import PatchConflict, Unsupported
+from fastspec.generation.layers.packing import is_packed, unpack
 from fastspec.generation.ops import Ops
-from fastspec.generation.packing import is_packed, unpack
 from fastspec.generation.profile import Profile
 from fastspec.generation.stats import Stats
 from fastspec.patches.adapters import adapter_for, why_generic

@@ -78,7 +78,7 @@ class SpeculativeDecoding(Decoding):
 
     def _early(self, layers: int, target: HFModel) -> HFModel:
         """The target's own first layers, as a model that drafts on its cache."""
-        limit, ops = target.cache.limit, target.ops
+        limit, ops = target.state.limit, target.ops
         return HFModel(self.target, target.adapter, rows=0, capacity=limit, tail=0, taps=None, ops=ops, early=(target, layers))
 
 

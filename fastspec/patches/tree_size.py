@@ -131,7 +131,7 @@ class _Trial:
         that it would come to in the call, and how many drafts were accepted in these."""
         target, drafter, request = self.target, self.drafter, self.request
         target.rewind(self.lengths)
-        drafter.open(target.cache.limit)
+        drafter.open(target.state.limit)
         drafter.begin(request.prompts, request.counts, self.features, self.root)
         drafter.nodes = size
         rows, profile = request.prompts.shape[0], Profile()

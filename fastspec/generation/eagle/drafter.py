@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from fastspec.config import TreeShape
-from fastspec.generation.cache import TreeCache
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.drafters.base import Drafter, Place, Traits
 from fastspec.generation.eagle.head import EagleHead
 from fastspec.generation.eagle.program import HeadProgram
+from fastspec.generation.layers.mixers import Nodes
 from fastspec.generation.ops import Ops
-from fastspec.generation.stack import Places
+from fastspec.generation.state.attention import FullAttentionState
+from fastspec.generation.state.sequence import SequenceState
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.reference import Candidates
 
@@ -42,13 +43,13 @@ class HeadState(Drafter):
     def __init__(self, head: EagleHead, *, nodes: int, max_path: int, grown: int, rows: int, capacity: int, ops: Ops) -> None:
         config = head.config
         weight = head.fc.weight
-        self.head, self.ops, self.program = head, ops, HeadProgram(head, ops)
+        self.attention = FullAttentionState(
+            config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim, dtype=weight.dtype, device=weight.device
+        )
+        self.state = SequenceState([self.attention], rows=rows, capacity=capacity, tail=max(grown, max_path), device=weight.device)
+        self.head, self.ops, self.program = head, ops, HeadProgram(head, ops, self.attention)
         self.nodes, self.max_path, self.grown = nodes, max_path, grown
-        self.cache = TreeCache(
-            config.num_hidden_layers, rows, config.num_key_value_heads, capacity, max(grown, max_path), config.head_dim,
-            dtype=weight.dtype, device=weight.device,
-        )  # fmt: skip
-        self.tables = self.program.tables(self.cache.slots)
+        self.tables = self.program.tables(self.state.slots)
         self.last, self.readout = (torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self.root = torch.zeros(rows, dtype=torch.long, device=weight.device)
         # made once: what a round makes anew costs it a launch
@@ -58,23 +59,23 @@ class HeadState(Drafter):
 
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows."""
-        self.cache.open(capacity)
+        self.state.open(capacity)
 
     def reserve(self, committed: int) -> int:
         """Make room for this many pairs; returns how many of them are in bounds."""
-        committed = self.cache.reserve(committed)
-        if len(self.tables[0]) != self.cache.slots:
-            self.tables = self.program.tables(self.cache.slots)
+        committed = self.state.reserve(committed)
+        if len(self.tables[0]) != self.state.slots:
+            self.tables = self.program.tables(self.state.slots)
         return committed
 
     def fits(self, committed: int) -> bool:
         """Whether there is room for so many pairs already."""
-        return self.cache.fits(committed)
+        return self.state.fits(committed)
 
     @property
     def buffers(self) -> Hashable:
         """The size of the buffers, which are replaced when they grow."""
-        return self.cache.slots
+        return self.state.slots
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the prompt's pairs: ids [B, T], counts [B] real tokens, features [B, T, F], root [B] the first new token."""
@@ -89,13 +90,13 @@ class HeadState(Drafter):
             if self.chunks is None:
                 self._extend(*inputs, start + width)
             else:
-                self.chunks(self._extend, self.cache.slots, padded_width(width), *inputs)
+                self.chunks(self._extend, self.state.slots, padded_width(width), *inputs)
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
         """Begin a row anew with the only row of another state, which has begun with `count` pairs."""
         assert isinstance(other, HeadState)
         self.reserve(count)
-        self.cache.join(row, other.cache, count)
+        self.state.copy_row(row, other.state, count)
         for mine, theirs in ((self.root, other.root), (self.last, other.last), (self.readout, other.readout)):
             mine[row] = theirs[0]
 
@@ -109,24 +110,24 @@ class HeadState(Drafter):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Ops.path_pairs` of a verdict, whose bonus token becomes the root of the next tree."""
         said = verdict.path, verdict.accepted, verdict.bonus, active
-        return self.ops.path_pairs(features, *said, self.root, self.cache.lengths, out)
+        return self.ops.path_pairs(features, *said, self.root, self.state.lengths, out)
 
     def _extend(
         self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None, steps: Tensor | None = None
     ) -> None:  # fmt: skip
         """Feed the first counts [B] pairs of each row, at slots `steps` [B, T]: those behind the committed ones."""
-        width, slots = tokens.shape[1], self.cache.slots
+        width, slots = tokens.shape[1], self.state.slots
         if steps is None:
-            steps = self.cache.lengths[:, None] + self.place[:width]
-        if width > self.cache.tail:
+            steps = self.state.lengths[:, None] + self.place[:width]
+        if width > self.state.tail:
             steps = steps.clamp(max=slots - 1)  # a padded chunk may reach behind the buffers: the last slot is never committed
-        layout = self.ops.attention_layout(self.cache.lengths, None, width, width, slots if extent is None else extent, self.group)
+        layout = self.ops.attention_layout(self.state.lengths, None, width, width, slots if extent is None else extent, self.group)
         x, residual = self.program.feed(tokens, self.program.fuse(features.to(self.last.dtype)))
         found = self._step(x, residual, steps, steps, layout)
-        self.ops.keep_last(*found, counts, self.last, self.readout, self.cache.lengths, self.cache.bound)
+        self.ops.keep_last(*found, counts, self.last, self.readout, self.state.lengths, self.state.bound)
 
     def _step(self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object) -> tuple[Tensor, Tensor]:
-        return self.program.step(x, residual, self.cache, Places(*self.tables, positions, slots, layout))
+        return self.program.step(x, residual, Nodes(*self.tables, positions, slots, layout))
 
 
 class EagleDrafter(HeadState):
@@ -191,9 +192,9 @@ class EagleDrafter(HeadState):
     def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates in order of growth, pass by pass: scores [B, M] fp32, tokens [B, M], parents [B, M] (candidates; the root: -1)."""
         shape, ops, k = self.shape, self.ops, self.shape.top_k
-        lengths = self.cache.lengths
+        lengths = self.state.lengths
         fed = self.fed_depths
-        places = ops.tree_input(fed, fed, lengths, self.cache.slots - 1, None)[:2]  # without a table no tokens are read
+        places = ops.tree_input(fed, fed, lengths, self.state.slots - 1, None)[:2]  # without a table no tokens are read
         positions, slots = (x.unflatten(1, (shape.depth, k)).unbind(1) for x in places)  # depth times [B, k]
         _, tokens, scores, index = self.program.expand(self.readout[:, None], self.start, k, self.levels[0])
         hidden, words = self.last[:, None], self.no_words
@@ -233,8 +234,8 @@ class FusedPhase:
 
     def run(self, drafter: EagleDrafter) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates, as `EagleDrafter._grow`."""
-        cache = drafter.cache
+        state, k, v = drafter.state, drafter.attention.k[0], drafter.attention.v[0]
         return self.kernel.draft(
-            self.weights, self.space, self.tokens, self.features, self.counts, drafter.last, drafter.readout, cache.k[0], cache.v[0],
-            cache.lengths, *drafter.tables, cache.bound,
+            self.weights, self.space, self.tokens, self.features, self.counts, drafter.last, drafter.readout, k, v,
+            state.lengths, *drafter.tables, state.bound,
         )  # fmt: skip

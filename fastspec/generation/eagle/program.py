@@ -7,20 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastspec.generation.cache import TreeCache
 from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
+from fastspec.generation.layers.mixers import FullAttention, Nodes
+from fastspec.generation.layers.packing import joint, pack
 from fastspec.generation.ops import Ops
-from fastspec.generation.packing import joint, pack
-from fastspec.generation.stack import LayerParts, Norm, Places, attend, gated, is_plain, product, rms
+from fastspec.generation.state.attention import FullAttentionState
 from fastspec.kernels.reference import Candidates, joined
 
 
 class HeadProgram:
-    """The passes of one head. Where the backend captures, the head's weights that read one input are packed."""
+    """The passes of one head, whose layers keep their keys and values in `state`. Where the backend captures, the head's weights that
+    read one input are packed."""
 
-    def __init__(self, head: EagleHead, ops: Ops) -> None:
+    def __init__(self, head: EagleHead, ops: Ops, state: FullAttentionState) -> None:
         config = head.config
-        self.head, self.ops, self.config = head, ops, config
+        self.head, self.ops, self.config, self.state = head, ops, config, state
         if ops.captures or ops.fused is not None:
             layer: Any
             for layer in head.layers:
@@ -43,15 +45,14 @@ class HeadProgram:
         attn, mlp, config = layer.self_attn, layer.mlp, self.config
         return LayerParts(
             input_norm=None if layer.input_layernorm is None else self._norm(layer.input_layernorm),
-            qkv=product(self.ops, (attn.q_proj, attn.k_proj, attn.v_proj)),
-            out=product(self.ops, (attn.o_proj,), parts=True),
+            mixer=FullAttention(
+                self.ops, self.state, index, scale=config.head_dim**-0.5, eps=config.rms_norm_eps,
+                qkv=product(self.ops, (attn.q_proj, attn.k_proj, attn.v_proj)), out=product(self.ops, (attn.o_proj,), parts=True),
+                q_norm=None if attn.q_norm is None else attn.q_norm.weight, k_norm=None if attn.k_norm is None else attn.k_norm.weight,
+            ),
             mlp_norm=self._norm(layer.post_attention_layernorm),
             mlp=gated(self.ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-            scale=config.head_dim**-0.5,
-            q_norm=None if attn.q_norm is None else attn.q_norm.weight,
-            k_norm=None if attn.k_norm is None else attn.k_norm.weight,
-            eps=config.rms_norm_eps,
-        )
+        )  # fmt: skip
 
     def packed(self) -> tuple[Tensor, Tensor] | None:
         """The first layer's packed query-key-value and gate-up weights, or None where they lie apart."""
@@ -131,14 +132,13 @@ class HeadProgram:
         layer: Any = self.head.layers[0]
         return x, x[..., hidden.shape[-1] :] if layer.norm_before_residual else hidden
 
-    def step(self, x: Tensor, total: Tensor, cache: TreeCache, places: Places) -> tuple[Tensor, Tensor]:
+    def step(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """One pass over what `feed` gave, as `EagleHead.step` -> the states fed back, and what the LM head reads, [B, T, H]."""
         change: Tensor | None = None  # what the last layer's feed-forward adds, not yet added
-        for index, part in enumerate(self.layers):
+        for part in self.layers:
             if change is not None and part.input_norm is not None:
                 x, total = part.input_norm(change, total)
-            mixed = attend(self.ops, part, cache, index, x, places)
-            x, total = part.mlp_norm(mixed, total)
+            x, total = part.mlp_norm(part.mixer(x, nodes), total)
             change = part.mlp(x)
         assert change is not None
         if self.norm is None:

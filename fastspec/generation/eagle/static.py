@@ -125,9 +125,9 @@ class StaticDrafter(HeadState):
                 continue
             steps = level.start + torch.arange(width, device=below.device)
             words = level.words.expand(below.shape[0], -1, -1)
-            layout = self.ops.attention_layout(self.cache.lengths, words, width, level.start + width, extent, self.group)
-            positions = (self.cache.lengths + depth)[:, None].expand(-1, width)
-            slots = self.cache.lengths[:, None] + steps
+            layout = self.ops.attention_layout(self.state.lengths, words, width, level.start + width, extent, self.group)
+            positions = (self.state.lengths + depth)[:, None].expand(-1, width)
+            slots = self.state.lengths[:, None] + steps
             x, residual = self.program.feed(below[:, level.fed], hidden[:, level.above])
             hidden, readout = self._step(x, residual, positions, slots, layout)
         drawn = torch.cat((torch.zeros_like(q[0][:, :1]), *q), 1) if q else None

@@ -10,49 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastspec.generation.cache import TreeCache
+from fastspec.generation.layers.mixers import Product, SequenceMixer
+from fastspec.generation.layers.packing import joint
 from fastspec.generation.ops import Ops
-from fastspec.generation.packing import joint
 
-Product = Callable[[Tensor], Any]
-"""x [..., K] -> [..., M], or where a norm follows, its parts (`fastspec.kernels.reference.Parts`)."""
 Norm = Callable[..., tuple[Tensor, Tensor]]
 """(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum), as `Ops.rms_norm`; a model's own norms without `out`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """One decoder layer: what multiplies, what norms, and the sizes that attention needs."""
+    """One decoder layer: its norms, what mixes the tokens, and its feed-forward."""
 
     input_norm: Norm | None
-    qkv: Product
-    out: Product
+    mixer: SequenceMixer
     mlp_norm: Norm
     mlp: Product
-    scale: float
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where the nodes of one pass stand: tables cos, sin [P, R / 2], positions and slots [B, N], and the attention's layout."""
-
-    cos: Tensor
-    sin: Tensor
-    positions: Tensor
-    slots: Tensor
-    layout: Any
-
-
-def attend(ops: Ops, part: LayerParts, cache: TreeCache, index: int, x: Tensor, places: Places) -> Tensor:
-    """The attention block on a normed input x [B, N, H] -> [B, N, H]; keys and values are written at the nodes' slots."""
-    k, v = cache.k[index], cache.v[index]
-    q = ops.rope_cache(
-        part.qkv(x), places.cos, places.sin, places.positions, k, v, places.slots, part.q_norm, part.k_norm, part.eps
-    )  # fmt: skip
-    return part.out(ops.tree_attention(q, k, v, places.layout, part.scale).flatten(-2))
 
 
 def rms(ops: Ops, weight: Tensor, eps: float) -> Norm:

@@ -1,0 +1,58 @@
+"""What mixes the tokens of a text in a decoder layer. A mixer writes what it keeps of a tree's nodes into its own state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastspec.generation.ops import Ops
+from fastspec.generation.state.attention import FullAttentionState
+
+Product = Callable[[Tensor], Any]
+"""x [..., K] -> [..., M], or where a norm follows, its parts (`fastspec.kernels.reference.Parts`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Where the nodes of one pass stand: tables cos, sin [P, R / 2], positions and slots [B, N], and the attention's layout."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    slots: Tensor
+    layout: Any
+
+
+class SequenceMixer(ABC):
+    """The part of a layer that looks at other tokens: attention here; a window, a recurrence or latent keys are others of its kind."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, nodes: Nodes) -> Any:
+        """A normed input x [B, N, H] -> [B, N, H], or where a norm follows, its parts; see `Product`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention(SequenceMixer):
+    """Attention over all committed tokens and a node's ancestors; layer `index` of `state` takes the nodes' keys and values."""
+
+    ops: Ops
+    state: FullAttentionState
+    index: int
+    qkv: Product
+    out: Product
+    scale: float
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+    def __call__(self, x: Tensor, nodes: Nodes) -> Any:
+        """See `SequenceMixer`."""
+        k, v = self.state.k[self.index], self.state.v[self.index]
+        q = self.ops.rope_cache(
+            self.qkv(x), nodes.cos, nodes.sin, nodes.positions, k, v, nodes.slots, self.q_norm, self.k_norm, self.eps
+        )  # fmt: skip
+        return self.out(self.ops.tree_attention(q, k, v, nodes.layout, self.scale).flatten(-2))

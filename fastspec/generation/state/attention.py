@@ -1,0 +1,82 @@
+"""Keys and values of every token: the state of layers with full attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastspec.generation.ops import Ops
+from fastspec.generation.state.base import LayerState, Moves
+
+
+class FullAttentionState(LayerState):
+    """Keys `k` and values `v` [L, B, Hkv, C, D] of L layers and B rows, C slots a row."""
+
+    def __init__(self, layers: int, rows: int, kv_heads: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.k = torch.zeros((layers, rows, kv_heads, 0, size), dtype=dtype, device=device)
+        self.v = self.k.clone()
+
+    def bytes(self, slots: int) -> int:
+        """Memory of keys and values with so many slots a row."""
+        layers, rows, heads, _, size = self.k.shape
+        return 2 * self.k.element_size() * layers * rows * heads * slots * size
+
+    def resize(self, slots: int) -> None:
+        """Replace the buffers by larger ones that hold the same."""
+        self.k, self.v = self._resized(self.k, slots), self._resized(self.v, slots)
+
+    def write(self, ops: Ops, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Write k, v [B, N, Hkv, D] of one layer at slots [B, N]."""
+        ops.cache_write(self.k[layer], self.v[layer], k, v, slots)
+
+    def attend(self, ops: Ops, layer: int, q: Tensor, layout: object, scale: float) -> Tensor:
+        """Attention of q [B, N, Hq, D] over one layer -> [B, N, Hq, D]."""
+        return ops.tree_attention(q, self.k[layer], self.v[layer], layout, scale)
+
+    def commit(self, ops: Ops, moves: Moves) -> None:
+        """Move the accepted paths to the end of their rows' tokens."""
+        if moves.verdict.path.shape[1] > 1:
+            ops.kv_block_copy(self.k, self.v, moves.sources, moves.targets)
+
+    def copy_row(self, row: int, other: LayerState, count: int) -> None:
+        """Begin a row anew; there must be room for its tokens."""
+        assert isinstance(other, FullAttentionState)
+        for mine, theirs in ((self.k, other.k), (self.v, other.v)):
+            mine[:, row, :, :count] = theirs[:, 0, :, :count]
+
+    def load(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Take keys and values [B, Hkv, T, D] of one layer's first tokens."""
+        self.k[layer][:, :, : keys.shape[2]] = keys
+        self.v[layer][:, :, : values.shape[2]] = values
+
+    def export(self, slots: Tensor, real: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values [B, Hkv, T, D] of each layer at slots [B, T]; zeros where `real` [B, T] is false."""
+        row = torch.arange(len(slots), device=slots.device)[:, None]
+        keys, values = (
+            [(layer.transpose(1, 2)[row, slots] * real[:, :, None, None]).transpose(1, 2).contiguous() for layer in buffer]
+            for buffer in (self.k, self.v)
+        )
+        return keys, values
+
+    def _resized(self, buffer: Tensor, slots: int) -> Tensor:
+        layers, rows, heads, held, size = buffer.shape
+        grown = torch.zeros((layers, rows, heads, slots, size), dtype=buffer.dtype, device=buffer.device)
+        grown[:, :, :, :held] = buffer
+        return grown
+
+
+class FirstLayers(FullAttentionState):
+    """The first layers of another state, as they are now."""
+
+    def __init__(self, whole: FullAttentionState, layers: int) -> None:
+        self.whole, self.layers = whole, layers
+
+    @property
+    def k(self) -> Tensor:  # type: ignore[override]
+        """Keys [layers, B, Hkv, C, D]."""
+        return self.whole.k[: self.layers]
+
+    @property
+    def v(self) -> Tensor:  # type: ignore[override]
+        """Values [layers, B, Hkv, C, D]."""
+        return self.whole.v[: self.layers]

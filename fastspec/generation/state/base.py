@@ -1,0 +1,55 @@
+"""What the layers of one kind keep of a text, and what a round asks of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastspec.generation.ops import Ops
+from fastspec.generation.tree import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """The accepted paths of a round as slots: row b's node path[b, i] stands in slot sources[b, i] and goes to targets[b, i], [B, P]."""
+
+    verdict: Verdict
+    active: Tensor
+    """[B] bool: the rows whose path is kept."""
+    sources: Tensor
+    targets: Tensor
+
+
+class LayerState(ABC):
+    """Buffers of all layers of one kind, for every row of a call. Slots below a row's length hold its committed tokens, the tail behind
+    them the nodes of the last tree, which the layers' mixer writes.
+
+    A kind that keeps less than every token (a window, a recurrent state) answers the same questions: it may ignore how many slots there
+    are, and must not let a node that was rejected change what it keeps.
+    """
+
+    @abstractmethod
+    def bytes(self, slots: int) -> int:
+        """Memory of the buffers with so many slots a row."""
+
+    @abstractmethod
+    def resize(self, slots: int) -> None:
+        """Replace the buffers by larger ones that hold the same."""
+
+    @abstractmethod
+    def commit(self, ops: Ops, moves: Moves) -> None:
+        """Keep the accepted paths."""
+
+    @abstractmethod
+    def copy_row(self, row: int, other: LayerState, count: int) -> None:
+        """Begin a row anew with the `count` committed tokens of another state's only row, of the same kind."""
+
+    @abstractmethod
+    def load(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Take what transformers keeps of one layer's first tokens."""
+
+    @abstractmethod
+    def export(self, slots: Tensor, real: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What transformers keeps of the tokens in slots [B, T], layer by layer; zeros where `real` [B, T] is false."""
