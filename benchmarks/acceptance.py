@@ -40,7 +40,7 @@ from fastspec.bench.measure import first_difference
 from fastspec.bench.report import quantiles
 from fastspec.generation.stats import Stats
 from fastspec.models import SMOLLM2, load_model
-from fastspec.patches import assistants
+from fastspec.patches.assistants import registry as assistants
 from fastspec.training.data import encode_prompts, read_prompts
 
 ASSISTANTS = {

@@ -22,7 +22,7 @@ import torch
 from fastspec.cascade import records
 from fastspec.cascade.predictor import Predictor
 from fastspec.cli_cascade import models_of
-from fastspec.patches.cascade import AdaptiveCascade
+from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.training.cascade_answers import encode, place, read_items
 
 

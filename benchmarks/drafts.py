@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from fastspec.config import Speculative
-from fastspec.patches.speculative import check_draft, resolve_speculative
+from fastspec.patches.assistants.speculative import check_draft, resolve_speculative
 
 KEPT = 0.6
 """Share of the target's vocabulary that the other tokenizer keeps: its earliest merges, so that it cuts rarer words into more tokens."""

@@ -25,10 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import fastspec
 from fastspec.bench.device import versions
 from fastspec.bench.report import quantiles
-from fastspec.generation.eagle.head import EagleHead, HeadConfig
-from fastspec.patches import assistants
+from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.patches.assistants import registry as assistants
+from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.session import session_of
-from fastspec.patches.speculative import read_parameters
 
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -18,7 +18,7 @@ from full_size import SHAPES, make_head, make_model, timed
 
 import fastspec
 from fastspec.bench.device import environment
-from fastspec.patches.compat import cache_geometry
+from fastspec.patches.hf.compat import cache_geometry
 
 
 def call(model: Any, prompt: int, tokens: int, assistant: str | None) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from fastspec.errors import CheckpointError, FastSpecError, PatchConflict, Unsup
 
 if TYPE_CHECKING:
     from fastspec.generation.drafters.base import Decoding, Drafter
-    from fastspec.generation.ngram import NgramStorage
+    from fastspec.generation.drafters.ngram.ngrams import NgramStorage
+    from fastspec.generation.drafters.ngram.suffixes import SuffixStorage
     from fastspec.generation.profile import Profile
-    from fastspec.generation.suffix import SuffixStorage
     from fastspec.generation.tree import TokenTree
     from fastspec.patches.api import Report, clear_memory, patch, patched, profile, report, unpatch
-    from fastspec.patches.frontier import frontier_generate
+    from fastspec.patches.assistants.frontier import frontier_generate
     from fastspec.patches.heads import load_head
 
 __version__ = "0.1.0"
@@ -30,13 +30,22 @@ CUSTOM_GENERATE = str(Path(__file__).with_name("hub"))
 """The folder that `model.generate(custom_generate=fastspec.CUSTOM_GENERATE, trust_remote_code=True, assistant=...)` takes."""
 
 _LAZY = {
-    "patch": "fastspec.patches.api", "unpatch": "fastspec.patches.api", "patched": "fastspec.patches.api",
-    "report": "fastspec.patches.api", "Report": "fastspec.patches.api", "load_head": "fastspec.patches.heads",
-    "frontier_generate": "fastspec.patches.frontier", "NgramStorage": "fastspec.generation.ngram",
-    "SuffixStorage": "fastspec.generation.suffix", "profile": "fastspec.patches.api", "Profile": "fastspec.generation.profile",
-    "clear_memory": "fastspec.patches.api", "Drafter": "fastspec.generation.drafters.base",
-    "Decoding": "fastspec.generation.drafters.base", "TokenTree": "fastspec.generation.tree",
-}  # fmt: skip
+    "Decoding": "fastspec.generation.drafters.base",
+    "Drafter": "fastspec.generation.drafters.base",
+    "NgramStorage": "fastspec.generation.drafters.ngram.ngrams",
+    "SuffixStorage": "fastspec.generation.drafters.ngram.suffixes",
+    "Profile": "fastspec.generation.profile",
+    "TokenTree": "fastspec.generation.tree",
+    "Report": "fastspec.patches.api",
+    "clear_memory": "fastspec.patches.api",
+    "patch": "fastspec.patches.api",
+    "patched": "fastspec.patches.api",
+    "profile": "fastspec.patches.api",
+    "report": "fastspec.patches.api",
+    "unpatch": "fastspec.patches.api",
+    "frontier_generate": "fastspec.patches.assistants.frontier",
+    "load_head": "fastspec.patches.heads",
+}
 
 __all__ = [
     "CUSTOM_GENERATE",

@@ -53,7 +53,7 @@ def train(
 ) -> None:
     """Let every stage answer the items, judge the answers, train and calibrate a predictor, and report its calibration."""
     from fastspec.cascade import records
-    from fastspec.patches.stages import measure_rates
+    from fastspec.patches.cascade.stages import measure_rates
     from fastspec.training import cascade, cascade_answers
 
     console = Console(highlight=False, markup=False)
@@ -128,7 +128,7 @@ def models_of(stages: list[str], large: str, heads: list[str], device: str, dtyp
 
     import fastspec
     from fastspec.models import load_model
-    from fastspec.patches.cascade import CascadeModels
+    from fastspec.patches.api import cascade_models
 
     if dtype not in (None, *DTYPES):
         raise Unsupported(f"--dtype {dtype}: accepted are {', '.join(DTYPES)}")
@@ -147,7 +147,7 @@ def models_of(stages: list[str], large: str, heads: list[str], device: str, dtyp
     label, source = _named("--model", large)
     model, tokenizer = load_model(source, device, kind)
     fastspec.patch(model)
-    return CascadeModels(fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=label), model), tokenizer
+    return cascade_models(fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=label), model), tokenizer
 
 
 def _named(option: str, text: str) -> tuple[str, str]:

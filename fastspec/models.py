@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None,
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    source, packed = _source(name)
+    source, packed = source_of(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **packed)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
@@ -64,8 +65,6 @@ def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None,
 def load_draft(name: str, target: Any, tokenizer: Any) -> Any:
     """What `fastspec.patch(target, speculative=...)` takes of the draft model `name`: the model, on the target's device and in its dtype;
     where the two tokenizers differ, it with its own and the target's `tokenizer`."""
-    from fastspec.patches.stages import token_table
-
     draft, own = load_model(name, target.device.type, target.dtype)
     return draft if token_table(own) == token_table(tokenizer) else (draft, own, tokenizer)
 
@@ -74,14 +73,20 @@ def load_config(name: str) -> Any:
     """The configuration of a model named as in `load_model`, without its weights."""
     from transformers import AutoConfig
 
-    source, packed = _source(name)
+    source, packed = source_of(name)
     try:
         return AutoConfig.from_pretrained(source, **packed)
     except (OSError, ValueError) as error:
         raise Unsupported(f"could not read the configuration of {name!r}: {error}") from error
 
 
-def _source(name: str) -> tuple[str, dict[str, Any]]:
+@lru_cache(maxsize=32)
+def token_table(tokenizer: Any) -> int:
+    """What tells one vocabulary from another; a tokenizer takes a tenth of a second to list its tokens."""
+    return hash(frozenset(tokenizer.get_vocab().items()))
+
+
+def source_of(name: str) -> tuple[str, dict[str, Any]]:
     """What to hand to `from_pretrained` for `name`: (hub id or directory, the keyword that names a GGUF file in it, if one is meant)."""
     path = smollm2_gguf() if name == SMOLLM2 else Path(name)
     if path.suffix != ".gguf":

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from fastspec.generation import capture
-from fastspec.generation.eagle import drafter
+from fastspec.generation.drafters.eagle import dynamic as drafter
 from fastspec.generation.engine import schedule
-from fastspec.patches import hf_model
 from fastspec.patches.backends import TORCH
+from fastspec.patches.hf import model as hf_model
 
 
 def owners(run: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from fastspec.generation.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 

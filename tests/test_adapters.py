@@ -15,9 +15,9 @@ from transformers import AutoModel, LEDConfig, LEDForConditionalGeneration, Mamb
 
 import fastspec
 from fastspec.generation.tree import TokenTree
-from fastspec.patches.adapters import ADAPTERS, adapter_for
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf_model import HFModel
+from fastspec.patches.hf.families import ADAPTERS, adapter_for
+from fastspec.patches.hf.model import HFModel
 from fastspec.patches.session import session_of
 
 GENERIC = ("gpt2", "gpt_neox", "gemma", "phi3", "olmo2", "stablelm", "opt", "gpt_bigcode", "falcon", "phi")

@@ -15,10 +15,12 @@ import fastspec
 from fastspec import Eagle2, Eagle3
 from fastspec.config import AUTO_SIZES, BATCH_TREES, DEFAULT_TREES, MANY_ROWS
 from fastspec.errors import Unsupported
-from fastspec.patches import assistants, call, tree_size
+from fastspec.patches.assistants import registry as assistants
+from fastspec.patches.assistants import tree_size
+from fastspec.patches.assistants.tree_size import MOST_POWER, PRIOR, TreeChoice, choose_size, expected_tokens, monotone, power_of
 from fastspec.patches.backends import TORCH
+from fastspec.patches.call import call
 from fastspec.patches.session import session_of
-from fastspec.patches.tree_size import MOST_POWER, PRIOR, TreeChoice, choose_size, expected_tokens, monotone, power_of
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])

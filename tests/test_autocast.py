@@ -14,7 +14,7 @@ from torch.nn.modules import module as modules
 
 import fastspec
 from fastspec.generation.tree import TokenTree
-from fastspec.patches.seq2seq import language_model
+from fastspec.patches.hf.factory import language_model
 
 ROWS = prompts(5, 9)
 ASSISTANTS = "autoregressive", "nasd", "speculative", TREE

@@ -22,7 +22,7 @@ from fastspec.bench.report import print_report
 from fastspec.cli import app
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
-from fastspec.patches.assistants import NAMES
+from fastspec.patches.assistants.registry import NAMES
 from fastspec.patches.session import session_of
 
 DRAFTED = ("head", "draft_model", "early_exit")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers_models import tiny_model
 
-from fastspec.patches.speculative import read_parameters
+from fastspec.patches.assistants.speculative import read_parameters
 
 pytestmark = pytest.mark.slow  # of a script that is run by hand
 

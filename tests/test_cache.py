@@ -19,7 +19,7 @@ from fastspec.generation.state.attention import FirstLayers
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.tree import Verdict
 from fastspec.patches.backends import TORCH
-from fastspec.patches.cache import SlotCache, export_span, import_past
+from fastspec.patches.hf.cache import SlotCache, export_span, import_past
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**31)

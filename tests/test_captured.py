@@ -18,19 +18,20 @@ from test_text_draft import DRAFT, TARGET
 
 import fastspec
 from fastspec.generation.drafters.base import Place
-from fastspec.generation.eagle import drafter
+from fastspec.generation.drafters.draft_model.shared_vocabulary import SharedDrafter
+from fastspec.generation.drafters.draft_model.text import TextDrafter
+from fastspec.generation.drafters.eagle import dynamic as drafter
+from fastspec.generation.drafters.ngram.drafter import NasdDrafter
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.schedule import WholeGraph
-from fastspec.generation.nasd import NasdDrafter
-from fastspec.generation.shared_draft import SharedDrafter
 from fastspec.generation.state import sequence
-from fastspec.generation.text_draft import TextDrafter
 from fastspec.generation.verify import measure
-from fastspec.patches import hf_model, selection
-from fastspec.patches.assistants import Continued
+from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.backends import TORCH
-from fastspec.patches.engines import KEPT
+from fastspec.patches.call import processors as selection
+from fastspec.patches.hf import model as hf_model
+from fastspec.patches.pool import KEPT
 from fastspec.patches.session import session_of
 
 

@@ -25,8 +25,8 @@ from fastspec import cli_cascade
 from fastspec.cascade.config import DTYPES, MODES, QUANTIZATIONS, RULES
 from fastspec.cascade.stopping import Rates
 from fastspec.errors import CheckpointError, Unsupported
+from fastspec.patches.cascade.stages import Patching, StageModel
 from fastspec.patches.session import session_of
-from fastspec.patches.stages import StageModel
 from fastspec.training.cascade_answers import read_items, read_sets
 
 HIGH = 1e9
@@ -139,11 +139,11 @@ def test_settings_mean_what_they_mean_to_transformers(climbing: Any, form: dict[
 
 def test_end_tokens_of_a_generation_config_are_end_tokens(climbing: Any) -> None:
     """What was an end token of the call becomes one of the taker's, the first that it names."""
-    stage = StageModel(fastspec.Stage(tiny_model()), None, "cpu")
+    stage = StageModel(fastspec.Stage(tiny_model()), None, "cpu", Patching(fastspec.patch, fastspec.unpatch))
     stage.held.generation_config.eos_token_id = [9, 4]
     assert stage.ends() == (9, 4) and stage.ends(None) == () and stage.ends(7) == (7,) and stage.ends(torch.tensor([8, 2])) == (8, 2)
     heard: list[bool] = []
-    from fastspec.patches import cascade
+    from fastspec.patches.cascade import loop as cascade
 
     def told(*args: Any, ended: bool, **more: Any) -> Any:
         heard.append(ended)
@@ -209,7 +209,7 @@ def test_prompts_of_a_stage_with_other_tokens() -> None:
     small, large = tiny_model(seed=1, num_hidden_layers=2, vocab_size=len(begins)), tiny_model(vocab_size=len(TARGET))
     stage = fastspec.Stage(small, tokenizer=begins, name="medium")
     ids = TARGET("abc", add_special_tokens=False)["input_ids"]
-    assert StageModel(stage, TARGET, "cpu").read_prompt(ids) == begins("abc")["input_ids"]
+    assert StageModel(stage, TARGET, "cpu", Patching(fastspec.patch, fastspec.unpatch)).read_prompt(ids) == begins("abc")["input_ids"]
     assert begins("abc")["input_ids"].count(begins.bos_token_id) == 1
     more = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
     blind = fastspec.Stage(tiny_model(seed=1, vocab_size=len(DRAFT)), tokenizer=DRAFT, name="medium", prompt=lambda text: "")

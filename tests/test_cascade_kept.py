@@ -15,7 +15,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 import fastspec
 from fastspec.cascade.memory import CacheManager
 from fastspec.errors import Unsupported
-from fastspec.patches.kept import check_kept, keep_past, past_of
+from fastspec.patches.cascade.kept_caches import check_kept, keep_past, past_of
 
 BIG = 10**8
 OPTIONS = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": NEVER, "return_dict_in_generate": True}

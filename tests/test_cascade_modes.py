@@ -25,14 +25,14 @@ from torch import Tensor
 from fastspec.cascade.config import RANGES, RULES
 from fastspec.cascade.deferral import mixed
 from fastspec.errors import Unsupported
+from fastspec.generation.drafters.draft_model.mixture import MixedDrafter
+from fastspec.generation.drafters.draft_model.staged import StagedDrafter, drafted, room
 from fastspec.generation.engine.call import Outcome, Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.loop import decode
-from fastspec.generation.mixed_draft import MixedDrafter
-from fastspec.generation.staged_draft import StagedDrafter, drafted, room
-from fastspec.patches.adapters import adapter_for
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf_model import HFModel
+from fastspec.patches.hf.families import adapter_for
+from fastspec.patches.hf.model import HFModel
 
 
 def mixture(seed: int, vocab: int, rule: str, alpha: Any, process: Any) -> Callable[[Text], list[float]]:

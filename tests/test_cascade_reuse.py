@@ -12,8 +12,8 @@ from helpers_models import tiny_model
 
 import fastspec
 from fastspec.errors import Unsupported
-from fastspec.patches.fingerprint import fingerprint
-from fastspec.patches.kept import check_kept, past_of
+from fastspec.patches.cascade.fingerprint import fingerprint
+from fastspec.patches.cascade.kept_caches import check_kept, past_of
 from fastspec.patches.session import session_of
 
 HIGH = 1e9

@@ -17,9 +17,9 @@ from helpers_enumerate import PROCESSES, Make, Tables, agree, closed, enumerated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastspec.generation import draft_length
-from fastspec.generation.draft_length import CREDIT, MOST_CREDIT, PROBES, Credit, Length
-from fastspec.generation.draft_model import ChainDrafter
+from fastspec.generation.drafters import policy as draft_length
+from fastspec.generation.drafters.draft_model.chain import ChainDrafter
+from fastspec.generation.drafters.policy import CREDIT, MOST_CREDIT, PROBES, Credit, Length
 from fastspec.generation.engine import verifier
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import walk_drawn

@@ -28,7 +28,7 @@ from fastspec.chat.view import ACCEPTED, BONUS, OWN, RECOVERED, STYLES, AnswerSt
 from fastspec.cli import app
 from fastspec.errors import Unsupported
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.patches import refusals
+from fastspec.patches.call import refusals
 
 
 @pytest.fixture

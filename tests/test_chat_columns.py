@@ -12,7 +12,7 @@ from fastspec.chat.columns import COLUMN
 from fastspec.chat.loop import converse, respond
 from fastspec.chat.session import BEAMS, Chat
 from fastspec.chat.settings import PLAIN
-from fastspec.patches import refusals
+from fastspec.patches.call import refusals
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from fastspec.chat.loop import converse, respond
 from fastspec.chat.session import Chat
 from fastspec.chat.settings import PROCESSORS, Settings
 from fastspec.errors import FastSpecError
+from fastspec.patches.assistants.speculative import Pair
 from fastspec.patches.session import session_of
-from fastspec.patches.speculative import Pair
 
 
 @pytest.fixture

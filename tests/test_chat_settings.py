@@ -21,7 +21,7 @@ from fastspec.chat.session import Chat
 from fastspec.chat.settings import PLAIN, STORAGES, Settings
 from fastspec.chat.view import AnswerStreamer
 from fastspec.errors import Unsupported
-from fastspec.generation.nasd import NasdDecoding
+from fastspec.generation.drafters.ngram.drafter import NasdDecoding
 
 
 @pytest.fixture

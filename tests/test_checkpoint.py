@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.eagle.checkpoint import build_head, check_fit, override, read_checkpoint, with_taps
+from fastspec.generation.drafters.eagle.checkpoint import build_head, check_fit, override, read_checkpoint, with_taps
 
 
 @pytest.fixture

@@ -18,15 +18,15 @@ from test_sitting_out import ON_CUDA, prompts, soon_out
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
-from fastspec.generation import nasd
 from fastspec.generation.drafters.base import Decoding, Drafter
-from fastspec.generation.eagle.drafter import EagleDrafter
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.drafters.ngram import drafter as nasd
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.state import sequence as buffers
 from fastspec.generation.tree import TokenTree
-from fastspec.patches import selection
 from fastspec.patches.backends import TORCH
+from fastspec.patches.call import processors as selection
 from fastspec.patches.session import session_of
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)

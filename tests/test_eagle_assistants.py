@@ -14,12 +14,12 @@ from test_sampling import CASES, SIGNIFICANCE, law, p_value, padded, sample
 
 import fastspec
 from fastspec import CheckpointError, Eagle1, Eagle2, Unsupported
-from fastspec.generation.eagle import static
-from fastspec.generation.eagle.static import StaticDrafter, draw_distinct
+from fastspec.generation.drafters.eagle import static
+from fastspec.generation.drafters.eagle.static import StaticDrafter, draw_distinct
 from fastspec.generation.tree import TokenTree
-from fastspec.patches.adapters import ADAPTERS, adapter_for
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf_model import HFModel
+from fastspec.patches.hf.families import ADAPTERS, adapter_for
+from fastspec.patches.hf.model import HFModel
 from fastspec.patches.session import session_of
 
 SMALL = [[0], [1], [0, 0], [0, 0, 0], [0, 0, 2]]

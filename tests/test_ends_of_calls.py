@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
 from fastspec.generation.stats import Stats
-from fastspec.patches.cache import export_span
+from fastspec.patches.hf.cache import export_span
 
 
 def test_what_belongs_to_tokens_beyond_the_common_end_is_cut_with_them() -> None:

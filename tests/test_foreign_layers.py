@@ -181,7 +181,7 @@ def test_a_sharded_layer_multiplies_by_itself(mesh):
 
 def test_experts_with_scales_keep_their_own_forward():
     """As quantised mixtures have them: the backend's op knows packed weights and nothing beside."""
-    from fastspec.patches.layers import is_mixture
+    from fastspec.patches.hf.layers import is_mixture
 
     mlp = tiny_model("mixtral").model.layers[0].mlp
     assert is_mixture(mlp)

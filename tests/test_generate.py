@@ -7,8 +7,8 @@ import torch
 from helpers_generate import NEVER, TREE, Oracle, free, prompts, same, stats
 from transformers import GenerationConfig
 
-from fastspec.generation.eagle import drafter as drafter_module
-from fastspec.patches import hf_model
+from fastspec.generation.drafters.eagle import dynamic as drafter_module
+from fastspec.patches.hf import model as hf_model
 
 
 def test_the_two_drafters_differ_as_the_cases_need(pairs):

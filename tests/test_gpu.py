@@ -11,17 +11,17 @@ from helpers_models import tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec
-from fastspec.generation.eagle.drafter import EagleDrafter
-from fastspec.generation.eagle.static import StaticDrafter
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.drafters.eagle.static import StaticDrafter
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.schedule import Eager, WholeGraph
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import choose, walk, walk_drawn
 from fastspec.kernels import reference
-from fastspec.patches.adapters import ADAPTERS, adapter_for
 from fastspec.patches.backends import TORCH, triton_ops
-from fastspec.patches.hf_model import HFModel
+from fastspec.patches.hf.families import ADAPTERS, adapter_for
+from fastspec.patches.hf.model import HFModel
 from fastspec.patches.session import session_of
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastspec
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.given_text import GivenText
-from fastspec.generation.eagle.drafter import EagleDrafter
 from fastspec.generation.verify import measure
-from fastspec.patches.assistants import Continued
+from fastspec.patches.assistants.registry import Continued
 
 ASSISTANTS: dict[str, Any] = {
     "autoregressive": "autoregressive", "nasd": "nasd", "eagle3": TREE, "speculative": fastspec.Speculative(gamma=3),

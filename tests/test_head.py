@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastspec.generation.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
 from fastspec.training.ttt import UnrolledAttention
 
 

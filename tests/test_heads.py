@@ -11,9 +11,9 @@ from helpers_heads import BASE, as_speculators, logits, make_head, write
 from helpers_models import tiny_head, tiny_model
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.patches import heads as heads_module
-from fastspec.patches.binding import moved
+from fastspec.patches.assistants.binding import moved
 from fastspec.patches.heads import find_head, inspect_head, load_head, probe_head, scaled_rope
 
 

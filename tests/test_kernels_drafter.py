@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastspec.config import TreeShape
-from fastspec.generation.eagle.drafter import EagleDrafter
-from fastspec.generation.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
 from fastspec.generation.tree import Verdict
 from fastspec.kernels.drafter import draft, draft_space, draft_weights, supports
 from fastspec.patches.backends import TORCH

@@ -14,8 +14,9 @@ from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 
 import fastspec
-from fastspec.patches import selection, steps
-from fastspec.patches.selection import CRITERIA, ROWWISE, are_known
+from fastspec.patches.call import processors as selection
+from fastspec.patches.call import steps
+from fastspec.patches.call.processors import CRITERIA, ROWWISE, are_known
 
 WIDTH = 9
 MADE: dict[type, Any] = {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fastspec
 from fastspec.kernels import linear
-from fastspec.patches.layers import pack_model
+from fastspec.patches.hf.layers import pack_model
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))

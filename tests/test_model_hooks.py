@@ -12,7 +12,7 @@ from helpers_models import tiny_model
 
 import fastspec
 from fastspec import Unsupported
-from fastspec.patches.refusals import _PASSED_BY
+from fastspec.patches.call.refusals import _PASSED_BY
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 REASONED = {

@@ -12,10 +12,10 @@ from test_sampling import law as law_of
 from test_sampling import p_value, padded, sample
 
 import fastspec
-from fastspec.generation.nasd import COSTS, SMOLLM2_BYTES, Growth, NasdDecoding, NasdDrafter, best_size, grow, lay_out
+from fastspec.generation.drafters.ngram.drafter import COSTS, SMOLLM2_BYTES, Growth, NasdDecoding, NasdDrafter, best_size, grow, lay_out
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.patches.assistants import resolve
-from fastspec.patches.speculative import read_parameters
+from fastspec.patches.assistants.registry import resolve
+from fastspec.patches.assistants.speculative import read_parameters
 
 STORAGES: list[Any] = ["ngram", "one_level", "suffix"]
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import fastspec
-from fastspec.generation.nasd import grow
-from fastspec.generation.tables import WIDTH, Edges
+from fastspec.generation.drafters.ngram.arrays import WIDTH, Edges
+from fastspec.generation.drafters.ngram.drafter import grow
 
 
 class Naive:

@@ -16,7 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
-from fastspec.patches.output import output_of
+from fastspec.patches.call.output import output_of
 
 VOCAB, PAD = 7, 6
 TOKENS = [[1, 2, 3, 4, 5], [2, 1], [3, 3, 4]]

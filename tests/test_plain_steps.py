@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
-from fastspec.patches.selection import (
+from fastspec.patches.call.processors import (
     Ending,
     Streaming,
     are_known,
@@ -25,7 +25,7 @@ from fastspec.patches.selection import (
     signature,
     unknown_types,
 )
-from fastspec.patches.steps import PlainSteps
+from fastspec.patches.call.steps import PlainSteps
 
 DRAWN = settings(max_examples=30, deadline=None)
 SEEDS = st.integers(0, 2**31)

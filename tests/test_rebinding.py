@@ -12,7 +12,7 @@ from helpers_models import tiny_head, tiny_model
 from torch import nn
 
 import fastspec
-from fastspec.patches.binding import moved
+from fastspec.patches.assistants.binding import moved
 from fastspec.patches.session import session_of
 
 PROMPT = torch.tensor([[7, 8, 9, 10]])

@@ -23,7 +23,7 @@ from fastspec.generation.engine.verifier import Choice, InLockstep, MixedChoice
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import measure
-from fastspec.patches.assistants import Continued
+from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.backends import TORCH
 
 DRAWN = settings(max_examples=40, deadline=None)

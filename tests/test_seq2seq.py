@@ -19,9 +19,9 @@ from transformers.generation.utils import GenerateEncoderDecoderOutput
 
 import fastspec
 from fastspec.generation.tree import TokenTree
-from fastspec.patches.adapters import SEQ2SEQ
 from fastspec.patches.backends import TORCH
-from fastspec.patches.seq2seq import Seq2SeqModel, read_source
+from fastspec.patches.hf.families import SEQ2SEQ
+from fastspec.patches.hf.seq2seq import Seq2SeqModel, read_source
 
 KINDS = ("t5", "bart", "marian")
 SCALED = ["t5 tie_word_embeddings", *(f"{kind} scale_embedding" for kind in ("bart", "marian", "pegasus", "blenderbot-small", "m2m_100"))]

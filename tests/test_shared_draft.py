@@ -25,15 +25,15 @@ from transformers import PreTrainedTokenizerFast
 
 import fastspec
 from fastspec import Speculative
-from fastspec.generation.draft_length import Length
-from fastspec.generation.draft_model import ChainDrafter
+from fastspec.generation.drafters.draft_model.chain import ChainDrafter
+from fastspec.generation.drafters.draft_model.shared_vocabulary import SHARE, SharedDrafter, shared_tokens
+from fastspec.generation.drafters.draft_model.text import TextDrafter
+from fastspec.generation.drafters.policy import Length
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.loop import decode
-from fastspec.generation.shared_draft import SHARE, SharedDrafter, shared_tokens
-from fastspec.generation.text_draft import TextDrafter
+from fastspec.patches.assistants.speculative import Pair, TextDecoding
 from fastspec.patches.backends import TORCH
-from fastspec.patches.speculative import Pair, TextDecoding
 
 OURS = tokenizer(["a", "b"], [("a", "b")])  # a, b, ab
 PAIRS = {
@@ -317,7 +317,7 @@ def test_batches_reproduce_and_are_accepted_more_often_than_texts(monkeypatch):
         texts.append(model.generate(**inputs, assistant=Speculative(gamma=3), **options).tolist())
         accepted.append(stats(model).acceptance_length)
         if len(texts) == 2:
-            monkeypatch.setattr("fastspec.patches.speculative.shared_tokens", lambda *tokenizers: [])
+            monkeypatch.setattr("fastspec.patches.assistants.speculative.shared_tokens", lambda *tokenizers: [])
             model = paired(tiny_model(seed=1), draft)
     assert texts[0] == texts[1]
     assert accepted[0] == accepted[1] > accepted[2]

@@ -15,7 +15,8 @@ from test_text_draft import DRAFT, TARGET
 
 import fastspec
 from fastspec import Speculative
-from fastspec.generation import draft_length, nasd
+from fastspec.generation.drafters import policy as draft_length
+from fastspec.generation.drafters.ngram import drafter as nasd
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.fallback import Fallback
 from fastspec.generation.engine.schedule import WholeGraph
@@ -139,7 +140,7 @@ def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
         fastspec.patch(model, speculative=(draft, TARGET, TARGET))
-    rest = fastspec.generation.rereading.Rereading.pause
+    rest = fastspec.generation.drafters.draft_model.retokenized.Rereading.pause
     asked = []
 
     def now_and_then(self):
@@ -147,7 +148,7 @@ def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
         return 3 if len(asked) % 2 == 0 else 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fastspec.generation.rereading.Rereading, "pause", now_and_then)
+        patch.setattr(fastspec.generation.drafters.draft_model.retokenized.Rereading, "pause", now_and_then)
         same((plain, model), Speculative(gamma=3), prompts(ahead["device"], 4, 6), max_new_tokens=60, eos_token_id=NEVER)
     last = stats(model)
     assert ahead["sat out"] > 12 and last.draft_rounds < last.row_rounds

@@ -23,15 +23,15 @@ from test_text_draft import DRAFT, TARGET
 import fastspec
 from fastspec import Speculative
 from fastspec.errors import Unsupported
-from fastspec.generation import draft_length
-from fastspec.generation.draft_length import Length
-from fastspec.generation.draft_model import ChainDrafter
-from fastspec.generation.nasd import COSTS, LAYERS
+from fastspec.generation.drafters import policy as draft_length
+from fastspec.generation.drafters.draft_model.chain import ChainDrafter
+from fastspec.generation.drafters.ngram.drafter import COSTS, LAYERS
+from fastspec.generation.drafters.policy import Length
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.assistants.speculative import SpeculativeDecoding, cost
 from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
-from fastspec.patches.speculative import SpeculativeDecoding, cost
 
 CONFIGS = [
     Speculative(), Speculative(gamma=1), Speculative(gamma=5), Speculative(gamma=4, branches=3), Speculative(most=5, branches=2),
@@ -311,7 +311,7 @@ def test_drafts_are_taken_up_again_behind_a_pause():
     model = patched(tiny_model(), tiny_model())
     inputs = {**prompts(4, 11), "do_sample": False, "max_new_tokens": 60, "eos_token_id": NEVER}
     with pytest.MonkeyPatch.context() as patch, proposed() as counts:
-        patch.setattr("fastspec.patches.speculative.read_weights", lambda each: 1 if each is model else 0.2)
+        patch.setattr("fastspec.patches.assistants.speculative.read_weights", lambda each: 1 if each is model else 0.2)
         patch.setattr(draft_length, "CREDIT", 0.0)
         model.generate(**inputs, assistant=Speculative(most=3))
     assert counts[:4] == [0] * 4 and all(counts[4:]) and stats(model).accepted == stats(model).drafted

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastspec
 from fastspec import Eagle1, Unsupported
-from fastspec.generation.eagle.static import StaticDrafter
+from fastspec.generation.drafters.eagle.static import StaticDrafter
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 

@@ -20,15 +20,15 @@ from transformers import PreTrainedTokenizerFast
 import fastspec
 from fastspec import Speculative
 from fastspec.errors import Unsupported
-from fastspec.generation import rereading
-from fastspec.generation.draft_length import Length
-from fastspec.generation.nasd import COSTS
-from fastspec.generation.rereading import ANEW, TRIES, decoded, encoded
+from fastspec.generation.drafters.draft_model import retokenized as rereading
+from fastspec.generation.drafters.draft_model.retokenized import ANEW, TRIES, decoded, encoded
+from fastspec.generation.drafters.draft_model.text import TextDrafter
+from fastspec.generation.drafters.ngram.drafter import COSTS
+from fastspec.generation.drafters.policy import Length
 from fastspec.generation.target import Target
-from fastspec.generation.text_draft import TextDrafter
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.assistants.speculative import Pair, TextDecoding, check, cost, pass_ms
 from fastspec.patches.backends import TORCH
-from fastspec.patches.speculative import Pair, TextDecoding, check, cost, pass_ms
 
 LETTERS = [chr(code) for code in range(33, 123)]
 

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.cli import app
 from fastspec.errors import Unsupported
-from fastspec.generation.eagle.checkpoint import read_checkpoint
-from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.checkpoint import read_checkpoint
+from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.patches.heads import load_head
 from fastspec.training.data import Batch, Texts
 from fastspec.training.target import TargetReader, head_for, start_from_features

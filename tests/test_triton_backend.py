@@ -17,9 +17,9 @@ from torch import Tensor
 import fastspec
 from fastspec.config import TreeShape
 from fastspec.errors import Unsupported
-from fastspec.patches import assistants
-from fastspec.patches.adapters import ADAPTERS
+from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.backends import triton_ops
+from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.session import session_of
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import fastspec
-from fastspec.patches import trust
+from fastspec.patches.hf import trust
 
 SIZES = {"vocab_size": 97, "initializer_range": 0.3}
 

@@ -27,7 +27,7 @@ class Floor:
     @classmethod
     def of(cls, model: Any) -> Floor:
         """The floor of a model on its device."""
-        from fastspec.patches.speculative import read_parameters
+        from fastspec.patches.assistants.speculative import read_parameters
 
         weights = sum(p.numel() * p.element_size() for p in read_parameters(model))
         return cls(weights, read_bandwidth(model.device))

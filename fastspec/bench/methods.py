@@ -74,7 +74,7 @@ def read_drafters(
 ) -> Drafters:
     """What drafts for a target named `model`; without `heads` those that ship for it. Raises Unsupported for two heads of one kind, both a
     draft model and an early exit, and one that the target has not."""
-    from fastspec.patches.assistants import resolve
+    from fastspec.patches.assistants.registry import resolve
 
     found = read_heads(list(dict.fromkeys(source for _, source in SHIPPED.get(model, ()))) if heads is None else heads)
     resources: dict[str, Any] = dict(found)
@@ -111,7 +111,7 @@ def twin(model: Any) -> Any:
 
 def check_names(methods: Sequence[str] | None) -> None:
     """Raises Unsupported for a method that does not exist."""
-    from fastspec.patches.assistants import NAMES
+    from fastspec.patches.assistants.registry import NAMES
 
     for name in methods or ():
         if name not in PEERS and name not in NAMES:
@@ -120,7 +120,7 @@ def check_names(methods: Sequence[str] | None) -> None:
 
 def choose(methods: Sequence[str] | None, plain: Any, target: Any, drafters: Drafters, batch: int, say: Say) -> list[Method]:
     """The methods to measure, the baseline first. What lacks something is left out with a note, or refused if it was named."""
-    from fastspec.patches.assistants import NAMES
+    from fastspec.patches.assistants.registry import NAMES
 
     options = {
         BASELINE: {}, LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, ASSISTED: drafters.assisted,
@@ -141,7 +141,7 @@ def choose(methods: Sequence[str] | None, plain: Any, target: Any, drafters: Dra
 
 def find_lacking(plain: Any, target: Any, options: dict[str, dict[str, Any]], batch: int) -> dict[str, str]:
     """Why a method cannot be measured, by its name."""
-    from fastspec.patches.assistants import NAMES, resolve
+    from fastspec.patches.assistants.registry import NAMES, resolve
     from fastspec.patches.session import session_of
 
     lacking: dict[str, str] = {}

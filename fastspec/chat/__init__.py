@@ -47,7 +47,7 @@ def run_chat(settings: Settings, console: Console, prompts: list[str] | None = N
     from fastspec.chat.session import Chat
 
     with console.status("Importing torch and transformers"):  # what comes after it shows its own progress
-        import fastspec.patches.assistants  # noqa: F401
+        import fastspec.patches.assistants.registry  # noqa: F401
     chat = Chat.open(settings)
     console.print(f"{settings.model} on {chat.model.device}, {chat.dtype}; /help lists the commands", highlight=False)
     converse(chat, prompts or _typed(chat), console, strict=bool(prompts))

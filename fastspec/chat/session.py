@@ -158,7 +158,7 @@ class Chat:
 
     def known(self) -> list[str]:
         """Every assistant by name, whether it has what it needs or not."""
-        from fastspec.patches.assistants import NAMES
+        from fastspec.patches.assistants.registry import NAMES
 
         return [PLAIN, *NAMES, *self.own]
 
@@ -169,7 +169,7 @@ class Chat:
             raise Unsupported(f"assistant {name!r} is unknown: accepted are {', '.join(self.known())}")
         if name == PLAIN or name in self.own:
             return
-        from fastspec.patches.assistants import resolve
+        from fastspec.patches.assistants.registry import resolve
         from fastspec.patches.session import session_of
 
         session = session_of(self.model)

@@ -13,20 +13,21 @@ from typing import Any
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.memory import MemoryStats
 from fastspec.errors import PatchConflict, Unsupported
-from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.profile import Profile
 from fastspec.generation.stats import Stats
-from fastspec.patches.adapters import adapter_for, check_supported, mode_of
-from fastspec.patches.assistants import resolve
+from fastspec.patches.assistants.registry import resolve
+from fastspec.patches.assistants.speculative import check_draft
+from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend
-from fastspec.patches.cascade import CascadeModels
-from fastspec.patches.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
-from fastspec.patches.generate import generate, generate_batch
+from fastspec.patches.call.generate import generate, generate_batch
+from fastspec.patches.call.refusals import refuse_heads
+from fastspec.patches.cascade.loop import CascadeModels
+from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.heads import load_heads
-from fastspec.patches.refusals import refuse_heads
+from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
+from fastspec.patches.hf.families import adapter_for, check_supported, mode_of
 from fastspec.patches.session import STATE, PatchSession, session_of
-from fastspec.patches.speculative import check_draft
-from fastspec.patches.tree_size import TreeChoice
 
 Source = str | Path | EagleHead | None
 
@@ -62,7 +63,7 @@ def patch(
     if speculative is not None:
         resources["speculative"] = check_draft(speculative, model)
     if cascade is not None:
-        resources["cascade"] = _cascade(cascade, model)
+        resources["cascade"] = cascade_models(cascade, model)
     choose_backend(backend, device_of(model).type, adapted=adapter_for(model) is not None)  # refuses what cannot be
     session = PatchSession(backend, resources, has_capturing_hooks(model), default=_default(assistant, resources, model))
     try:
@@ -85,10 +86,11 @@ def _default(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
     return assistant
 
 
-def _cascade(config: Any, model: Any) -> CascadeModels:
+def cascade_models(config: Any, model: Any) -> CascadeModels:
+    """The stages of a cascade whose last one is `model`. Raises Unsupported for what is no Cascade."""
     if not isinstance(config, Cascade):
         raise Unsupported(f"cascade={config!r} must be a fastspec.Cascade(stages=[...], ...)")
-    return CascadeModels(config, model)
+    return CascadeModels(config, model, Patching(patch, unpatch))
 
 
 def unpatch(model: Any, *, force: bool = False) -> Any:

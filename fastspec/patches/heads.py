@@ -25,11 +25,19 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.eagle.checkpoint import HeadCheckpoint, build_head, check_fit, misfits, override, read_checkpoint, with_taps
-from fastspec.generation.eagle.dialects import TRAINED_THETA, Flag
-from fastspec.generation.eagle.head import EagleHead, HeadConfig
-from fastspec.patches.binding import BOUND_ROWS, OWN_EMBEDDING, rows_of
-from fastspec.patches.compat import device_of
+from fastspec.generation.drafters.eagle.checkpoint import (
+    HeadCheckpoint,
+    build_head,
+    check_fit,
+    misfits,
+    override,
+    read_checkpoint,
+    with_taps,
+)
+from fastspec.generation.drafters.eagle.dialects import TRAINED_THETA, Flag
+from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.patches.assistants.binding import BOUND_ROWS, OWN_EMBEDDING, rows_of
+from fastspec.patches.hf.compat import device_of
 
 PATTERNS = ["*.json", "*.safetensors", "*.bin"]
 PROBE_TOKENS = 64

@@ -20,12 +20,12 @@ from fastspec.generation.layers.packing import is_packed, unpack
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Profile
 from fastspec.generation.stats import Stats
-from fastspec.patches.adapters import adapter_for, why_generic
+from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend, counted
-from fastspec.patches.compat import device_of
-from fastspec.patches.engines import Engines
-from fastspec.patches.layers import pack_model
-from fastspec.patches.tree_size import TreeChoice
+from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.families import adapter_for, why_generic
+from fastspec.patches.hf.layers import pack_model
+from fastspec.patches.pool import Engines
 
 
 class Absent(enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastspec.generation.eagle.head import HeadConfig
+from fastspec.generation.drafters.eagle.head import HeadConfig
 from fastspec.training.config import TrainConfig
 
 

@@ -15,8 +15,8 @@ from fastspec.cascade.sandbox import sandbox
 from fastspec.cascade.unit_tests import consent
 from fastspec.errors import Unsupported
 from fastspec.jsonl import read_jsonl
-from fastspec.patches.cascade import AdaptiveCascade, CascadeModels, Heard
-from fastspec.patches.settings import left_padded
+from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeModels, Heard
+from fastspec.patches.cascade.settings import left_padded
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.head import EagleHead
 
 
 def checkpoint_config(head: EagleHead) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
-from fastspec.generation.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
 from fastspec.training.data import Batch
 from fastspec.training.ttt import Teacher
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 
 from fastspec.errors import Unsupported
-from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.training.card import model_card
 from fastspec.training.config import TrainConfig
 from fastspec.training.data import Batch, Texts, batches, draft_vocabulary, plan_batches

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastspec.generation.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.head import EagleHead
 
 FEATURE_LOSS = 0.1
 """Weight of the feature loss of an EAGLE-1/2 head beside its cross entropy. EAGLE-1 trains one step with weights of 1 and 0.1 instead."""

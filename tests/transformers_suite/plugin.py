@@ -24,7 +24,7 @@ from helpers_models import tiny_head
 from transformers import GenerationMixin, set_seed
 
 import fastspec
-from fastspec.patches.generate import generate as served
+from fastspec.patches.call.generate import generate as served
 from fastspec.patches.session import session_of
 
 PLAIN = GenerationMixin.generate

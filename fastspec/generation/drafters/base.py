@@ -177,7 +177,7 @@ class Decoding(ABC):
         """
 
     def reading(self, source: Any) -> Decoding:
-        """The decoding of a call with this source (`fastspec.patches.seq2seq.Source`)."""
+        """The decoding of a call with this source (`fastspec.patches.hf.seq2seq.Source`)."""
         return self
 
     @property

@@ -1,0 +1,1 @@
+"""EAGLE heads: the head itself, its checkpoint formats, and the trees that are grown from it."""

@@ -1,0 +1,161 @@
+"""A head's weights, run by a backend's ops: what drafting calls in place of the module's own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
+from fastspec.generation.layers.mixers import FullAttention, Nodes
+from fastspec.generation.layers.packing import joint, pack
+from fastspec.generation.ops import Ops
+from fastspec.generation.state.attention import FullAttentionState
+from fastspec.kernels.reference import Candidates, joined
+
+
+class HeadProgram:
+    """The passes of one head, whose layers keep their keys and values in `state`. Where the backend captures, the head's weights that
+    read one input are packed."""
+
+    def __init__(self, head: EagleHead, ops: Ops, state: FullAttentionState) -> None:
+        config = head.config
+        self.head, self.ops, self.config, self.state = head, ops, config, state
+        if ops.captures or ops.fused is not None:
+            layer: Any
+            for layer in head.layers:
+                attn, mlp = layer.self_attn, layer.mlp
+                pack((attn.q_proj, attn.k_proj, attn.v_proj))
+                pack((mlp.gate_proj, mlp.up_proj))
+        self.layers = [self._parts(index) for index in range(config.num_hidden_layers)]
+        self.fc = product(ops, (head.fc,))
+        self.norm = None if head.norm is None else self._norm(head.norm)
+        target_head = head.__dict__["_target_lm_head"]
+        self.vocabulary = head.lm_head if head.lm_head is not None else target_head
+        plain = self.vocabulary is not None and is_plain(self.vocabulary) and self.vocabulary.bias is None
+        self.weight = self.vocabulary.weight.detach() if plain else None
+
+    def _norm(self, module: Any) -> Norm:
+        return rms(self.ops, module.weight, module.eps)
+
+    def _parts(self, index: int) -> LayerParts:
+        layer: Any = self.head.layers[index]
+        attn, mlp, config = layer.self_attn, layer.mlp, self.config
+        return LayerParts(
+            input_norm=None if layer.input_layernorm is None else self._norm(layer.input_layernorm),
+            mixer=FullAttention(
+                self.ops, self.state, index, scale=config.head_dim**-0.5, eps=config.rms_norm_eps,
+                qkv=product(self.ops, (attn.q_proj, attn.k_proj, attn.v_proj)), out=product(self.ops, (attn.o_proj,), parts=True),
+                q_norm=None if attn.q_norm is None else attn.q_norm.weight, k_norm=None if attn.k_norm is None else attn.k_norm.weight,
+            ),
+            mlp_norm=self._norm(layer.post_attention_layernorm),
+            mlp=gated(self.ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+        )  # fmt: skip
+
+    def packed(self) -> tuple[Tensor, Tensor] | None:
+        """The first layer's packed query-key-value and gate-up weights, or None where they lie apart."""
+        layer: Any = self.head.layers[0]
+        attn, mlp = layer.self_attn, layer.mlp
+        groups = (attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)
+        qkv, gate_up = (joint([each.weight for each in group]) for group in groups)
+        return None if qkv is None or gate_up is None else (qkv, gate_up)
+
+    def tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """fp32 cos and sin [count, R / 2] of the first positions."""
+        cos, sin = self.head.rotary(torch.arange(count, device=self.head.fc.weight.device))
+        return cos[:, 0].contiguous(), sin[:, 0].contiguous()
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [B, T, F] -> hidden states [B, T, H], as `EagleHead.fuse`."""
+        head = self.head
+        if self.config.kind == "eagle":
+            return features
+        if head.input_norm is not None:
+            features = self._norm(head.input_norm)(features)[0]
+        if head.fc_norm is not None:
+            normed = torch.empty_like(features)
+            width = self.config.target_hidden_size
+            for index, module in enumerate(head.fc_norm):
+                part = slice(index * width, (index + 1) * width)
+                self._norm(module)(features[..., part], out=normed[..., part])
+            features = normed
+        return self.fc(features)
+
+    def feed(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer reads of tokens [B, T] and hidden [B, T, H], normed, and its residual [B, T, H]."""
+        table = self._table(hidden)
+        if table is not None:
+            return self._first(self.ops.head_input(tokens, hidden, table, *self._norms()), hidden)
+        embedded = self._embedding()(tokens).to(hidden.dtype)
+        if self.config.kind == "eagle":
+            hidden = self.fc(torch.cat((embedded, hidden), -1))
+            return hidden, hidden
+        layer: Any = self.head.layers[0]
+        width = hidden.shape[-1]
+        x = hidden.new_empty(*hidden.shape[:-1], 2 * width)
+        self._norm(layer.input_layernorm)(embedded, out=x[..., :width])
+        self._norm(layer.hidden_norm)(hidden, out=x[..., width:])
+        return self._first(x, hidden)
+
+    def feed_frontier(self, tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`feed` of the nodes of `Ops.next_frontier`, and their ancestors."""
+        table = self._table(hidden)
+        if table is None:
+            tokens, hidden, words = self.ops.next_frontier(tokens.contiguous(), index.contiguous(), hidden, words, slot)
+            return *self.feed(tokens, hidden), words
+        x, hidden, words = self.ops.frontier_input(tokens, index, hidden, words, slot, table, *self._norms())
+        return *self._first(x, hidden), words
+
+    def _embedding(self) -> Any:
+        embed = self.head.__dict__["_embed_tokens"]
+        if embed is None:
+            raise RuntimeError("the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first")
+        return embed
+
+    def _table(self, hidden: Tensor) -> Tensor | None:
+        """The embedding's table [V, H] where the ops may look tokens up themselves and norm them; heads of kind "eagle" have no norms."""
+        embed = self._embedding()
+        if self.config.kind == "eagle" or not is_plain(embed, nn.Embedding) or embed.max_norm is not None:
+            return None
+        table: Tensor = embed.weight.detach()
+        return table if table.dtype == hidden.dtype and table.is_contiguous() else None
+
+    def _norms(self) -> tuple[Tensor, Tensor, float]:
+        """The weights of the first layer's norms of embeddings and states, and their epsilon."""
+        layer: Any = self.head.layers[0]
+        return layer.input_layernorm.weight, layer.hidden_norm.weight, self.config.rms_norm_eps
+
+    def _first(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """A joined input x [B, T, 2 * H], whose second half are the normed states, and the residual."""
+        layer: Any = self.head.layers[0]
+        return x, x[..., hidden.shape[-1] :] if layer.norm_before_residual else hidden
+
+    def step(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
+        """One pass over what `feed` gave, as `EagleHead.step` -> the states fed back, and what the LM head reads, [B, T, H]."""
+        change: Tensor | None = None  # what the last layer's feed-forward adds, not yet added
+        for part in self.layers:
+            if change is not None and part.input_norm is not None:
+                x, total = part.input_norm(change, total)
+            x, total = part.mlp_norm(part.mixer(x, nodes), total)
+            change = part.mlp(x)
+        assert change is not None
+        if self.norm is None:
+            state = total + joined(change)
+            return state, state
+        normed, state = self.norm(change, total)
+        return (normed if self.config.norm_output else state), normed
+
+    def logits(self, readout: Tensor) -> Tensor:
+        """What `step` returned second -> logits over the draft vocabulary [..., V_d]."""
+        if self.weight is not None:
+            return self.ops.linear(readout, self.weight, None)
+        if self.vocabulary is None:
+            raise RuntimeError("the head is not bound to a target: call head.bind(embed_tokens, target.get_output_embeddings()) first")
+        return self.vocabulary(readout)
+
+    def expand(self, readout: Tensor, scores: Tensor, count: int, out: Candidates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with logits that a foreign LM head made."""
+        x = readout if self.weight is not None else self.logits(readout)
+        return self.ops.topk_expand(x, self.weight, scores, count, self.head.d2t, out)  # type: ignore[return-value]

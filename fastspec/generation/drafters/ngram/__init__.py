@@ -1,0 +1,1 @@
+"""Drafts read off what followed what: the drafter, how its trees grow, and its storages."""

@@ -1,0 +1,1 @@
+"""What `assistant=` names: from a name or a config to a decoding."""

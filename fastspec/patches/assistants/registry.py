@@ -1,0 +1,220 @@
+"""From `assistant=` to a decoding: names, config objects, or an object with a `drafter` method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from fastspec.cascade.config import Cascade
+from fastspec.config import MANY_ROWS, Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
+from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import Decoding, adopt_decoding
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.static import StaticDrafter
+from fastspec.generation.drafters.ngram.drafter import NasdDecoding, check_tokens
+from fastspec.generation.engine.call import Outcome
+from fastspec.generation.ops import Ops
+from fastspec.patches.assistants.binding import moved, refreshed
+from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
+from fastspec.patches.call.refusals import refuse_heads, refuse_joining
+from fastspec.patches.hf.compat import device_of
+
+FUSED_BYTES = 20e6
+"""The largest head, in bytes of its own weights, that is drafted with in one launch at batch 1, where the fused drafter can run it. On an
+H200 a captured graph of separate kernels was faster for every head that was measured, from SmolLM2's own (23 MB, 2 to 4 % of a round) to
+those of 290 MB and more (15 to 19 % of the draft phase; docs/performance.md); smaller ones, whose launches count more, were not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plain(Decoding):
+    """Decoding without a drafter."""
+
+    continuous: ClassVar[bool] = True
+    name: str = "autoregressive"
+    taps: None = None
+
+    def drafter(self, **_: Any) -> None:
+        """There is none: every round is one token."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class EagleDecoding(Decoding):
+    """Decoding with an EAGLE head and a dynamic tree."""
+
+    continuous: ClassVar[bool] = True
+    name: str
+    head: EagleHead
+    shape: TreeShape
+    auto: Eagle2 | Eagle3 | None = None
+    """The config that leaves the number of nodes to a measurement; `shape` then has the most that it chooses from."""
+    batched: TreeShape | None = None
+    """The tree in batches of MANY_ROWS rows and more; None: `shape` there too."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The hidden states that the head reads."""
+        return self.head.config.taps
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The head."""
+        return (self.head,)
+
+    def sized(self, nodes: int) -> EagleDecoding:
+        """The same with trees of this many nodes."""
+        return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None, batched=None)
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
+        """The drafter of one call."""
+        small = sum(weight.nbytes for weight in self.head.parameters()) <= FUSED_BYTES
+        shape = self.shape if self.batched is None or rows < MANY_ROWS else self.batched
+        return EagleDrafter(self.head, shape, rows=rows, capacity=capacity, ops=ops, fused=small and ops.captures and rows == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticDecoding(Decoding):
+    """Decoding with an EAGLE-1 head and a static tree."""
+
+    continuous: ClassVar[bool] = True
+    config: Eagle1
+    head: EagleHead
+    name: str = "eagle"
+    taps: tuple[int, ...] = ()
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The head."""
+        return (self.head,)
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:
+        """The drafter of one call; it draws its drafts where the config asks for that and `process` allows it."""
+        process = process if self.config.drafts == "sampled" else None
+        return StaticDrafter(self.head, self.config.tree(), rows=rows, capacity=capacity, ops=ops, process=process)
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """An assistant that goes on from given answers: they are verified as drafts first. `answers` holds a text per row, and `hear` is
+    told the call's outcome, with the measures of every token where `measure` asks for them. `rows` prompts are decoded at a time, None:
+    all of them."""
+
+    decoding: Any
+    answers: Sequence[Sequence[int]] | None = None
+    hear: Callable[[Outcome], None] | None = None
+    measure: bool = False
+    rows: int | None = None
+
+
+def chosen(call: Any, model: Any, default: Any) -> tuple[Any, bool]:
+    """The assistant of a call that does not name one as an argument, and whether its own generation_config does: `call` is that config,
+    `model` the model's, `default` the patch's assistant. Raises Unsupported for an object in a generation_config."""
+    for config in (call, model):
+        held = getattr(config, "assistant", None)
+        if held is not None and not isinstance(held, (str, dict)):
+            raise Unsupported(
+                f"generation_config.assistant={held!r} would be lost when the generation_config is saved: use a name, or a dictionary such "
+                'as {"name": "eagle3", "depth": 5}; an object goes to generate(assistant=...) or to fastspec.patch(model, assistant=...)'
+            )
+        if held is not None:
+            return held, config is call
+    return default, False
+
+
+def read_config(fields: dict[str, Any]) -> Any:
+    """The config object of a dictionary: its `name` says which, the rest are its settings. Raises Unsupported for what is none."""
+    settings = dict(fields)
+    name = settings.pop("name", None)
+    if name not in NAMES or NAMES[name] is Cascade:
+        known = ", ".join(repr(each) for each in NAMES if each != Cascade.name)
+        raise Unsupported(f"assistant={fields!r} has the name {name!r}: accepted are {known}")
+    try:
+        return NAMES[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+    except TypeError as error:
+        raise Unsupported(f"assistant={fields!r} does not fit fastspec.{NAMES[name].__name__}: {error}") from error
+
+
+def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
+    """The decoding that an `assistant=` asks for. Raises Unsupported for an unknown name or a missing resource."""
+    if isinstance(assistant, dict):
+        assistant = read_config(assistant)
+    if isinstance(assistant, str):
+        if assistant not in NAMES:
+            raise Unsupported(f"assistant={assistant!r} is unknown: accepted are {', '.join(map(repr, NAMES))}, or a config object")
+        assistant = _cascade(resources).config if assistant == Cascade.name else NAMES[assistant]()
+    if isinstance(assistant, ContinuousBatch):
+        decoding = resolve(assistant.assistant, resources, model)
+        refuse_joining(decoding, model)
+        return Continued(decoding, rows=assistant.rows)
+    if isinstance(assistant, Continued):
+        return replace(assistant, decoding=resolve(assistant.decoding, resources, model))
+    if type(assistant) in RESOLVERS:
+        return RESOLVERS[type(assistant)](assistant, resources, model)
+    decoding = adopt_decoding(assistant)
+    if decoding is not None:
+        return decoding
+    raise Unsupported(
+        f"assistant={assistant!r} is neither a name ({', '.join(map(repr, NAMES))}), nor a config such as fastspec.Eagle3(), nor an "
+        "object with `name`, `taps` and `drafter` (fastspec.Decoding)"
+    )
+
+
+def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> EagleHead:
+    """The head of an EAGLE assistant, on the model's device and in its dtype. Raises Unsupported where there is none."""
+    refuse_heads(name, model)
+    head: EagleHead | None = resources.get(name)
+    if head is None:
+        raise Unsupported(f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it")
+    if head.fc.weight.device != device_of(model) or head.fc.weight.dtype != model.dtype:
+        head = _replace(resources, head, moved(head, model))  # the model was moved or cast since it was patched
+    head = _replace(resources, head, refreshed(head, model))
+    if top_k > head.config.draft_vocab_size:
+        raise Unsupported(f"top_k={top_k} children of a node exceed the head's draft vocabulary of {head.config.draft_vocab_size}")
+    return head
+
+
+def _replace(resources: dict[str, Any], head: EagleHead, fresh: EagleHead) -> EagleHead:
+    """Put one head in place of another."""
+    if fresh is not head:
+        resources.update({each: fresh for each, held in resources.items() if held is head})
+    return fresh
+
+
+def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecoding:
+    return StaticDecoding(config, _head("eagle", resources, model, 1 + max(map(max, config.tree()))))
+
+
+def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
+    shape, batched = (config.shape(device_of(model).type, rows) for rows in (1, MANY_ROWS))
+    auto = config if config.total_tokens == "auto" else None
+    return EagleDecoding(config.name, _head(config.name, resources, model, max(shape.top_k, batched.top_k)), shape, auto, batched)
+
+
+def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:
+    check_tokens(config.storage, vocabulary(model))
+    return NasdDecoding(config, sum(weight.nbytes for weight in read_parameters(model)))
+
+
+def _cascade(resources: dict[str, Any]) -> Any:
+    models = resources.get(Cascade.name)
+    if models is None:
+        raise Unsupported("assistant 'cascade' has no stages: fastspec.patch(model, cascade=fastspec.Cascade(...)) supplies them")
+    return models
+
+
+RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
+    Autoregressive: lambda config, resources, model: Plain(),
+    Eagle1: _eagle,
+    Eagle2: _dynamic,
+    Eagle3: _dynamic,
+    Nasd: _nasd,
+    Speculative: resolve_speculative,
+    Cascade: lambda config, resources, model: _cascade(resources).decoding(config),
+}
+"""Config class -> (config, resources, model) -> Decoding."""
+NAMES = {config.name: config for config in RESOLVERS}
+"""What `assistant=` takes as a string; `NAMES[name]()` is the assistant with its defaults, but for the cascade, which is the patch's."""

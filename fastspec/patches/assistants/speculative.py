@@ -1,0 +1,290 @@
+"""The assistant `speculative`: a transformers model, or the target's own first layers, as the draft model."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fastspec.config import Speculative
+from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import Decoding
+from fastspec.generation.drafters.draft_model.chain import ChainDrafter
+from fastspec.generation.drafters.draft_model.retokenized import room_for
+from fastspec.generation.drafters.draft_model.shared_vocabulary import SharedDrafter, shared_tokens
+from fastspec.generation.drafters.draft_model.text import TextDrafter
+from fastspec.generation.drafters.ngram.drafter import COSTS, LAYERS, Cost
+from fastspec.generation.drafters.policy import Length
+from fastspec.generation.ops import Ops
+from fastspec.generation.stats import Stats
+from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.factory import language_model
+from fastspec.patches.hf.families import adapter_for, check_supported
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.seq2seq import Source, encode
+
+PADDING = 1024
+"""Two vocabularies whose sizes differ by no more count as one, padded differently, as Qwen's are."""
+
+ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
+MANY_ROUNDS, SELDOM = 32, 0.05
+"""Rounds with drafts, and the share of them in which one was accepted, under which a call warns. A draft model that is right about the next
+token in a quarter of the rounds stays under it by chance in one call of that many rounds in a thousand."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeDecoding(Decoding):
+    """Decoding with drafts of `draft`; the target itself where `config.early_exit` is set."""
+
+    config: Speculative
+    target: Any
+    draft: Any
+    name: str = "speculative"
+    taps: None = None
+    source: Source | None = None
+    """What the target reads, where the models have an encoder; the draft model reads it with its own."""
+    reads_source: ClassVar[bool] = True
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The draft model."""
+        return (self.draft,)
+
+    def reading(self, source: Source) -> SpeculativeDecoding:
+        """The same decoding for a call with a source."""
+        return replace(self, source=source)
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> ChainDrafter:
+        """The drafter of one call; with early exit it takes its cache from the target later, in `bind`."""
+        config = self.config
+        layers = config.early_exit
+        length = Length(config.most, cost(self.draft, self.target, device, layers), check(self.target, device, rows))
+        length = length if config.gamma is None else Length(config.gamma)
+        model: Any = None
+        if config.early_exit is None:
+            source = None if self.source is None else encode(self.draft, self.source)
+            model = language_model(
+                self.draft, source, rows=rows, capacity=capacity + length.room, tail=length.unread, taps=None, ops=ops, drafts=True
+            )  # fmt: skip
+        return ChainDrafter(
+            model, length, branches=config.branches, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops,
+            process=process, early=None if layers is None else partial(self._early, layers),
+        )  # fmt: skip
+
+    def _early(self, layers: int, target: HFModel) -> HFModel:
+        """The target's own first layers, as a model that drafts on its cache."""
+        limit, ops = target.state.limit, target.ops
+        return HFModel(self.target, target.adapter, rows=0, capacity=limit, tail=0, taps=None, ops=ops, early=(target, layers))
+
+
+@dataclass(frozen=True, slots=True)
+class TextDecoding(Decoding):
+    """Decoding with drafts of a model that has another tokenizer."""
+
+    config: Speculative
+    target: Any
+    pair: Pair
+    name: str = "speculative"
+    taps: None = None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The draft model."""
+        return (self.pair.model,)
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> TextDrafter | SharedDrafter:
+        """The drafter of a call, and of later ones of its kind.
+
+        With `process` drafts are drawn by the shared tokens, if there are any. Without it the call may be a sampled one too, one without
+        any processor, which this does not tell from a greedy one: drafts are texts then.
+        """
+        draft, config = self.pair.model, self.config
+        times = COSTS.get(torch.device(device).type, COSTS["cuda"])
+        more = check(self.target, device, rows) + times.reread / pass_ms(times, self.target)
+        length = Length(config.most, cost(draft, self.target, device), more) if config.gamma is None else Length(config.gamma)
+        room = room_for(capacity, length)
+        model = language_model(draft, None, rows=rows, capacity=room, tail=2, taps=None, ops=ops, drafts=True)
+        texts: dict[str, Any] = {
+            "room": room, "tokenizer": self.pair.tokenizer, "draft_tokenizer": self.pair.draft_tokenizer, "device": device,
+        }  # fmt: skip
+        if process is None or not self.pair.shared:
+            return TextDrafter(model, length, known={}, **texts)  # greedy calls need not compare vocabularies
+        return SharedDrafter(
+            model, length, self.pair.shared, vocab=vocabulary(self.target), draft_vocab=vocabulary(draft), ops=ops, process=process, **texts
+        )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A draft model, its tokenizer and the target's, where they differ."""
+
+    model: Any
+    draft_tokenizer: Any
+    tokenizer: Any
+
+    @cached_property
+    def shared(self) -> list[tuple[int, int]]:
+        """Their shared tokens, found once."""
+        return shared_tokens(self.tokenizer, self.draft_tokenizer)
+
+
+def check(model: Any, device: Any, rows: int) -> float:
+    """What a pass of the target over drafts costs more than one over a single token, in such passes; nothing in a batch, which has
+    several."""
+    cost = COSTS.get(torch.device(device).type, COSTS["cuda"])
+    return cost.check(sum(p.numel() * p.element_size() for p in read_parameters(model))) if rows == 1 else 0.0
+
+
+def cost(draft: Any, target: Any, device: Any, layers: int | None = None) -> float:
+    """A token of a draft model, or of its first `layers`, in units of a target pass: by the weights that both read, their layers, and what
+    the host does for a draft."""
+    times = COSTS.get(torch.device(device).type, COSTS["cuda"])
+    return (times.drafted + pass_ms(times, draft, layers)) / pass_ms(times, target)
+
+
+def pass_ms(times: Cost, model: Any, layers: int | None = None) -> float:
+    """Milliseconds of a pass over one node of a model, or of its first `layers` and its LM head."""
+    whole, read = model.config.get_text_config().num_hidden_layers, read_weights(model)
+    if layers is not None:
+        head = model.get_output_embeddings().weight.numel()
+        read = head + (read - head) * layers / whole
+    return times.one * (layers or whole) / LAYERS + read * model.dtype.itemsize / times.bytes_per_ms
+
+
+def vocabulary(model: Any) -> int:
+    """Rows of a model's LM head."""
+    return model.get_output_embeddings().weight.shape[0]
+
+
+def read_parameters(model: Any) -> list[nn.Parameter]:
+    """The parameters that one pass reads: all but the embedding, unless it is the LM head too, and but the encoder's. A mixture of experts
+    counts whole."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    parts = [model]
+    if model.config.is_encoder_decoder:
+        embedding, parts = model.get_decoder().get_input_embeddings(), [model.get_decoder(), head]
+    whole = {id(p): p for part in parts for p in part.parameters()}
+    return [p for p in whole.values() if p is not embedding.weight or embedding.weight is head.weight]
+
+
+def read_weights(model: Any) -> int:
+    """How many weights one pass reads."""
+    return sum(p.numel() for p in read_parameters(model))
+
+
+def check_draft(draft: Any, target: Any) -> Any:
+    """The draft model, or the Pair of one with two tokenizers, if it can draft for the target; warns where it is no smaller, and where the
+    models' special tokens say that their tokenizers differ.
+
+    Raises Unsupported for a model that cannot be decoded with, vocabularies that are not one, and another device.
+    """
+    if isinstance(draft, tuple):
+        if len(draft) != 3 or not all(callable(getattr(t, "decode", None)) for t in draft[1:]):
+            names = ", ".join(type(part).__name__ for part in draft)
+            raise Unsupported(
+                "speculative=(draft_model, draft_tokenizer, tokenizer) takes the draft model, its tokenizer and the target's tokenizer, "
+                f"not ({names})"
+            )
+        draft = Pair(*draft)
+    model = draft.model if isinstance(draft, Pair) else draft
+    if not isinstance(model, PreTrainedModel):
+        given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
+        raise Unsupported(
+            "speculative= takes a transformers model, or (draft_model, draft_tokenizer, tokenizer) where the tokenizers differ, "
+            f"not {given}: load one with AutoModelForCausalLM.from_pretrained(...)"
+        )
+    check_supported(model)
+    if model.config.is_encoder_decoder != target.config.is_encoder_decoder:
+        kinds = ["a decoder-only", "an encoder-decoder"]
+        raise Unsupported(
+            f"the draft model is {kinds[model.config.is_encoder_decoder]} model and the target {kinds[target.config.is_encoder_decoder]} "
+            "one: a draft model reads what the target reads, so both must be of one kind"
+        )
+    if target.config.is_encoder_decoder and isinstance(draft, Pair):
+        raise Unsupported("a draft model with another tokenizer drafts for decoder-only models: an encoder-decoder model's shares its own")
+    if model is target:
+        raise Unsupported("speculative=model is the target itself: fastspec.Speculative(early_exit=k) drafts with its first k layers")
+    sizes = vocabulary(model), vocabulary(target)
+    if abs(sizes[0] - sizes[1]) > PADDING and not isinstance(draft, Pair):
+        raise Unsupported(
+            f"the draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: give both tokenizers with "
+            f"speculative=(draft_model, draft_tokenizer, tokenizer) (sizes of one vocabulary differ by {PADDING} at most, for padding)"
+        )
+    _same_device(model, target)
+    cost = read_weights(model), read_weights(target)
+    if cost[0] >= cost[1]:
+        warnings.warn(
+            f"the draft model reads {cost[0] / 1e6:.1f} M weights a token and the target {cost[1] / 1e6:.1f} M: drafting will not pay",
+            stacklevel=3,
+        )
+    if not isinstance(draft, Pair):
+        _compare_tokens(model, target)
+    return draft
+
+
+def _compare_tokens(draft: Any, target: Any) -> None:
+    """Warn where two models that are to share a tokenizer have no token in common for one role: their ids mean other texts then."""
+    apart = [(role, own, other) for role in ROLES if (own := _ids(draft, role)) and (other := _ids(target, role)) and not own & other]
+    if apart:
+        told = "; ".join(f"{role} {sorted(own)} and {sorted(other)}" for role, own, other in apart)
+        warnings.warn(
+            f"the draft model and the target differ in special tokens ({told}): if their tokenizers differ, drafts will not be accepted; "
+            "give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
+            stacklevel=4,
+        )
+
+
+def _ids(model: Any, role: str) -> set[int]:
+    """What a model's configuration and generation configuration name as its `role`."""
+    named = [getattr(config, role, None) for config in (model.config.get_text_config(), model.generation_config)]
+    return {index for each in named if each is not None for index in (each if isinstance(each, (list, tuple)) else [each])}
+
+
+def warn_if_refused(decoding: Any, stats: Stats) -> bool:
+    """Warn of a draft model of whose drafts almost none were accepted in many rounds of a call -> whether it did."""
+    if not isinstance(decoding, SpeculativeDecoding) or decoding.draft is decoding.target:
+        return False
+    accepted = sum(stats.lengths[1:])
+    if stats.draft_rounds < MANY_ROUNDS or accepted >= SELDOM * stats.draft_rounds:
+        return False
+    warnings.warn(
+        f"drafts of the draft model were accepted in {accepted} of {stats.draft_rounds} rounds: it knows little of what the target says, "
+        "or has another tokenizer; then give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
+        stacklevel=2,
+    )
+    return True
+
+
+def _same_device(draft: Any, target: Any) -> None:
+    place, wanted = device_of(draft), device_of(target)
+    if place != wanted:
+        raise Unsupported(f"the draft model is on {place} and the target on {wanted}: move one of them with .to(...)")
+
+
+def resolve_speculative(config: Speculative, resources: dict[str, Any], target: Any) -> SpeculativeDecoding | TextDecoding:
+    """The decoding of a config. Raises Unsupported without a draft model, and for an early exit that the target has not."""
+    if config.early_exit is None:
+        draft = resources.get("speculative")
+        if draft is None:
+            raise Unsupported(
+                "assistant 'speculative' has no draft model: fastspec.patch(model, speculative=draft_model) supplies it, or "
+                "fastspec.Speculative(early_exit=k) drafts with the target's first k layers"
+            )
+        _same_device(draft.model if isinstance(draft, Pair) else draft, target)
+        if not isinstance(draft, Pair):
+            return SpeculativeDecoding(config, target, draft)
+        if config.branches > 1:
+            raise Unsupported(f"branches={config.branches}: drafts of a model with another tokenizer are chains")
+        return TextDecoding(config, target, draft)
+    layers = target.config.get_text_config().num_hidden_layers
+    if config.early_exit >= layers:
+        raise Unsupported(f"early_exit={config.early_exit}: the target has {layers} layers, so at most {layers - 1}")
+    if adapter_for(target) is None:
+        raise Unsupported(f"early_exit needs a model with an adapter, and {type(target).__name__} runs in generic mode")
+    return SpeculativeDecoding(config, target, target)

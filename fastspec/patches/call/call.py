@@ -1,0 +1,305 @@
+"""One assisted call: what transformers prepared, as a Request, decoded and made into transformers' output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
+
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.drafters.base import Place
+from fastspec.generation.drafters.given_text import CHUNKS
+from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.loop import decode
+from fastspec.generation.profile import Clock
+from fastspec.kernels.reference import SamplingLaw
+from fastspec.patches.assistants.mixtures import MixedDecoding
+from fastspec.patches.assistants.registry import Continued, EagleDecoding
+from fastspec.patches.assistants.speculative import warn_if_refused
+from fastspec.patches.assistants.tree_size import choose_tree
+from fastspec.patches.call.output import output_of
+from fastspec.patches.call.processors import (
+    CAPTURABLE,
+    Ending,
+    Streaming,
+    are_known,
+    make_processors,
+    read_law,
+    signature,
+    unknown_types,
+)  # fmt: skip
+from fastspec.patches.call.refusals import refuse_prompts
+from fastspec.patches.call.steps import PlainSteps
+from fastspec.patches.hf.cache import import_past
+from fastspec.patches.hf.compat import device_of, fill_cache, is_out_of_memory, read_cache
+from fastspec.patches.hf.factory import language_model
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.peft_models import virtual_tokens
+from fastspec.patches.hf.seq2seq import read_source
+from fastspec.patches.pool import weights_of
+from fastspec.patches.session import PatchSession
+
+
+class Call:
+    """One assisted call. Making it refuses what the call cannot have, before anything was decoded; `run` decodes.
+
+    `given` holds the user's own arguments by name, all else is what transformers made of them.
+    """
+
+    def __init__(
+        self, model: Any, session: PatchSession, decoding: Any, given: dict[str, Any], ids: Tensor, processors: LogitsProcessorList,
+        criteria: Any, config: Any, model_kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.given = decoding if isinstance(decoding, Continued) else Continued(decoding)
+        self.model, self.session, self.decoding, self.config, self.processors = model, session, self.given.decoding, config, processors
+        self.device = device_of(model)
+        self.ids, self.ops = ids.to(self.device), session.ops(model)
+        self.pad = int(pad) if (pad := getattr(config, "_pad_token_tensor", None)) is not None else 0
+        self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
+        self.handed_in = given.get("past_key_values") is not None  # the cache is the user's own, to be filled in place
+        self.cache = model_kwargs.get("past_key_values")
+        self.past = read_cache(self.cache, model.config.get_text_config().num_hidden_layers)
+        self.past_length = 0 if self.past is None else self.past[0][0].shape[2]
+        self.source = read_source(model, given, model_kwargs, ids.shape[0]) if model.config.is_encoder_decoder else None
+        if self.source is None:
+            self.keep = self._keep(given.get("attention_mask"), ids.shape[0])
+        else:  # the mask is the source's
+            self.keep = torch.ones_like(self.ids, dtype=torch.bool)
+            self.decoding = self.decoding.reading(self.source)
+        self.virtual: list[tuple[Tensor, Tensor]] | None = None
+        self._put_virtual_tokens()
+        refuse_prompts(model, self.ids, self.keep, self.past_length)
+        self.ending = Ending(criteria, self.ids)
+        self.steps = None if are_known(processors, criteria) else self._steps(ids, criteria)
+        """Plain decoding's own steps, where processors or criteria may have a state: the call decodes in lockstep."""
+        rows = self.given.rows
+        self.rows = rows if rows is not None and rows < ids.shape[0] else None
+        """Prompts that are decoded at a time, where these are fewer than all."""
+        if rows is not None and self.handed_in:
+            raise Unsupported("ContinuousBatch takes whole prompts, without past_key_values: name its assistant itself")
+        if self.rows is not None and self.steps is not None:
+            raise Unsupported(
+                f"ContinuousBatch decodes {self.rows} of {ids.shape[0]} prompts at a time, and {unknown_types(processors, criteria)} may "
+                "keep a state over the whole batch: name its assistant itself, or pass at most as many prompts as it has rows"
+            )
+        self._begin()
+
+    def _steps(self, ids: Tensor, criteria: Any) -> PlainSteps:
+        if isinstance(self.decoding, MixedDecoding) and not are_known(self.processors, ()):
+            raise Unsupported(
+                f"a mixture of two models' laws takes no processors that may look at the tokens so far ({unknown_types(self.processors)}): "
+                "leave them out, or decode the large model's own law"
+            )
+        told = callable(getattr(self.streamer, "on_round", None))  # ours: a round before its tokens
+        return PlainSteps(ids, self.processors, criteria, self.config, None if told else self.streamer)
+
+    def _keep(self, mask: Tensor | None, rows: int) -> Tensor:
+        """Which of the past and prompt tokens are real, [B, past + new] bool."""
+        width = self.ids.shape[1]
+        if mask is None:
+            held = getattr(self.config, "_pad_token_tensor", None)
+            inferred = self.model._prepare_attention_mask_for_generation(self.ids, self.config, {}) if held is not None else None
+            keep = torch.ones_like(self.ids, dtype=torch.bool) if inferred is None or inferred.dim() != 2 else inferred.bool()
+        else:
+            keep = mask.to(self.ids.device).bool()
+            repeat = rows // max(1, keep.shape[0])
+            keep = keep.repeat_interleave(repeat, 0) if repeat > 1 else keep
+        if keep.shape[1] == self.past_length + width and self.past_length:
+            return keep
+        if keep.shape[1] != width:
+            raise Unsupported(
+                f"attention_mask is {keep.shape[1]} wide and input_ids {width}: they must agree, the tokens of "
+                "past_key_values counted in both or in the mask alone"
+            )
+        return keep
+
+    def _put_virtual_tokens(self) -> None:
+        """Begin behind the virtual tokens of a prompt-learning adapter, as behind a cache of the user's own."""
+        layers = self.model.config.get_text_config().num_hidden_layers
+        virtual = None if self.source is not None else virtual_tokens(self.model, self.keep, layers)
+        if virtual is None:
+            return
+        if self.past is not None or self.given.rows is not None:
+            what = "past_key_values" if self.past is not None else "ContinuousBatch"
+            raise Unsupported(f"{what} cannot be combined with a prompt-learning adapter: its virtual tokens begin every prompt of a call")
+        self.past, self.past_length = virtual, virtual[0][0].shape[2]
+        self.keep = torch.cat((torch.ones_like(self.keep[:, :1]).expand(-1, self.past_length), self.keep), 1)
+        self.virtual = virtual
+
+    def _begin(self) -> None:
+        """Make the request and the rounds. Raises Unsupported, and FastSpecError when memory has run out."""
+        new = self.keep.shape[1] - self.past_length  # tokens of the prompt that the cache does not hold
+        prompts, counts = _compact(self.ids[:, -new:], self.keep[:, -new:])
+        limit, steps, config = self.ending.limit, self.steps, self.config
+        rows = prompts.shape[0] if self.rows is None else self.rows
+        self.capacity = int(self.keep[:, : self.past_length].sum(1).max()) + prompts.shape[1] + limit
+        process_all, process_at = make_processors(self.processors, self.ids)
+        if steps is not None:  # drafts are not drawn: they would take random numbers that plain decoding does not
+            process_all, process_at = process_all if isinstance(self.decoding, MixedDecoding) else None, None
+        self.streaming = Streaming(self.streamer, len(prompts), self.pad) if self.streamer is not None else None
+        emits = self.streaming is not None and (steps is None or steps.streamer is None)
+        wanted = bool(config.return_dict_in_generate) and steps is None
+        self.request = Request(
+            prompts, counts, list(self.ids), limit, self.ending.ends, process_at,
+            context=self._context(),
+            stop=self.ending.stop, emit=self.streaming.emit if self.streaming and emits else None,
+            watch=self.streaming.watch if self.streaming else None,
+            keep_scores=bool(wanted and config.output_scores), keep_logits=bool(wanted and config.output_logits),
+            answers=self.given.answers, measure=self.given.measure, rows=self.rows, steps=steps,
+        )  # fmt: skip
+        with self._memory(rows):
+            self.decoding = self._sized(self.capacity, self.request)
+            self.engine, self.key = self._engine(rows, self.capacity, process_all, self._law(self.request.keep_scores))
+        if self.rows is not None:
+            self.request.entry = partial(self._entry, self.engine, self.capacity, process_all if config.do_sample else None)
+
+    def run(self) -> Any:
+        """Decode, and return what `generate` returns."""
+        engine = self.engine
+        if self.cache is not None and self.virtual is not None:  # not before: a call that is refused must leave the cache as it was
+            fill_cache(self.cache, 0, *map(list, zip(*self.virtual, strict=True)))
+        with self._memory(len(engine.state.running)):
+            outcome = decode(engine, self.request, self.decoding.name)
+        outcome.stats.fused = engine.drafter is not None and engine.drafter.fused
+        self.session.calls.append(outcome.stats)
+        if self.streaming is not None:
+            self.streaming.end()  # who waits for it in another thread finds the call in the report
+        if self.given.hear is not None:
+            self.given.hear(outcome)
+        self.session.warned = self.session.warned or warn_if_refused(self.decoding, outcome.stats)
+        output = output_of(self, outcome, engine.target, self.request.counts)
+        if self.key is not None:
+            self.session.engines.put(self.key, engine)
+        return output
+
+    @contextmanager
+    def _memory(self, rows: int) -> Iterator[None]:
+        """Say of an error that memory has run out, and what would need less."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, FastSpecError) or not is_out_of_memory(error):
+                raise
+            raise FastSpecError(
+                f"out of memory while decoding {rows} rows of up to {self.capacity} tokens on {self.device}: ask for fewer new tokens, "
+                "a shorter prompt or a smaller batch"
+            ) from error
+
+    def _context(self) -> tuple[Tensor, Tensor] | None:
+        """What a drafter without a model reads before the first new token, where that is more than the prompt."""
+        if self.source is not None:
+            return None if self.decoding.reads_source else self.source.text(self.ids)
+        return _compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
+
+    def _law(self, keep_scores: bool) -> SamplingLaw | None:
+        """The law that rounds draw under without processing scores, where the call samples and nobody asks for processed ones."""
+        return read_law(self.processors) if self.config.do_sample and not keep_scores else None
+
+    def _engine(self, rows: int, capacity: int, process: Any, law: SamplingLaw | None) -> tuple[Engine[HFModel], Any]:
+        """The engine of this call, from the pool where there is one of its kind, and the key to put it back under."""
+        sample, engines = bool(self.config.do_sample), self.session.engines
+        key = self._key(rows, sample, process, law) if self.ops.captures else None
+        engine = None if key is None else engines.take(key)
+        drawn = process if sample else None
+        if engine is None:
+            engines.make_room()
+            target, drafter = self._parts(rows, capacity, drawn)
+            waits = process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
+            engine = Engine(
+                target, drafter, self.ops, rows=rows, sample=sample, process=process, law=law, place=Place.HOST if waits else Place.DEVICE,
+                measures=self.given.measure, filler=None if self.steps is None else self.steps.filler,
+            )  # fmt: skip
+            key = None if key is None else self._key(rows, sample, process, law)  # making the drafter may have packed its head's weights
+        else:
+            engine.drafter = self._opened(engine.target, engine.drafter, rows, capacity, drawn)
+        self._restore(engine.target)
+        engine.profile(None if self.session.profile is None else Clock(self.session.profile, self.device))
+        return engine, key
+
+    def _opened(self, target: HFModel, drafter: Any, rows: int, capacity: int, process: Any) -> Any:
+        """Begin a call on a target and a drafter that were kept -> the drafter, which may be another."""
+        target.open(capacity)
+        if drafter is None:
+            return None
+        if not drafter.traits.reusable:
+            drafter = self._drafter(rows, capacity, process)
+            drafter.bind(target)
+        else:
+            drafter.open(capacity)
+            drafter.ends = self.ending.ends
+        return drafter
+
+    def _entry(self, engine: Engine[HFModel], capacity: int, process: Any) -> tuple[HFModel, Any]:
+        """A target and a drafter of one row, for a prompt to begin in: the same ones for all prompts."""
+        if engine.entry is None:
+            engine.entry = self._parts(1, capacity, process)
+        else:
+            target, drafter = engine.entry
+            engine.entry = target, self._opened(target, drafter, 1, capacity, process)
+        if engine.drafter is not None and engine.entry[1] is engine.drafter:
+            raise Unsupported(f"assistant {self.decoding.name!r} is continuous, and made one drafter twice: each must be its own")
+        return engine.entry
+
+    def _sized(self, capacity: int, request: Request) -> Any:
+        """The call's decoding, the size of its trees chosen where that is left to a measurement: once for calls of one kind."""
+        decoding, model, trees = self.decoding, self.model, self.session.trees
+        if not isinstance(decoding, EagleDecoding) or decoding.auto is None:
+            return decoding
+        rows = len(request.prompts) if self.rows is None else self.rows
+        key = decoding.auto, rows, self.device, model.dtype
+        if key not in trees:
+
+            def fresh() -> tuple[HFModel, Any]:
+                target, drafter = self._parts(rows, capacity, None)
+                self._restore(target)
+                return target, drafter
+
+            self.session.engines.make_room()
+            trees[key] = choose_tree(fresh, self.ops, request.begins(), decoding.auto.sizes(self.device.type))
+        return decoding.sized(trees[key].chosen)
+
+    def _restore(self, target: HFModel) -> None:
+        """Begin where the caller's cache ends."""
+        if self.past is not None:
+            import_past(target.state, self.past, self.keep[:, : self.past_length])
+
+    def _key(self, rows: int, sample: bool, process: Any, law: SamplingLaw | None) -> Any:
+        """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
+        drawn = signature(self.processors) if process is not None else None
+        extra = self.given.answers is not None, self.given.measure, None if self.steps is None else self.steps.filler
+        key = self.decoding, rows, sample, drawn, law, extra, tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _drafter(self, rows: int, capacity: int, process: Any) -> Any:
+        drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.device, ops=self.ops, process=process)
+        if drafter is not None:
+            drafter.ends = self.ending.ends
+        return drafter
+
+    def _parts(self, rows: int, capacity: int, process: Any) -> tuple[HFModel, Any]:
+        drafter = self._drafter(rows, capacity, process)
+        nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
+        nodes = nodes if self.given.answers is None else max(nodes, *CHUNKS.get(self.device.type, CHUNKS["cuda"]))
+        target = language_model(
+            self.model, self.source, rows=rows, capacity=capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
+        )  # fmt: skip
+        if drafter is not None:
+            drafter.bind(target)
+        return target, drafter
+
+
+def _compact(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Move each row's real tokens to the front -> ids [B, max count], counts [B]."""
+    counts = keep.sum(1)
+    order = torch.argsort((~keep).int(), dim=1, stable=True)[:, : int(counts.max())]
+    return ids.gather(1, order), counts

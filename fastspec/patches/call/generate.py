@@ -1,0 +1,123 @@
+"""The front door: `model.generate(..., assistant=...)`, and calls that a default assistant serves or leaves to transformers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
+
+from fastspec.errors import Unsupported
+from fastspec.patches.assistants.registry import chosen, resolve
+from fastspec.patches.call.call import Call
+from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
+from fastspec.patches.cascade.loop import AdaptiveCascade
+from fastspec.patches.hf.compat import drop_capturing_hooks, own_stop_strings, plain_decoding
+from fastspec.patches.hf.seq2seq import refuse_seq2seq
+from fastspec.patches.session import ABSENT, PatchSession, session_of
+
+
+def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> Any:
+    """transformers' `generate`, with `assistant=`: a name, a config object or an object with a `drafter` method.
+
+    Everything else keeps its meaning. A call that names none has the one of its generation_config, of the model's, or of the patch, in this
+    order; without any, and with None or "none", the original runs untouched. Raises Unsupported for what cannot be combined with an
+    assistant that the call names; where it is a default, the original runs and a warning says why.
+    """
+    session = session_of(self)
+    if session is None:  # someone kept this method from before `unpatch`
+        if assistant is not ABSENT and assistant is not None:
+            raise Unsupported(f"this {type(self).__name__} is not patched any more: fastspec.patch(model) comes before assistant=")
+        return type(self).generate(self, *args, **kwargs)
+    before = session.before(self, "generate")
+    original = type(self).generate.__get__(self) if before is ABSENT else before
+    given = _by_name(self, args, kwargs)
+    named = assistant is not ABSENT
+    if not named:
+        assistant, named = chosen(given.get("generation_config"), self.generation_config, session.default)
+    if assistant is None or assistant == "none" or (not named and given.get("custom_generate") is not None):
+        return original(*args, **kwargs)
+    try:
+        decoding = _checked(self, session, assistant, given)
+    except Unsupported as reason:
+        if named:
+            raise
+        session.leave(reason)
+        return original(*args, **kwargs)
+    if isinstance(decoding, AdaptiveCascade):
+        try:
+            return decoding.generate(self, session, given)
+        except Unsupported as reason:  # by a stage, when it is asked
+            if named:
+                raise
+            session.leave(reason)
+            return original(*args, **kwargs)
+    session.pack(self)
+    session.tell_mode(self)
+
+    def custom(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        try:
+            refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
+            call = Call(
+                model, session, decoding, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            )  # fmt: skip
+        except Unsupported as reason:
+            if named:
+                raise
+            session.leave(reason)
+            return plain_decoding(
+                model, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            )  # fmt: skip
+        return call.run()
+
+    with session.turn.taken():
+        try:
+            return original(**{**own_stop_strings(self, given), "custom_generate": custom})
+        finally:
+            if not session.captured:
+                drop_capturing_hooks(self)  # a model that has them cannot be pickled
+
+
+def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' continuous batching, which takes no assistant: it would swallow the argument. Raises Unsupported for one."""
+    if kwargs.pop("assistant", None) not in (None, "none"):
+        raise Unsupported(
+            "generate_batch takes no assistant=: it is transformers' own continuous batching. For many prompts with an assistant: "
+            "model.generate(**inputs, assistant=fastspec.ContinuousBatch(...))"
+        )
+    session = session_of(self)
+    before = ABSENT if session is None else session.before(self, "generate_batch")
+    original = type(self).generate_batch.__get__(self) if before is ABSENT else before
+    return original(*args, **kwargs)
+
+
+def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str, Any]) -> Any:
+    """The decoding of a call. Raises Unsupported, before anything runs, for what its arguments and the model's state rule out."""
+    decoding = assistant if isinstance(assistant, AdaptiveCascade) else resolve(assistant, session.resources, model)
+    refuse_overrides(model)
+    session.turn.refuse_nested()
+    if isinstance(decoding, AdaptiveCascade):
+        decoding.check(model, given)
+        return decoding
+    refuse_arguments(given, model.generation_config)
+    if model.config.is_encoder_decoder:
+        refuse_seq2seq(model, decoding, given)
+    return decoding
+
+
+def _by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a `generate` call by name."""
+    signature = inspect.signature(type(model).generate)
+    given = signature.bind_partial(model, *args, **kwargs).arguments
+    given.pop(next(iter(signature.parameters)))  # the model itself
+    more = given.pop("kwargs", {})
+    return {**given, **more}

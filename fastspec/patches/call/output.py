@@ -1,0 +1,109 @@
+"""An Outcome as transformers' own output: sequences, scores, logits and the cache, those of rows that ended early included."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from fastspec.generation.engine.call import Outcome
+from fastspec.generation.tree import TokenTree
+from fastspec.patches.call.processors import process_rows
+from fastspec.patches.call.steps import PlainSteps
+from fastspec.patches.hf.cache import export_span
+from fastspec.patches.hf.compat import fill_cache
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.seq2seq import Source
+
+
+class Asked(Protocol):
+    """What a call asked for, as its output is made of it."""
+
+    config: Any
+    """The call's generation_config."""
+    processors: Any
+    ids: Tensor
+    """[B, T] the call's tokens, and `keep` [B, past + T] bool which of the past and of these are no padding."""
+    keep: Tensor
+    pad: int
+    past_length: int
+    cache: Any
+    """Transformers' cache, to be filled where the call `handed_in` one of its own or asks for it."""
+    handed_in: bool
+    source: Source | None
+    rows: int | None
+    """Prompts that were decoded at a time, where these were fewer than all."""
+    steps: PlainSteps | None
+
+
+def output_of(call: Asked, outcome: Outcome, target: HFModel, counts: Tensor) -> Any:
+    """What `generate` returns; counts [B] are the tokens of each prompt that the call has read."""
+    config, steps, ids = call.config, call.steps, call.ids
+    pad, longest = call.pad, max(len(row) for row in outcome.tokens)
+    new = torch.tensor([row + [pad] * (longest - len(row)) for row in outcome.tokens], device=ids.device)
+    sequences = torch.cat((ids, new), 1) if steps is None else steps.ids.to(ids.device)  # a processor may have written there
+    returned = bool(config.return_dict_in_generate)
+    wants_past = call.cache is not None and call.source is None and call.rows is None and (call.handed_in or returned)
+    wants = returned and bool(config.output_scores or config.output_logits)
+    if steps is None and call.rows is None and (wants or wants_past):
+        first = call.keep[:, : call.past_length].sum(1)
+        said = torch.tensor([len(row) for row in outcome.tokens], device=first.device)
+        target.state.lengths.copy_(first + counts + said - 1)  # a row's last round may have gone on behind its end
+        _add_padding(call, outcome, target, longest)
+    if wants_past:
+        first = call.keep[:, : call.past_length].sum(1)
+        width = call.keep.shape[1] - call.past_length
+        keys, values = export_span(target.state, first, width + longest - 1, width - counts)
+        fill_cache(call.cache, call.past_length, keys, values)
+    if not returned:
+        return sequences
+    scores = steps.scores if steps is not None else _columns(outcome.scores, longest) if config.output_scores else None
+    logits = steps.logits if steps is not None else _columns(outcome.logits, longest) if config.output_logits else None
+    kind = GenerateDecoderOnlyOutput if call.source is None else GenerateEncoderDecoderOutput
+    out = kind(sequences=sequences, scores=scores, logits=logits, past_key_values=call.cache if wants_past else None)
+    out.fastspec = outcome.stats
+    return out
+
+
+def _add_padding(call: Asked, outcome: Outcome, target: HFModel, longest: int) -> None:
+    """Let rows that ended early read padding up to the longest, as plain decoding does: it leaves keys and values of it, which a mask of
+    ones over the next turn shows, and scores and logits."""
+    logits = _read_padding(target, outcome.tokens, longest, call.pad)
+    ids, padding = call.ids, [call.pad] * longest
+    rows = [row for row, read in enumerate(logits) if len(read)]
+    if call.config.output_logits:
+        for row in rows:
+            outcome.logits[row] += list(logits[row])
+    for step in range(longest) if call.config.output_scores else ():
+        here = [row for row in rows if len(outcome.tokens[row]) <= step]
+        if here:
+            texts = torch.stack([torch.cat((ids[row], ids.new_tensor((outcome.tokens[row] + padding)[:step]))) for row in here])
+            raw = torch.stack([logits[row][step - len(outcome.tokens[row])] for row in here])
+            for row, scores in zip(here, process_rows(call.processors, here, texts, raw), strict=True):
+                outcome.scores[row].append(scores)
+
+
+def _read_padding(target: HFModel, tokens: list[list[int]], longest: int, pad: int) -> list[Tensor]:
+    """Commit every row's last token and then padding, until it has as many tokens as the longest -> per row the raw logits [n, V] fp32 of
+    the tokens that it lacks."""
+    need, device, done = [longest - len(row) for row in tokens], target.lengths.device, 0
+    read: list[list[Tensor]] = [[] for _ in tokens]
+    while done < max(need):
+        width = min(target.state.tail, max(need) - done)
+        chain = torch.tensor([[row[-1] if done == 0 else pad] + [pad] * (width - 1) for row in tokens], device=device)
+        logits, _ = target.score(TokenTree.chain(chain), int(target.lengths.max()))
+        more = [max(0, min(count - done, width)) for count in need]
+        for row, count in enumerate(more):
+            read[row].append(logits[row, :count].float())
+        target.state.grow(torch.tensor(more, device=device))
+        done += width
+    return [torch.cat(parts) if parts else torch.empty(0, device=device) for parts in read]
+
+
+def _columns(rows: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
+    """Per-row lists of [V] -> one [B, V] per step. With ContinuousBatch a row that has ended is filled with zeros: another prompt has its
+    place in the batch."""
+    blank = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else blank for row in rows]) for step in range(longest))

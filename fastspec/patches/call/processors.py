@@ -1,0 +1,149 @@
+"""Processors, stopping criteria and streamers of transformers, as the loop wants them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as lp
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
+
+from fastspec.generation.verify import RowProcessor
+from fastspec.kernels.reference import SamplingLaw
+from fastspec.patches.pool import plain_value
+
+# Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at once.
+BLIND = tuple(
+    getattr(lp, name)
+    for name in (
+        "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper",
+        "EtaLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor",
+    )
+)  # fmt: skip
+
+
+# Of these, one reads a number back from the device: it cannot be part of a captured round.
+CAPTURABLE = tuple(kind for kind in BLIND if kind is not lp.EtaLogitsWarper)
+
+# Processors that look at a row's own tokens and at nothing else: any rows may be handed to them together.
+ROWWISE = BLIND + tuple(
+    getattr(lp, name)
+    for name in (
+        "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor",
+        "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor", "ExponentialDecayLengthPenalty",
+    )
+)  # fmt: skip
+
+
+# Criteria that keep nothing between calls and judge each row by its own text, or all of them by the clock.
+CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCriteria)
+
+
+def of_rows(processor: Any, rows: list[int]) -> Any:
+    """The processor for these rows of the batch: a repetition penalty knows how much padding to leave out of each row."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, Tensor):
+        return processor
+    twin = copy.copy(processor)
+    twin.prompt_ignore_length = ignored[rows]
+    return twin
+
+
+def make_processors(processors: lp.LogitsProcessorList, ids: Tensor) -> tuple[Callable[[Tensor], Tensor] | None, RowProcessor | None]:
+    """Processors of known types in one of two forms: over rows [R, V] at once where none looks at the history, else over some rows with
+    their prefixes; neither where there is none, or one of another type."""
+    if not processors or not are_known(processors, ()):
+        return None, None
+    if all(type(p) in BLIND for p in processors):
+        return (lambda scores: processors(ids[:1], scores)), None
+    return None, lambda rows, texts, scores: process_rows(processors, rows, texts, scores)
+
+
+def process_rows(processors: Iterable[Any], rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
+    """Scores [R, V] of these rows of the batch as processors of known types leave them; texts [R, T] are all the rows' tokens."""
+    processed: Tensor = lp.LogitsProcessorList(of_rows(p, rows) for p in processors)(texts, scores)
+    return processed
+
+
+def are_known(processors: Iterable[Any], criteria: Iterable[Any]) -> bool:
+    """Whether all of these are transformers' own that keep nothing between calls and treat each row by itself. Any other may have a state,
+    and is shown the calls of plain decoding (`fastspec.generation.lockstep`)."""
+    return all(type(p) in ROWWISE for p in processors) and all(type(c) in CRITERIA for c in criteria)
+
+
+def unknown_types(processors: Iterable[Any], criteria: Iterable[Any] = ()) -> str:
+    """The types that `are_known` does not know, for a message."""
+    kinds = [type(p) for p in processors if type(p) not in ROWWISE] + [type(c) for c in criteria if type(c) not in CRITERIA]
+    return ", ".join(dict.fromkeys(kind.__name__ for kind in kinds))
+
+
+# The filters of a sampling law: attribute of the law -> the warper, in transformers' order, with an attribute of the same name.
+FILTERS = {
+    "temperature": lp.TemperatureLogitsWarper, "top_k": lp.TopKLogitsWarper, "top_p": lp.TopPLogitsWarper, "min_p": lp.MinPLogitsWarper,
+}  # fmt: skip
+
+
+def read_law(processors: lp.LogitsProcessorList) -> SamplingLaw | None:
+    """The law that processors make of scores: temperature, top-k, top-p and min-p in transformers' order, each at most once and with its
+    usual filter value and one token to keep; None where they are anything else, or none at all."""
+    names = [name for kind in map(type, processors) for name, warper in FILTERS.items() if kind is warper]
+    plain = all(getattr(p, "filter_value", -torch.inf) == -torch.inf and getattr(p, "min_tokens_to_keep", 1) == 1 for p in processors)
+    if not names or not plain or len(names) != len(processors) or names != [name for name in FILTERS if name in names]:
+        return None
+    return SamplingLaw(**{name: getattr(p, name) for name, p in zip(names, processors, strict=True)})
+
+
+def signature(processors: lp.LogitsProcessorList) -> Hashable:
+    """What tells one list of processors that look at no history from another: their kinds and their settings."""
+    return tuple((type(p), tuple((name, plain_value(value)) for name, value in sorted(vars(p).items()))) for p in processors)
+
+
+class Ending:
+    """When a row ends: length and end tokens, which the loop checks itself, and every other criterion, asked per token."""
+
+    def __init__(self, criteria: Any, ids: Tensor) -> None:
+        self.ids = ids
+        limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        self.limit = min(limits) - ids.shape[1] if limits else 2**62
+        self.ends = frozenset(int(e) for c in criteria if type(c) is EosTokenCriteria for e in c.eos_token_id.flatten())
+        self.others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+        self.stop = self._stop if self.others else None
+
+    def _stop(self, row: int, said: list[int]) -> bool:
+        rows = self.ids.shape[0]
+        ids = torch.cat((self.ids[row], self.ids.new_tensor(said))).expand(rows, -1)
+        verdicts = [c(ids, None) for c in self.others]  # all are asked: a criterion may count its calls
+        return any(bool(torch.as_tensor(v).expand(rows)[row]) for v in verdicts)
+
+
+class Streaming:
+    """Feeds a streamer one column of tokens at a time, in transformers' shape [B], as soon as every row has it."""
+
+    def __init__(self, streamer: Any, rows: int, pad: int) -> None:
+        self.streamer, self.pad = streamer, pad
+        self.said: list[list[int]] = [[] for _ in range(rows)]
+        self.done = [False] * rows
+        self.shown = 0
+        self.watch = getattr(streamer, "on_tree", None) if rows == 1 else None
+        """A streamer's `on_tree(tree, verdict, logits)`, told of each round's draft tree before its tokens are emitted."""
+
+    def emit(self, row: int, tokens: list[int], accepted: int, done: bool) -> None:
+        """Take a round's tokens of a row; a streamer with `on_round(tokens, accepted)` is told of the round first."""
+        self.said[row] += tokens
+        self.done[row] = done
+        told = getattr(self.streamer, "on_round", None)
+        if told is not None and len(self.said) == 1:
+            told(tokens, accepted)
+        while any(len(s) > self.shown for s in self.said) and all(
+            len(s) > self.shown or d for s, d in zip(self.said, self.done, strict=True)
+        ):
+            self.streamer.put(torch.tensor([s[self.shown] if len(s) > self.shown else self.pad for s in self.said], device="cpu"))
+            self.shown += 1
+
+    def end(self) -> None:
+        """Tell the streamer that the text is over."""
+        self.streamer.end()

@@ -1,0 +1,137 @@
+"""What cannot be combined with an assistant, refused by name before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import Decoding
+from fastspec.patches.hf.compat import is_synced, position_limit
+from fastspec.patches.hf.limits import position_rows
+from fastspec.patches.hf.peft_models import peft_of, refuse_peft
+
+_ARGUMENTS = {
+    "inputs_embeds": "an assistant drafts from token ids: pass input_ids",
+    "position_ids": "positions follow from the attention mask: leave them out",
+    "assistant_model": "transformers' assisted generation and assistant= exclude each other",
+    "custom_generate": "both replace the decoding loop",
+    "negative_prompt_ids": "classifier-free guidance runs the model a second time per token",
+    "synced_gpus": "the loop does not keep idle ranks running",
+}
+_INPUTS = ("pixel_", "image_", "images", "video_", "videos", "audio_", "input_features", "feature_attention_mask", "vision_")
+"""How the names of inputs besides tokens begin: transformers' `generate` would encode them before it calls a custom loop."""
+_CONFIG: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1), "num_beam_groups": (None, 1), "penalty_alpha": (None, 0), "dola_layers": (None,), "constraints": (None,),
+    "force_words_ids": (None,), "prompt_lookup_num_tokens": (None,), "guidance_scale": (None, 1, 1.0),
+    "assistant_early_exit": (None,), "cache_implementation": (None, "dynamic"), "use_cache": (None, True),
+    "output_attentions": (None, False), "output_hidden_states": (None, False), "use_mtp": (None, False),
+}  # fmt: skip
+_EXPECTED = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "tokenizer", "synced_gpus",
+    "assistant_model", "assistant_tokenizer", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+}  # fmt: skip
+
+
+_PASSED_BY = (
+    "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample", "_has_unfinished_sequences",
+)  # fmt: skip
+"""Methods of a model that plain decoding calls at every pass, and an assisted call does not: those of transformers' own are known."""
+
+
+def refuse_overrides(model: Any) -> None:
+    """Refuse a model whose decoding someone else has changed, in ways that an assistant's rounds would pass by, and one that several
+    processes must run in step."""
+    for name in _PASSED_BY:
+        method = getattr(type(model) if name == "_sample" else model, name, None)  # as plain decoding looks them up
+        if method is None or _home(method).startswith("transformers."):
+            continue
+        if name == "prepare_inputs_for_generation" and (owner := peft_of(model)) is not None:
+            refuse_peft(owner)
+            continue
+        raise Unsupported(
+            f"{type(model).__name__}.{name} is {_home(method)}'s: plain decoding calls it at every step, an assistant's rounds do not; "
+            "remove the override, or leave out assistant="
+        )
+    if is_synced(model):
+        raise Unsupported(
+            f"the weights of this {type(model).__name__} are spread over several processes, which must run the same number of passes: "
+            "rounds take as many as their drafts need; generate with the unsharded model"
+        )
+
+
+def _home(method: Any) -> str:
+    return getattr(method, "__module__", None) or type(method).__module__
+
+
+def refuse_arguments(given: dict[str, Any], default: Any) -> None:
+    """Refuse what an assistant cannot honour among the arguments of `generate`, by name, and the settings that hold where they are
+    silent: those of the given generation_config, then of the model's own, `default`.
+
+    This comes before transformers acts on any of them: for a static cache, say, it leaves an attribute on the model.
+    """
+    for name, why in _ARGUMENTS.items():
+        if given.get(name) is not None and given[name] is not False:
+            raise Unsupported(f"{name} cannot be combined with assistant=: {why}")
+    inputs = sorted(name for name, value in given.items() if name.startswith(_INPUTS) and value is not None)
+    if inputs:
+        raise Unsupported(f"{', '.join(inputs)} cannot be combined with assistant=: it decodes from input_ids and attention_mask alone")
+    settings = {}
+    for name in _CONFIG:
+        held = (getattr(config, name, None) for config in (given.get("generation_config"), default))
+        settings[name] = given[name] if name in given else next((value for value in held if value is not None), None)
+    _refuse_settings(settings)
+
+
+def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: bool = False) -> None:
+    """Refuse model inputs besides tokens, and settings that a `generate` of the user's own has added on the way."""
+    _refuse_settings({name: getattr(config, name, None) for name in _CONFIG})
+    expected = {*_EXPECTED, "encoder_outputs"} if reads_source else _EXPECTED
+    given = {name for name, value in model_kwargs.items() if value is not None and not (isinstance(value, dict) and not value)}
+    extra = sorted(given - expected)  # transformers hands vision-language models an empty dictionary
+    if extra:
+        raise Unsupported(f"{', '.join(extra)} cannot be combined with assistant=: it decodes from input_ids and attention_mask alone")
+
+
+def refuse_heads(name: str, model: Any) -> None:
+    """Refuse an assistant that drafts with a head for an encoder-decoder model."""
+    if model.config.is_encoder_decoder:
+        raise Unsupported(
+            f"assistant {name!r} drafts with a head for decoder-only models, and {type(model).__name__} is an encoder-decoder model: "
+            'use "nasd" or "speculative"'
+        )
+
+
+def refuse_joining(decoding: Any, model: Any) -> None:
+    """Refuse continuous batching of an encoder-decoder model, and with a decoding whose rows cannot begin anew one by one."""
+    if model.config.is_encoder_decoder:
+        raise Unsupported(f"ContinuousBatch takes prompts of a decoder-only model, and {type(model).__name__} is an encoder-decoder model")
+    if not isinstance(decoding, Decoding) or not decoding.continuous:
+        raise Unsupported(
+            f"ContinuousBatch: assistant {decoding.name!r} cannot take a new prompt into a running batch: accepted are 'autoregressive', "
+            "'eagle', 'eagle2', 'eagle3', 'nasd' and decodings that say `continuous = True`"
+        )
+
+
+def _refuse_settings(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        accepted = _CONFIG[name]
+        if value not in accepted:
+            raise Unsupported(f"{name}={value!r} cannot be combined with assistant=: accepted is {accepted[-1]!r}")
+
+
+def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
+    """Refuse empty batches and prompts, right padding, a cache without new tokens, and prompts past the position limit."""
+    if ids.shape[0] == 0 or ids.shape[1] == 0:
+        raise Unsupported(f"input_ids has shape {tuple(ids.shape)}: a batch needs at least one row with one token")
+    if keep.shape[0] != ids.shape[0]:
+        raise Unsupported(f"attention_mask has {keep.shape[0]} rows for {ids.shape[0]} rows of input_ids")
+    if keep.shape[1] <= past:
+        raise Unsupported(f"past_key_values holds {past} tokens and input_ids brings no further ones: pass the whole sequence")
+    if not bool(keep[:, -1].all()):
+        raise Unsupported("a row ends in padding: set padding_side='left' on the tokenizer")
+    limit = position_limit(model.config) if model.config.is_encoder_decoder else position_rows(model)
+    longest = int(keep.sum(1).max())
+    if limit is not None and longest > limit:
+        raise Unsupported(f"the prompt has {longest} tokens and the model's positions end at {limit} (max_position_embeddings): shorten it")

@@ -1,0 +1,320 @@
+"""The assistant `cascade` in adaptive mode: stage after stage answers, verifies what the one before wrote, and is judged."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from fastspec.cascade.config import Cascade
+from fastspec.cascade.explain import Explanation, Visit
+from fastspec.cascade.features import features
+from fastspec.cascade.memory import CacheManager, MemoryStats
+from fastspec.cascade.predictor import Predictor
+from fastspec.cascade.stopping import Rates, Solver
+from fastspec.devices import device_name
+from fastspec.errors import Unsupported
+from fastspec.generation.engine.call import Outcome
+from fastspec.generation.stats import Stats
+from fastspec.patches.assistants.mixtures import MixedDecoding, StagedDecoding
+from fastspec.patches.assistants.registry import Continued
+from fastspec.patches.cascade.fingerprint import fingerprint
+from fastspec.patches.cascade.kept_caches import check_kept, check_room, keep_past, past_of
+from fastspec.patches.cascade.settings import ends_of, left_padded, new_tokens, pad_of, read_prompts, refuse, setting, stage_options
+from fastspec.patches.cascade.stages import Patching, hand_over, measure_rates, stage_models
+from fastspec.patches.hf.compat import device_of, position_limit
+
+PATCHED = ("stages", "tokenizer", "label", "assistant", "memory", "host_memory")
+"""What a patch fixes of a cascade; the rest may be another in every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """One stage's answer to row `row` of a call: its visit, its tokens, how long its prompt was, whether it reached an end token, its
+    features, and the milliseconds a row before the first new token and after it."""
+
+    row: int
+    visit: Visit
+    answer: list[int]
+    prompt_tokens: int
+    ended: bool
+    features: Tensor
+    start_ms: float
+    decode_ms: float
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request on its way up."""
+
+    number: int
+    ids: list[int]
+    visits: list[Visit] = field(default_factory=list)
+    answer: list[int] | None = None
+    giver: int = 0
+    done: bool = False
+
+
+class CascadeModels:
+    """The stages of a patched model's cascade, the model itself last, and what is kept between calls. A deep copy shares the models."""
+
+    def __init__(self, config: Cascade, large: Any, patching: Patching) -> None:
+        if large.config.is_encoder_decoder:
+            raise Unsupported(f"a cascade takes decoder-only models, and {type(large).__name__} is an encoder-decoder model")
+        self.config, self.large = config, large
+        self.stages = stage_models(config, large, patching)
+        self.memory = None if config.memory is None else CacheManager(config.memory, host_budget=config.host_memory)
+        for stage in self.stages if self.memory is not None else ():
+            if stage.loaded:
+                check_kept(stage.held)
+        self.predictors: dict[Any, Predictor] = {}
+        self.solvers: dict[Any, Solver] = {}
+        self.rates: dict[Any, Rates] = {}
+        if config.mode == "adaptive":
+            self.predictor(config)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CascadeModels:
+        twin = copy.copy(self)  # the copy of the large model is not finished yet
+        twin.large, twin.memory = memo.get(id(self.large), self.large), copy.deepcopy(self.memory)
+        twin.stages = [copy.copy(stage) for stage in self.stages]
+        for stage in twin.stages:
+            stage.patched = False  # the one that patched it takes the patch off
+        twin.stages[-1].held = twin.large
+        return twin
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stages' names, the large model's last."""
+        return tuple(stage.label for stage in self.stages)
+
+    def predictor(self, config: Cascade) -> Predictor:
+        """The predictor of a configuration, for these stages. Raises CheckpointError for one that was trained for others."""
+        given = config.predictor
+        if isinstance(given, Predictor):
+            given.check(self.names)
+            return given
+        if given not in self.predictors:
+            held = Predictor.load(given)
+            held.check(self.names)
+            self.predictors[given] = held
+        return self.predictors[given]
+
+    def solver(self, config: Cascade, prompt: Sequence[int]) -> Solver:
+        """The solver for a configuration; where it has no costs they are the predictor's, if it was made on such a device, else they are
+        measured once, on this prompt."""
+        predictor = self.predictor(config)
+        if config.costs is None and None not in self.rates:
+            known = predictor.rates if predictor.place.get("device") == device_name(device_of(self.large)) else None
+            self.rates[None] = known or measure_rates(self.stages, [prompt])
+        if config.costs is not None:
+            zeros = (0.0,) * len(config.costs)
+            self.rates[config.costs] = Rates(tuple(config.costs), zeros, zeros)
+        key = predictor, config.costs, config.risk  # a predictor is compared by identity
+        if key not in self.solvers:
+            self.solvers[key] = Solver(predictor.table(config.risk), self.rates[config.costs])
+        return self.solvers[key]
+
+    def decoding(self, config: Cascade) -> Any:
+        """The decoding of a call. Raises Unsupported for a configuration of other stages."""
+        if [stage.model for stage in config.stages] != [stage.stage.model for stage in self.stages[:-1]]:
+            raise Unsupported(
+                f"the cascade of this call has the stages {[stage.label for stage in config.stages]} and the model was patched with "
+                f"{list(self.names[:-1])}: dataclasses.replace(cascade, price=...) keeps them"
+            )
+        other = [name for name in PATCHED if getattr(config, name) != getattr(self.config, name)]
+        if other:
+            raise Unsupported(
+                f"the cascade of this call differs in {', '.join(other)} from the one that the model was patched with: "
+                "dataclasses.replace(cascade, price=...) keeps them; to change them, fastspec.unpatch(model) and patch it anew"
+            )
+        if config.mode == "adaptive":
+            return AdaptiveCascade(self, config)
+        drafts = [stage.model for stage in self.stages[:-1]]
+        for stage in self.stages[:-1]:
+            stage.check_shared(self.large)
+            if stage.foreign or stage.stage.prompt is not None:
+                raise Unsupported(
+                    f"mode={config.mode!r} goes token by token, and the stage {stage.label!r} has other tokens or another prompt: "
+                    "use mode='adaptive'"
+                )
+            place, wanted = device_of(stage.model), device_of(self.large)
+            if place != wanted:
+                raise Unsupported(
+                    f"mode={config.mode!r}: the stage {stage.label!r} is on {place} and the large model on {wanted}"
+                )
+        if config.mode == "token" and config.alpha != "lossless":
+            return MixedDecoding(config, drafts[0], self.large)
+        return StagedDecoding(config, tuple(drafts), self.large)
+
+    @property
+    def memory_stats(self) -> MemoryStats | None:
+        """How keeping keys and values between calls went; None where nothing is kept."""
+        return None if self.memory is None else self.memory.stats
+
+    def close(self) -> None:
+        """Unpatch the stages and free what is kept."""
+        for stage in self.stages[:-1]:
+            stage.close()
+        if self.memory is not None:
+            self.memory.clear()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptiveCascade:
+    """The cascade of one call. With `hear` every row goes through every stage, and what each answers is heard; `assistant` replaces the
+    stages' own. `reuse=False` lets every stage answer from scratch, to compare with."""
+
+    models: CascadeModels
+    config: Cascade
+    name: str = "cascade"
+    hear: Callable[[Heard], None] | None = None
+    assistant: Any = None
+    reuse: bool = True
+
+    def check(self, large: Any, given: dict[str, Any]) -> None:
+        """Raise Unsupported for arguments of a call that a cascade cannot honour, before any stage runs."""
+        refuse(self.models.stages, given)
+        ids, _ = read_prompts(large, given)
+        if given.get("streamer") is not None and len(ids) > 1:
+            raise Unsupported("a streamer takes one row: leave streamer out, or pass a batch of 1")
+
+    def generate(self, large: Any, session: Any, given: dict[str, Any]) -> Any:
+        """Answer every row of a `generate` call with these arguments, by name."""
+        began = time.perf_counter()
+        ids, keep = read_prompts(large, given)
+        streamer = given.get("streamer")
+        rows = [_Row(number, row[mask].tolist()) for number, (row, mask) in enumerate(zip(ids, keep, strict=True))]
+        limit = new_tokens(large, given, ids.shape[1])
+        pending = rows
+        for index in range(len(self.models.stages)):
+            pending = self._visit(index, pending, given, limit)
+            if not pending:
+                break
+        answers = [self._answer(row, given) for row in rows]
+        stats = Stats(assistant=self.name, rows=len(rows), emitted=sum(map(len, answers)), seconds=time.perf_counter() - began)
+        stats.explanations = tuple(Explanation(tuple(row.visits)) for row in rows)
+        session.calls.append(stats)
+        if self.config.explain:
+            print("\n".join(map(str, stats.explanations)))
+        return self._output(ids, answers, large, given, stats, streamer)
+
+    def _visit(self, index: int, rows: list[_Row], given: dict[str, Any], limit: int) -> list[_Row]:
+        """Let a stage answer the rows -> those that go on to the next."""
+        stage, last = self.models.stages[index], index == len(self.models.stages) - 1
+        bound = position_limit(stage.model.config)
+        asked: list[tuple[_Row, list[int], list[int]]] = []  # row, prompt, answer that was handed over
+        for row in rows:
+            prompt = stage.read_prompt(row.ids)
+            if last or (prompt and (bound is None or len(prompt) < bound)):
+                asked.append((row, prompt, self._handed(row, index, given) if self.reuse else []))
+            else:
+                told = f", and its positions end at {bound}" if prompt else " of this stage"
+                why = f"left out: the prompt has {len(prompt) or 'no'} tokens{told}"
+                row.visits.append(Visit(index, stage.label, why))
+        if asked:
+            self._ask(index, asked, given, limit)
+        return [] if last else [row for row in rows if not row.done]
+
+    def _ask(self, index: int, asked: list[tuple[_Row, list[int], list[int]]], given: dict[str, Any], limit: int) -> None:
+        """Let a stage answer rows that fit, and judge what it says."""
+        stage = self.models.stages[index]
+        handed = [answer for _, _, answer in asked]
+        began = time.perf_counter()
+        outcome = self._run(index, [prompt for _, prompt, _ in asked], handed if any(handed) else None, given, limit)
+        share = 1000 * (time.perf_counter() - began) / len(asked)
+        kept = outcome.kept or [0] * len(asked)
+        ends = stage.ends(ends_of(stage, given))
+        for at, (row, prompt, _) in enumerate(asked):
+            row.answer, row.giver = outcome.tokens[at], index
+            visit = Visit(
+                index, stage.label, "answered: it is the last", new_tokens=len(row.answer) - kept[at], kept_tokens=kept[at],
+                handed_tokens=len(handed[at]), milliseconds=share,
+            )  # fmt: skip
+            last, ended = index == len(self.models.stages) - 1, row.answer[-1] in ends
+            if not last or self.hear is not None:
+                told = features(
+                    outcome.measures[at], row.answer, prompt_tokens=len(prompt), limit=limit, ended=ended, stage=index,
+                    stages=len(self.models.stages),
+                )  # fmt: skip
+                if self.hear is not None:
+                    visit = replace(visit, why="heard")
+                    times = _times(outcome.stats, len(asked))
+                    self.hear(Heard(row.number, visit, row.answer, len(prompt), ended, told, *times))
+                else:
+                    visit, row.done = self._judged(visit, row, told)
+            row.visits.append(visit)
+
+    def _handed(self, row: _Row, index: int, given: dict[str, Any]) -> list[int]:
+        """The answer that a row has already, in a stage's tokens."""
+        if row.answer is None:
+            return []
+        giver, taker = self.models.stages[row.giver], self.models.stages[index]
+        ends = taker.ends(ends_of(taker, given))
+        return hand_over(row.answer, giver, taker, giver.ends(ends_of(giver, given)), ends[0] if ends else None)
+
+    def _run(self, index: int, prompts: list[list[int]], handed: list[list[int]] | None, given: dict[str, Any], limit: int) -> Outcome:
+        """One stage's `generate` for these prompts, after what was handed over."""
+        stage, memory = self.models.stages[index], self.models.memory
+        options, heard = stage_options(stage, given, limit), []  # type: dict[str, Any], list[Outcome]
+        ids, mask = left_padded(prompts, pad_of(stage, given), device_of(stage.model))
+        judged = index < len(self.models.stages) - 1 or self.hear is not None
+        assistant = Continued(self.assistant or stage.stage.assistant, handed, heard.append, measure=judged)
+        if memory is None or len(prompts) > 1:
+            stage.model.generate(ids, attention_mask=mask, assistant=assistant, **options)
+        else:
+            check_room(memory, stage.model, ids.shape[1] + limit)
+            memory.renew(index, fingerprint(stage.model))
+            past = past_of(memory, index, stage.model, ids)
+            out = stage.model.generate(
+                ids, attention_mask=mask, past_key_values=past, return_dict_in_generate=True, assistant=assistant, **options
+            )
+            keep_past(memory, index, out.sequences, out.past_key_values)
+        return heard[0]
+
+    def _judged(self, visit: Visit, row: _Row, told: Tensor) -> tuple[Visit, bool]:
+        """Stop or go on, by an answer's features: the visit with what was decided and why, and whether it stops."""
+        models, config, index = self.models, self.config, visit.stage
+        scores = models.predictor(config).score(index, told, config.risk)
+        if config.thresholds is not None:
+            values = scores.quality[0], config.thresholds[index]
+            stop = values[0] >= values[1]
+            why = f"its probability {values[0]:.3f} {'reaches' if stop else 'is below'} the threshold {values[1]:g}"
+        else:
+            decision = models.solver(config, row.ids).decide(index, scores, config.price)
+            stop, values = decision.stop, (decision.stop_value, decision.go_on_value)
+            why = f"stopping is expected to cost {values[0]:.1f} ms, going on {values[1]:.1f} ms"
+        why = f"{'answered' if stop else 'went on'}: {why}"
+        return replace(visit, why=why, quality=scores.quality, stop_value=values[0], go_on_value=values[1]), stop
+
+    def _answer(self, row: _Row, given: dict[str, Any]) -> list[int]:
+        last = len(self.models.stages) - 1
+        assert row.answer is not None
+        return row.answer if row.giver == last else self._handed(row, last, given)
+
+    def _output(self, ids: Tensor, answers: list[list[int]], large: Any, given: dict[str, Any], stats: Stats, streamer: Any) -> Any:
+        pad = pad_of(self.models.stages[-1], given)
+        longest = max(map(len, answers))
+        new = torch.tensor([answer + [pad] * (longest - len(answer)) for answer in answers], device=ids.device)
+        if streamer is not None:  # the prompt too is put now, when no stage can refuse the call any more
+            streamer.put(ids.cpu())
+            for token in answers[0]:
+                streamer.put(torch.tensor([token]))
+            streamer.end()
+        sequences = torch.cat((ids, new), 1)
+        if not setting("return_dict_in_generate", given, large.generation_config):
+            return sequences
+        out = GenerateDecoderOnlyOutput(sequences=sequences)
+        out.fastspec = stats
+        return out
+
+
+def _times(stats: Stats, rows: int) -> tuple[float, float]:
+    """Milliseconds a row before and after the first new token that is not taken over."""
+    start = stats.phases.get("prefill", 0.0) + stats.phases.get("verify", 0.0)
+    return 1000 * start / rows, 1000 * max(stats.seconds - start, 0.0) / rows

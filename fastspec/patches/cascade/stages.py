@@ -1,0 +1,252 @@
+"""The models of a cascade: loaded when a request first reaches them, patched as long as the large one is, and the texts that go from one
+to the next."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.cascade.config import Cascade, Stage
+from fastspec.cascade.stopping import Rates
+from fastspec.errors import Unsupported
+from fastspec.generation.drafters.draft_model.text import decoded, encoded
+from fastspec.generation.engine.call import Outcome
+from fastspec.models import load_model, source_of, token_table
+from fastspec.patches.assistants.registry import NAMES, Continued
+from fastspec.patches.assistants.speculative import PADDING, vocabulary
+from fastspec.patches.hf.compat import device_of, position_limit
+from fastspec.patches.hf.families import check_supported
+from fastspec.patches.session import session_of
+
+
+@dataclass(frozen=True, slots=True)
+class Patching:
+    """`fastspec.patch` and `fastspec.unpatch`, which lie above: the stages of a cascade are patched as any model is."""
+
+    patch: Callable[..., Any]
+    unpatch: Callable[..., Any]
+
+
+OWN = object()
+"""In place of a call's end tokens: the stage's own."""
+TRIAL = 24
+"""New tokens per stage with which its rates are measured."""
+
+
+class StageModel:
+    """One model of a cascade, ready to generate.
+
+    `tokenizer` is None where the stage shares the large model's tokens; one that is named is loaded when it is first needed. A model that
+    the user has patched already is used as it is; one that is loaded here goes to `device`, the large model's.
+    """
+
+    def __init__(self, stage: Stage, large_tokenizer: Any, device: str, patching: Patching) -> None:
+        self.stage, self.label, self.device, self.patching = stage, stage.label, device, patching
+        if stage.tokenizer is not None and large_tokenizer is None:
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} has a tokenizer and the large model's is unknown: give it, Cascade(tokenizer=...)"
+            )
+        self._own, self._large = stage.tokenizer, large_tokenizer
+        if isinstance(stage.assistant, str) and stage.assistant not in NAMES:
+            known = ", ".join(repr(name) for name in NAMES if name != Cascade.name)
+            raise Unsupported(f"the cascade's stage {self.label!r} has the unknown assistant {stage.assistant!r}; accepted are {known}")
+        self.lock = threading.Lock()
+        self.held: Any = None
+        self.patched = False
+        if not isinstance(stage.model, (str, Path)):
+            self._take(stage.model)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The stage's tokenizer, loaded if it is not yet, or None. Raises Unsupported for one that cannot be loaded."""
+        return _tokenizer(self._own)
+
+    @property
+    def large_tokenizer(self) -> Any:
+        """The large model's, in the same way."""
+        return _tokenizer(self._large)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the model is in memory."""
+        return self.held is not None
+
+    @property
+    def model(self) -> Any:
+        """The model, loaded and patched if it is not yet."""
+        with self.lock:
+            if self.held is None:
+                self._load()
+            self._patch()
+            return self.held
+
+    def _load(self) -> None:
+        stage = self.stage
+        options: dict[str, Any] = {}
+        if stage.device_map is not None:
+            options["device_map"] = stage.device_map
+        if stage.quantization is not None:
+            options["quantization_config"] = quantization(stage.quantization)
+        dtype = None if stage.dtype == "auto" else getattr(torch, stage.dtype)
+        model, tokenizer = load_model(str(stage.model), self.device, dtype, **options)
+        self._own = self._own or tokenizer
+        self._take(model)
+
+    def _take(self, model: Any) -> None:
+        check_supported(model)
+        if model.config.is_encoder_decoder:
+            raise Unsupported(f"the cascade's stage {self.label!r} is an encoder-decoder model: a cascade takes decoder-only models")
+        self.held = model
+
+    def _patch(self) -> None:
+        session = session_of(self.held)
+        if session is None:
+            self.patching.patch(self.held, **self.stage.resources)
+            self.patched = True
+            return
+        missing = sorted(set(self.stage.resources) - {"backend", *session.resources})
+        if missing:
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} is patched already, without the {', '.join(missing)} of its resources: give them to "
+                "fastspec.patch, or leave the patch to the cascade"
+            )
+
+    def close(self) -> None:
+        """Take the patch off again, if it was ours and is still there."""
+        with self.lock:
+            if self.patched and session_of(self.held) is not None:
+                self.patching.unpatch(self.held, force=True)  # the large model's patch is off: this must not end half done
+            self.patched = False
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the stage reads other tokens than the large model."""
+        if self._own is None:
+            return False
+        if self._large is None:  # the stage's own came with its model
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} has a tokenizer and the large model's is unknown: give it, Cascade(tokenizer=...)"
+            )
+        return token_table(self.tokenizer) != token_table(self.large_tokenizer)
+
+    def check_shared(self, large: Any) -> None:
+        """Refuse a stage that is said to share the large model's tokens and has another number of them."""
+        sizes = vocabulary(self.held if self.loaded else self.model), vocabulary(large)  # what is loaded need not be patched yet
+        if abs(sizes[0] - sizes[1]) > PADDING and not self.foreign:  # in this order: tokenizers are loaded where they are needed
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} has a vocabulary of {sizes[0]} tokens and the large model one of {sizes[1]}: give "
+                "both tokenizers, Cascade(stages=[Stage(model, tokenizer=...)], tokenizer=...)"
+            )
+
+    def ends(self, given: Any = OWN) -> tuple[int, ...]:
+        """The stage's end tokens, the one to write first; `given` ones are the call's, None for a call without any."""
+        ends = self.model.generation_config.eos_token_id if given is OWN else given
+        return tuple(torch.as_tensor([] if ends is None else ends).flatten().tolist())
+
+    def read_prompt(self, ids: Sequence[int]) -> list[int]:
+        """The large model's prompt in this stage's tokens; none where its text has none of them."""
+        if not self.foreign and self.stage.prompt is None:
+            return list(ids)
+        reader = self.large_tokenizer or self.tokenizer
+        if reader is None:
+            raise Unsupported(f"the cascade's stage {self.label!r} has a prompt function, which reads text: give Cascade(tokenizer=...)")
+        text = decoded(reader, ids[1:] if ids and ids[0] == reader.bos_token_id else ids)
+        text = text if self.stage.prompt is None else self.stage.prompt(text)
+        if not isinstance(text, str):
+            raise Unsupported(f"the prompt function of the cascade's stage {self.label!r} gave {text!r}: it must give text")
+        writer = self.tokenizer or reader
+        start = writer("", add_special_tokens=True)["input_ids"][:1]
+        begins = [writer.bos_token_id] if writer.bos_token_id is not None and start == [writer.bos_token_id] else []
+        return begins + encoded(writer, text)
+
+
+def hand_over(answer: Sequence[int], giver: StageModel, taker: StageModel, ends: Sequence[int], end: int | None) -> list[int]:
+    """A stage's answer in another's tokens; an end token of the giver, one of `ends`, becomes the taker's, `end`."""
+    if giver.foreign == taker.foreign and (not giver.foreign or token_table(giver.tokenizer) == token_table(taker.tokenizer)):
+        return list(answer)
+    over = bool(answer) and answer[-1] in ends
+    text = decoded(giver.tokenizer or giver.large_tokenizer, answer[:-1] if over else answer)
+    tokens = encoded(taker.tokenizer or taker.large_tokenizer, text)
+    return [*tokens, end] if over and end is not None else tokens
+
+
+def _tokenizer(given: Any) -> Any:
+    return load_tokenizer(str(given)) if isinstance(given, (str, Path)) else given
+
+
+@lru_cache(maxsize=32)
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a path or hub id, or of a model named as in `fastspec.models.load_model`. Raises Unsupported where there is none."""
+    from transformers import AutoTokenizer
+
+    source, packed = source_of(name)
+    try:
+        return AutoTokenizer.from_pretrained(source, **packed)
+    except (OSError, ValueError) as error:
+        raise Unsupported(f"could not load the tokenizer {name!r}: {error}") from error
+
+
+def quantization(kind: str) -> Any:
+    """bitsandbytes' settings, for transformers. Raises Unsupported where bitsandbytes is missing."""
+    import importlib.util
+
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise Unsupported(f"quantization={kind!r} needs bitsandbytes: pip install bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=kind == "4bit", load_in_8bit=kind == "8bit")
+
+
+def stage_models(config: Cascade, large: Any, patching: Patching) -> list[StageModel]:
+    """The stages of a cascade, the large model last."""
+    common = config.tokenizer, str(device_of(large)), patching
+    below = [StageModel(stage, *common) for stage in config.stages]
+    for stage in below:
+        if stage.held is large:
+            raise Unsupported("a stage of the cascade is the patched model itself: stages are the smaller ones")
+        if stage.loaded:
+            stage.check_shared(large)
+    return [*below, StageModel(Stage(large, name=config.label, assistant=config.assistant), *common)]
+
+
+def measure_rates(stages: Sequence[StageModel], prompts: Sequence[Sequence[int]], new: int = TRIAL) -> Rates:
+    """Every stage's milliseconds per generated token, per verified token and per start, on this machine: means over the large model's
+    `prompts`, `new` tokens after each, of the better of two runs after a first one."""
+    columns = []
+    for stage in stages:
+        judged = stage is not stages[-1]  # what the last one says is not measured token by token
+        found = torch.tensor([_rates_after(stage, prompt, new, judged) for prompt in prompts]).mean(0)
+        columns.append(found.tolist())
+    token, verify, start = zip(*columns, strict=True)
+    return Rates(token, (0.0, *verify[1:]), start)
+
+
+def _rates_after(stage: StageModel, prompt: Sequence[int], new: int, judged: bool) -> tuple[float, float, float]:
+    """Milliseconds per generated token, per verified token and per start of one stage after one prompt."""
+    bound, tokens = position_limit(stage.model.config), stage.read_prompt(prompt) or [0]
+    if bound is not None:
+        tokens = tokens[-max(bound - new, 1) :]
+    ids = torch.tensor([tokens], device=device_of(stage.model))
+    text = [_trial(stage, ids, new, None, judged)[1][:-1]]
+    runs = [[_trial(stage, ids, count, given, judged)[0] for count, given in ((1, None), (new, None), (new, text))] for _ in range(3)][1:]
+    start, whole, verified = (min(column) for column in zip(*runs, strict=True))
+    return max(whole - start, 1e-3) / (new - 1), max(verified - start, 0.0) / (new - 1), start
+
+
+def _trial(stage: StageModel, ids: Tensor, new: int, texts: Any, judged: bool) -> tuple[float, list[int]]:
+    """Milliseconds of one greedy call of `new` tokens, with texts to verify, and what it said."""
+    heard: list[Outcome] = []
+    began = time.perf_counter()
+    stage.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0,
+        assistant=Continued(stage.stage.assistant, texts, heard.append, measure=judged),
+    )  # fmt: skip
+    return 1000 * (time.perf_counter() - began), heard[0].tokens[0]

@@ -1,0 +1,28 @@
+"""The target of a call, made of a transformers model of any kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastspec.generation.ops import Ops
+from fastspec.patches.hf.families import adapter_for
+from fastspec.patches.hf.limits import check_length, length_limits
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.seq2seq import Seq2SeqModel, Source
+from fastspec.patches.hf.trust import check_trust
+
+
+def language_model(
+    model: Any, source: Source | None, *, rows: int, capacity: int, tail: int, taps: Any, ops: Ops, drafts: bool = False
+) -> HFModel:  # fmt: skip
+    """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts` as for `HFModel`.
+
+    Raises Unsupported for a model without an adapter that cannot be relied on (`fastspec.patches.hf.trust`).
+    """
+    adapter = None if source is not None else adapter_for(model)
+    if adapter is None:
+        check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
+        check_trust(model, reads_source=source is not None)
+    if source is not None:
+        return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
+    return HFModel(model, adapter, rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops, drafts=drafts)

@@ -1,0 +1,220 @@
+"""What fastspec knows of each model family, as rows of data, and which mode a model gets."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from fastspec.errors import Unsupported
+from fastspec.patches.hf.compat import device_of, has_global_hooks, is_autocast, is_capturing_hook, varied_sizes
+from fastspec.patches.hf.limits import LAYER_KINDS
+from fastspec.patches.hf.wrappers import calls_original, where_defined
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Names of the parts of one `model_type`, as dotted paths from the model or the layer."""
+
+    model_type: str
+    decoder: str = "model"
+    embed: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str = "norm"
+    rotary: str = "rotary_emb"
+    lm_head: str = "lm_head"
+    attention: str = "self_attn"
+    input_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    qk_norm: bool = False
+    gated_mlp: bool = True
+    """Whether a dense `mlp` is down_proj(act_fn(gate_proj(x)) * up_proj(x)); a mixture of experts runs its own forward."""
+
+
+ADAPTERS = {
+    row.model_type: row
+    for row in (
+        Adapter("llama"),
+        Adapter("mistral"),
+        Adapter("qwen2"),
+        Adapter("qwen3", qk_norm=True),
+        Adapter("qwen3_moe", qk_norm=True),
+        Adapter("mixtral", gated_mlp=False),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seq2Seq:
+    """Names of the parts of one encoder-decoder `model_type`, as attributes of its decoder, and how positions come in."""
+
+    model_type: str
+    relative: bool = False
+    """Whether blocks take a bias by distance (T5) instead of embedded positions."""
+    counted: bool = False
+    """Whether padding tokens have no position (fairseq's tables)."""
+    scale: str = ""
+    """What embeddings are multiplied by, where `embed_tokens` does not do it."""
+    embed_norm: str = ""
+    norm_first: bool = False
+    """Whether `embed_norm` comes before positions are added."""
+    final: str = ""
+    scaled_if: str = ""
+    """The setting that says whether the last hidden state is multiplied by width**-0.5."""
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Attributes that the decoder must have."""
+        loop = ("block",) if self.relative else ("layers", "embed_positions")
+        return (*loop, *filter(None, (self.scale, self.embed_norm, self.final)))
+
+
+SEQ2SEQ = {
+    row.model_type: row
+    for row in (
+        Seq2Seq("t5", relative=True, final="final_layer_norm", scaled_if="scale_decoder_outputs"),
+        Seq2Seq("mt5", relative=True, final="final_layer_norm"),
+        Seq2Seq("bart", embed_norm="layernorm_embedding"),
+        Seq2Seq("plbart", embed_norm="layernorm_embedding"),
+        Seq2Seq("mbart", embed_norm="layernorm_embedding", final="layer_norm"),
+        Seq2Seq("marian", scale="embed_scale"),
+        Seq2Seq("pegasus", scale="embed_scale", final="layer_norm"),
+        Seq2Seq("bigbird_pegasus", final="layernorm_embedding"),
+        Seq2Seq("blenderbot", final="layer_norm"),
+        Seq2Seq("blenderbot-small", scale="embed_scale", embed_norm="layernorm_embedding", norm_first=True),
+        Seq2Seq("m2m_100", counted=True, final="layer_norm"),
+    )
+}
+
+
+def check_supported(model: Any) -> None:
+    """Raise `Unsupported`, naming the reason, for a model that fastspec cannot decode with."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise Unsupported(f"patch takes a transformers model, not {name}: load one with AutoModelForCausalLM.from_pretrained(...)")
+    if not callable(getattr(model, "generate", None)) or not model.can_generate():
+        raise Unsupported(f"{name} has no generate method: patch a causal language model, such as {name.replace('Model', '')}ForCausalLM")
+    config: Any = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        check_decoder(model)
+    if getattr(model, "_is_stateful", False):
+        raise Unsupported(f"{name} keeps a recurrent state, which cannot be taken back when a draft is rejected")
+    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - {"full_attention", *LAYER_KINDS})
+    if kinds:
+        raise Unsupported(f"{name} has layers of type {', '.join(kinds)}; fastspec needs a full-attention KV cache in every layer")
+    if not model.config.is_encoder_decoder and adapter_for(model) is None:
+        _check_generic(model, config)
+    devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
+    if len(devices) > 1:
+        raise Unsupported(f"{name} is spread over {', '.join(sorted(devices))}; fastspec keeps one KV cache on one device")
+
+
+def _check_generic(model: PreTrainedModel, config: Any) -> None:
+    """What the generic mode needs besides: positions and a mask that say where a draft node stands, and one size of key and value."""
+    name = type(model).__name__
+    missing = [p for p in ("position_ids", "past_key_values") if p not in inspect.signature(type(model).forward).parameters]
+    if missing:
+        raise Unsupported(f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands")
+    varied = varied_sizes(config)
+    if varied:
+        raise Unsupported(f"{name} has layers that differ in {', '.join(varied)}; fastspec needs the same KV cache in every layer")
+    if not hasattr(config, "num_hidden_layers"):
+        raise Unsupported(f"{name} is more than one stack of layers (its configuration has no num_hidden_layers); fastspec runs one")
+    if getattr(config, "alibi", False):
+        raise Unsupported(f"{name} derives positions from the cache (alibi=True), where the nodes of a draft tree lie out of order")
+    if getattr(config, "kv_lora_rank", None):
+        raise Unsupported(f"{name} keeps keys and values of different sizes (multi-head latent attention); fastspec's cache holds one")
+    _check_masks(name, config)
+
+
+def _check_masks(name: str, config: Any) -> None:
+    kernel = getattr(config, "_attn_implementation", None)
+    if kernel not in (None, "eager", "sdpa"):
+        raise Unsupported(f"{name} needs 4-D masks in generic mode, and {kernel} takes none: load it with attn_implementation='sdpa'")
+
+
+def check_decoder(model: Any) -> None:
+    """Raise `Unsupported` for an encoder-decoder model whose decoder's parts fastspec does not know, or whose loop someone else changed."""
+    name, kind = type(model).__name__, model.config.model_type
+    if kind not in SEQ2SEQ:
+        raise Unsupported(f"{name} is an encoder-decoder model of type {kind}; fastspec knows the decoders of {', '.join(SEQ2SEQ)}")
+    parts, decoder = SEQ2SEQ[kind], model.get_decoder()
+    missing = [part for part in (*parts.needed, "embed_tokens") if not hasattr(decoder, part)]
+    table = None if parts.relative or missing else decoder.embed_positions
+    if missing or not hasattr(model, "lm_head") or (table is not None and not parts.counted and not _takes_positions(table)):
+        raise Unsupported(f"{name} has a decoder that is not built as transformers' {kind}: fastspec cannot place draft nodes in it")
+    for module in (model, model.base_model, decoder):
+        if is_foreign(module):
+            raise Unsupported(
+                f"{type(module).__name__} of {name} has a hook or a forward of someone else's, which fastspec's own loop over the "
+                "decoder's layers would pass by: remove it"
+            )
+    _check_masks(name, model.config)
+
+
+def _takes_positions(table: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(table.forward).parameters
+
+
+def adapter_for(model: nn.Module) -> Adapter | None:
+    """The model's row, or None for the generic mode: no row, a layer whose forward belongs to someone else, or autocast, which
+    chooses dtypes op by op in the modules' own forward."""
+    adapter = ADAPTERS.get(getattr(model.config, "model_type", ""))
+    if adapter is None or not hasattr(model, adapter.lm_head) or has_global_hooks() or is_autocast(device_of(model)):
+        return None
+    return None if any(is_foreign(module) for module in _looped_over(model, adapter)) else adapter
+
+
+def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
+    """The modules whose forward an adapter's loop takes the place of."""
+    decoder = getattr(model, adapter.decoder)
+    layers = list(getattr(decoder, adapter.layers))
+    attention = [getattr(layer, adapter.attention) for layer in layers]
+    norms = [norm for each in attention for norm in (each.q_norm, each.k_norm)] if adapter.qk_norm else []
+    return [model, decoder, *layers, *attention, *norms]
+
+
+def why_generic(model: Any) -> str | None:
+    """What keeps a model of a known family from its adapter, or None."""
+    adapter = ADAPTERS.get(getattr(model.config, "model_type", ""))
+    if adapter is None or not hasattr(model, adapter.lm_head):
+        return None
+    if has_global_hooks():
+        return "torch has global module hooks"
+    if is_autocast(device_of(model)):
+        return "under autocast"
+    found = next((module for module in _looped_over(model, adapter) if is_foreign(module)), None)
+    if found is None:
+        return None
+    name = type(found).__name__
+    if is_watched(found):
+        return f"{name} has a forward hook"
+    return f"{name} has a forward of someone else's ({where_defined(found.forward)})"
+
+
+def mode_of(model: Any) -> str:
+    """Why a model got its mode, in words, for `report`."""
+    adapter = adapter_for(model)
+    if adapter is not None:
+        return f"adapter {adapter.model_type}"
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"encoder-decoder {model.config.model_type}"
+    return f"generic ({why_generic(model) or 'no adapter for ' + getattr(model.config, 'model_type', '?')})"
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
+    home = type(module).forward.__module__.startswith(("transformers.", "torch."))
+    return not home or ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves weights: the replay of a
+    graph would not run it."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return has_global_hooks() or hasattr(module, "_hf_hook") or not all(is_capturing_hook(hook) for hook in hooks)
+

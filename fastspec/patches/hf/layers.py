@@ -1,0 +1,107 @@
+"""A transformers decoder's layers as `LayerParts`: plain layers through the backend, all others through their own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
+from fastspec.generation.layers.mixers import FullAttention, Product
+from fastspec.generation.layers.packing import pack
+from fastspec.generation.ops import Ops
+from fastspec.generation.state.attention import FullAttentionState
+from fastspec.kernels.reference import joined
+from fastspec.patches.hf.families import Adapter, adapter_for, is_foreign
+
+
+def layer_parts(parts: Adapter, layer: Any, ops: Ops, state: FullAttentionState, index: int) -> LayerParts:
+    """One decoder layer, number `index` of `state`. A quantised, hooked or replaced module in it keeps its own forward."""
+    attn = getattr(layer, parts.attention)
+    return LayerParts(
+        input_norm=norm_of(getattr(layer, parts.input_norm), ops),
+        mixer=FullAttention(
+            ops, state, index, scale=attn.scaling, eps=attn.q_norm.variance_epsilon if parts.qk_norm else 0.0,
+            qkv=product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops), out=product_of((attn.o_proj,), ops, parts=True),
+            q_norm=attn.q_norm.weight if parts.qk_norm else None, k_norm=attn.k_norm.weight if parts.qk_norm else None,
+        ),
+        mlp_norm=norm_of(getattr(layer, parts.mlp_norm), ops),
+        mlp=mlp_of(parts, getattr(layer, parts.mlp), ops),
+    )  # fmt: skip
+
+
+def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Product:
+    """Linear layers over one input, their outputs side by side; `parts` as in `product`."""
+    if all(map(is_plain, modules)):
+        return product(ops, modules, parts=parts)
+    if len(modules) == 1:
+        return modules[0]
+    return lambda x: torch.cat([module(x) for module in modules], -1)
+
+
+def norm_of(module: Any, ops: Ops) -> Norm:
+    """A norm with the sum before it."""
+    if not is_foreign(module) and hasattr(module, "variance_epsilon") and type(module.weight) is nn.Parameter:
+        return rms(ops, module.weight, module.variance_epsilon)
+
+    def norm(x: Tensor, residual: Tensor | None = None, *, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        summed = joined(x) if residual is None else joined(x) + residual
+        return module(summed), summed if total is None else total.copy_(summed)
+
+    return norm
+
+
+def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
+    """The feed-forward: fused where it is a plain SwiGLU, a mixture of experts through the backend's op where it has one."""
+    dense = parts.gated_mlp and hasattr(mlp, "gate_proj")
+    own = not any(is_foreign(module) for module in mlp.modules() if type(module) is not nn.Linear)
+    if dense and own and all(map(is_plain, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))):
+        if isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation":
+            return gated(ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        gate, up, down = (product(ops, (layer,)) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        return lambda x: down(mlp.act_fn(gate(x)) * up(x))
+    if not dense and own and ops.experts is not None and is_mixture(mlp):
+        return lambda x: mixture(mlp, x, ops)
+
+    def run(x: Tensor) -> Tensor:
+        mixed = mlp(x)
+        return mixed[0] if isinstance(mixed, tuple) else mixed
+
+    return run
+
+
+def is_mixture(mlp: Any) -> bool:
+    """Whether a module is a router `gate` and packed SwiGLU `experts`, as Mixtral and Qwen3-MoE have them."""
+    held = getattr(mlp, "experts", None)
+    silu = type(getattr(held, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    if {name for name, _ in mlp.named_children()} != {"gate", "experts"} or not silu:
+        return False
+    weights = dict(mlp.experts.named_parameters())  # quantised ones bring scales, sharded ones are another kind of tensor
+    return weights.keys() == {"gate_up_proj", "down_proj"} and all(type(weight) is nn.Parameter for weight in weights.values())
+
+
+def mixture(mlp: Any, x: Tensor, ops: Ops) -> Tensor:
+    """The router's choice, and the chosen experts through the backend: x [B, N, H] -> [B, N, H]."""
+    assert ops.experts is not None
+    flat = x.flatten(0, 1)
+    _, weights, chosen = mlp.gate(flat)
+    return ops.experts(flat, mlp.experts.gate_up_proj, mlp.experts.down_proj, chosen, weights).view_as(x)
+
+
+def pack_model(model: Any) -> list[nn.Parameter]:
+    """Pack the query, key, value and the gate and up weights of a model's plain layers; returns the parameters that were moved."""
+    parts = adapter_for(model)
+    moved: list[nn.Parameter] = []
+    if parts is None:
+        return moved
+    for layer in getattr(getattr(model, parts.decoder), parts.layers):
+        attn, mlp = getattr(layer, parts.attention), getattr(layer, parts.mlp)
+        groups = [[attn.q_proj, attn.k_proj, attn.v_proj]]
+        if parts.gated_mlp and hasattr(mlp, "gate_proj"):
+            groups.append([mlp.gate_proj, mlp.up_proj])
+        for group in groups:
+            if all(map(is_plain, group)):
+                moved += pack(group)
+    return moved

@@ -1,0 +1,109 @@
+"""How long a text a model can be given in an assisted call, where that is shorter than what memory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fastspec.errors import Unsupported
+from fastspec.generation.engine.schedule import EXTENT_BUCKET
+from fastspec.patches.hf.compat import position_limit, rope_bound
+
+LAYER_KINDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Kinds of layers that are full attention in texts that are no longer than a setting."""
+BY_SLOT = {"keep_window_size": "doge", "floor_scale": "llama4_text"}
+"""Settings past which a layer of a model type counts slots of the cache, which hold draft nodes out of order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A number of tokens that a call must stay within; `why` goes on from "the call may reach 9 tokens, and". With `slots` the slots of
+    the cache count, drafts and room for growth among them."""
+
+    tokens: int
+    why: str
+    slots: bool = False
+
+
+def length_limits(model: Any, *, generic: bool, drafts: bool) -> list[Limit]:
+    """All that limits a model's calls; `generic` says whether it runs by its own modules. Where `drafts` are all that it gives, only
+    what would raise is too long."""
+    found = [*_by_position(model), *(_by_module(model) if generic else ())]
+    return [limit for limit in found if limit.slots] if drafts else found
+
+
+def check_length(model: Any, limits: list[Limit], capacity: int, tail: int) -> None:
+    """Raise Unsupported for a call of up to `capacity` tokens a row and trees of `tail` nodes, if it may go past a limit."""
+    for limit in limits:
+        spare = tail + EXTENT_BUCKET if limit.slots else 0
+        if capacity + spare > limit.tokens:
+            most = limit.tokens - spare
+            ask = f"ask for at most {most}, prompt included" if most > 1 else "it cannot be combined with assistant="
+            raise Unsupported(f"the call may reach {capacity} tokens, and {limit.why}: {ask} ({type(model).__name__})")
+
+
+def window_of(config: Any) -> tuple[int, str] | None:
+    """The fewest tokens that a layer attends over, and the setting that says so; None where all attend over the whole text."""
+    kinds = getattr(config, "layer_types", None)
+    found = []
+    for kind, name in LAYER_KINDS.items():
+        size = getattr(config, name, None)
+        used = kind in kinds if kinds is not None else kind == "sliding_attention" and getattr(config, "use_sliding_window", True)
+        if isinstance(size, int) and size > 0 and used:
+            found.append((size, name))
+    return min(found) if found else None
+
+
+def _by_position(model: Any) -> Iterator[Limit]:
+    config = model.config.get_text_config()
+    window = window_of(config)
+    if window is not None:
+        yield Limit(window[0], f"it has layers that attend over a window of {window[0]} tokens ({window[1]}), which fastspec does not cut")
+    bound = rope_bound(config)
+    if bound is not None:
+        kind = config.rope_parameters["rope_type"]
+        yield Limit(bound, f"past {bound} this model's rotary frequencies depend on the length of the text ({kind})")
+
+
+def _by_module(model: Any) -> Iterator[Limit]:
+    config = model.config.get_text_config()
+    rows = position_rows(model)
+    if rows is not None:  # the last token of a text is given no position
+        yield Limit(rows + 1, f"its positions end at {rows} (max_position_embeddings)")
+    for name, kind in BY_SLOT.items():
+        size = getattr(config, name, None)
+        if config.model_type == kind and isinstance(size, int):
+            yield Limit(size, f"past {size} slots of the cache ({name}) its layers count slots, where draft nodes lie out of order", True)
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's
+        size = config.window_size
+        yield Limit(size, f"its local layers count a window of {size} slots (window_size), where draft nodes lie out of order", True)
+    triangles = [b.shape[-1] for b in model.buffers() if b.dim() == 4 and b.shape[:2] == (1, 1) and b.shape[2] == b.shape[3] > 1]
+    if triangles:
+        yield Limit(min(triangles), f"its causal masks end at {min(triangles)} slots of the cache", True)
+
+
+def position_rows(model: Any) -> int | None:
+    """How many positions a model can tell apart, or None where it computes any.
+
+    Rotary embeddings are computed for any position; a table of them, learned or sinusoidal, ends. A model that has neither is taken to
+    end where its configuration says.
+    """
+    limit = position_limit(model.config)
+    if limit is None:
+        return None
+    words = model.get_input_embeddings()
+    rotary = False
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2].lower()
+        if "rotary" in type(module).__name__.lower():
+            rotary = True
+        elif isinstance(module, nn.Embedding) and module is not words and ("pos" in last or "wpe" in last):
+            return limit
+        elif callable(getattr(module, "make_weights", None)):  # XGLM's sinusoidal table grows
+            rotary = True
+        elif any("pos" in each and table.dim() == 2 and table.shape[0] == limit for each, table in module.named_buffers(recurse=False)):
+            return limit
+    return None if rotary else limit

@@ -1,0 +1,229 @@
+"""A transformers model as a `Target`: one forward pass over tree nodes on a cache with a length per row."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.generation.capture import CapturedByShape, padded_width
+from fastspec.generation.layers.decoder import LayerParts, is_plain
+from fastspec.generation.layers.mixers import Nodes
+from fastspec.generation.ops import Ops
+from fastspec.generation.state.attention import FirstLayers, FullAttentionState
+from fastspec.generation.state.sequence import SequenceState, SharedState
+from fastspec.generation.target import Target
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.hf.cache import SlotCache
+from fastspec.patches.hf.compat import cache_geometry, device_of, rope_bound, rope_tables
+from fastspec.patches.hf.families import Adapter, is_watched
+from fastspec.patches.hf.layers import layer_parts, norm_of, product_of
+from fastspec.patches.hf.limits import check_length, length_limits, position_rows
+
+PREFILL_CHUNK = 512
+
+
+class HFModel(Target):
+    """The target of one generate call: `rows` sequences of at most `capacity` tokens, and `tail` nodes of a tree behind them.
+
+    `taps` are indices into transformers' hidden_states; () gives the last hidden state after the final norm; None leaves
+    the features empty. With an adapter the layers' own modules are called in a plain loop; without one the model's forward
+    runs as it is, with a 4-D mask and a cache that writes into the same buffers.
+
+    With `drafts` its tokens are nothing but drafts: texts may go past what the model reads exactly.
+    `early` = (target, k) makes the target's own first k layers, its final norm and its LM head a model on the target's cache.
+    """
+
+    def __init__(
+        self, model: Any, adapter: Adapter | None, *, rows: int, capacity: int, tail: int, taps: tuple[int, ...] | None, ops: Ops,
+        early: tuple[HFModel, int] | None = None, drafts: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.adapter, self.taps, self.ops = model, adapter, taps, ops
+        self.last_position = rope_bound(model.config)
+        self.rows = position_rows(model) if adapter is None else None
+        self.limits = length_limits(model, generic=adapter is None, drafts=drafts)
+        check_length(model, self.limits, capacity, tail)
+        layers, kv_heads, size = cache_geometry(model.config)
+        self.depth = layers if early is None else early[1]
+        self.state: SequenceState
+        if early is None:
+            device = device_of(model)
+            self.attention = FullAttentionState(layers, rows, kv_heads, size, dtype=model.dtype, device=device)
+            self.state = SequenceState([self.attention], rows=rows, capacity=capacity, tail=tail, device=device)
+        else:
+            self.attention = FirstLayers(early[0].attention, self.depth)
+            self.state = SharedState(early[0].state, self.attention)
+        heads = model.config.get_text_config().num_attention_heads
+        self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
+        self.tables: tuple[Tensor, Tensor] | None = None
+        self.layers: list[LayerParts] = []
+        self.captures = ops.captures and adapter is not None and not any(map(is_watched, model.modules()))
+        self.chunks: CapturedByShape[tuple[Tensor, Tensor]] | None = CapturedByShape() if self.captures else None
+        if adapter is not None:
+            self._take(adapter)
+
+    def _take(self, parts: Adapter) -> None:
+        """Read the model's parts."""
+        decoder, ops = getattr(self.model, parts.decoder), self.ops
+        layers = getattr(decoder, parts.layers)[: self.depth]
+        self.layers = [layer_parts(parts, layer, ops, self.attention, index) for index, layer in enumerate(layers)]
+        self.norm = norm_of(getattr(decoder, parts.norm), ops)
+        self.vocabulary = product_of((getattr(self.model, parts.lm_head),), ops)
+
+    def open(self, capacity: int) -> None:
+        """Begin another call of the same rows, of at most `capacity` tokens each."""
+        check_length(self.model, self.limits, capacity, self.state.tail)
+        self.state.open(capacity)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64 committed tokens of each row."""
+        return self.state.lengths
+
+    def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Append ids [B, T], the first counts [B] of each row real, in chunks -> last logits [B, V], features [B, T, F]."""
+        last: Tensor | None = None
+        features = []
+        start = self.state.lengths.clone()
+        done = int(start.max())
+        many = ids.shape[1] > PREFILL_CHUNK
+        for begin in range(0, ids.shape[1], PREFILL_CHUNK):
+            part = ids[:, begin : begin + PREFILL_CHUNK]
+            width = part.shape[1]
+            self.reserve(done + begin + width)
+            want = counts - 1 - begin
+            inputs = part, start + begin, want.clamp(0, width - 1)
+            if self.chunks is None:
+                logits, feats = self._chunk(*inputs, done + begin + width)
+            else:
+                logits, feats = self.chunks(self._chunk, self.state.slots, padded_width(width), *inputs)
+                logits, feats = logits.clone(), feats[:, :width].clone() if many else feats[:, :width]
+            last = logits if last is None else torch.where(((want >= 0) & (want < width))[:, None], logits, last)
+            features.append(feats)
+        self.state.lengths += counts
+        assert last is not None
+        return last, torch.cat(features, 1) if many else features[0]
+
+    def _chunk(self, tokens: Tensor, base: Tensor, want: Tensor, extent: int | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens [B, T] from slot base [B] on -> logits of node want [B] of each row [B, V], features [B, T, F]."""
+        width = tokens.shape[1]
+        steps = base[:, None] + torch.arange(width, device=tokens.device)
+        layout = self.ops.attention_layout(base, None, width, width, self.state.slots if extent is None else extent, self.group)
+        row = torch.arange(tokens.shape[0], device=tokens.device)
+        # A padded chunk may reach behind the buffers: the last slot is never committed.
+        positions, slots = steps.clamp(max=self._positions() - 1), steps.clamp(max=self.state.slots - 1)
+        return self._forward(tokens, positions, slots, layout, (row, want))
+
+    def reserve(self, committed: int) -> int:
+        """Make room for this many committed tokens; returns how many of them are in bounds."""
+        committed = self.state.reserve(committed)
+        count = self._positions()
+        if self.adapter is not None and (self.tables is None or len(self.tables[0]) < count):
+            self.tables = rope_tables(getattr(getattr(self.model, self.adapter.decoder), self.adapter.rotary), self.model, count)
+        return committed
+
+    def _positions(self) -> int:
+        """How many positions are told apart: nodes past the length limit are never emitted, and a position table may end there."""
+        last = self.rows if self.adapter is None else self.last_position
+        return min(self.state.slots, self.state.slots if last is None else last)
+
+    def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
+        """Score every node of a tree -> logits [B, N, V], features [B, N, F]."""
+        extent = self.reserve(extent)
+        nodes, lengths = tree.tokens.shape[1], self.state.lengths
+        layout = self.ops.attention_layout(lengths, tree.ancestors, nodes, nodes, extent + nodes, self.group)
+        positions, slots, embedded = self.ops.tree_input(tree.tokens, tree.depths, lengths, self._positions() - 1, self._table())
+        return self._forward(tree.tokens, positions, slots, layout, None, embedded)
+
+    def _table(self) -> Tensor | None:
+        """The embedding's table [V, H] where it is a plain one that a kernel may read; else the module itself is called."""
+        if self.adapter is None:
+            return None
+        embed = getattr(getattr(self.model, self.adapter.decoder), self.adapter.embed)
+        plain = is_plain(embed, nn.Embedding) and embed.max_norm is None and embed.weight.is_contiguous()
+        return embed.weight.detach() if plain else None
+
+    def commit(self, verdict: Verdict, active: Tensor) -> None:
+        """Keep the accepted path of the active rows."""
+        self.state.commit(self.ops, verdict, active)
+
+    def rewind(self, lengths: Tensor) -> None:
+        """Forget every row's committed tokens from lengths [B] on."""
+        self.state.lengths.copy_(lengths)
+
+    def fits(self, committed: int) -> bool:
+        """Whether there is room for so many committed tokens already."""
+        return self.state.fits(committed)
+
+    @property
+    def bound(self) -> int:
+        """Committed tokens a row that there is room for."""
+        return self.state.bound
+
+    @property
+    def buffers(self) -> Hashable:
+        """The size of the buffers, which are replaced when they grow."""
+        return self.state.slots
+
+    def copy_row(self, row: int, other: Target, count: int) -> None:
+        """Begin a row anew with the `count` committed tokens of another target's only row."""
+        assert isinstance(other, HFModel)
+        self.reserve(count)
+        self.state.copy_row(row, other.state, count)
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None,
+        embedded: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if self.adapter is None:
+            return self._forward_generic(tokens, positions, slots, layout, pick)
+        if embedded is None:
+            embedded = getattr(getattr(self.model, self.adapter.decoder), self.adapter.embed)(tokens)
+        return self._forward_adapted(embedded, positions, slots, layout, pick)
+
+    def _forward_adapted(
+        self, total: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        assert self.tables is not None
+        nodes = Nodes(*self.tables, positions, slots, layout)
+        change: Tensor | None = None  # what the last layer adds to the sum so far
+        taps, width = self.taps or (), total.shape[-1]
+        features = total.new_empty(*total.shape[:-1], len(taps) * width)
+        parts = [features[..., place * width : (place + 1) * width] for place in range(len(taps))]
+        kept = {}
+        for index, layer in enumerate(self.layers):
+            assert layer.input_norm is not None
+            given = (total,) if change is None else (change, total)
+            if index in taps:  # the sum is written where it is wanted: joining the taps in the end would be a launch
+                x, total = layer.input_norm(*given, total=parts[taps.index(index)])
+                kept[index] = total
+            else:
+                x, total = layer.input_norm(*given)
+            x, total = layer.mlp_norm(layer.mixer(x, nodes), total)
+            change = layer.mlp(x)
+        hidden, _ = self.norm(change, total)
+        kept[self.depth] = hidden
+        for tap, part in zip(taps, parts, strict=True):
+            if kept[tap] is not part:
+                part.copy_(kept[tap])
+        return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(kept, hidden)
+
+    def _forward_generic(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        hidden_low = torch.finfo(self.model.dtype).min
+        mask = torch.zeros(layout.visible.shape, dtype=self.model.dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
+        cache = SlotCache(self.state, self.attention, self.ops, slots, layout.extent)
+        out = self.model(
+            input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, past_key_values=cache,
+            output_hidden_states=self.taps is not None, return_dict=True,
+        )  # fmt: skip
+        states = dict(enumerate(out.hidden_states)) if self.taps is not None else {}
+        return out.logits if pick is None else out.logits[pick], self._features(states, states.get(self.depth, out.logits))
+
+    def _features(self, kept: dict[int, Tensor], last: Tensor) -> Tensor:
+        if self.taps is None:
+            return last[..., :0]
+        return torch.cat([kept[tap] for tap in self.taps], -1) if self.taps else last

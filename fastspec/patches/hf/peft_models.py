@@ -1,0 +1,63 @@
+"""What PEFT does to the inputs of a model for the length of its own `generate`, read from the model without importing PEFT.
+
+PEFT puts its `prepare_inputs_for_generation` on the base model there. Adapters that change weights leave the inputs as they are. Prompt
+learning puts virtual tokens in front: as keys and values (prefix tuning), or as embeddings that the first pass reads (prompt tuning,
+p-tuning). Both come to keys and values that an assisted call begins with, as with a cache of the user's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from fastspec.errors import Unsupported
+from fastspec.patches.hf.compat import read_cache
+
+AS_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
+AS_EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING")
+
+
+def peft_of(model: Any) -> Any:
+    """The PEFT model whose `generate` runs, or None."""
+    owner: Any = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
+    return owner if type(owner).__module__.startswith("peft.") else None
+
+
+def refuse_peft(owner: Any) -> None:
+    """Raise Unsupported for an adapter whose virtual tokens or offsets the rounds would not reproduce."""
+    config = owner.active_peft_config
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if config.is_prompt_learning and kind not in (*AS_CACHE, *AS_EMBEDDINGS):
+        raise Unsupported(
+            f"the prompt-learning adapter {kind} cannot be combined with an assistant: accepted are {', '.join(AS_CACHE + AS_EMBEDDINGS)}, "
+            "and adapters of weights such as LoRA"
+        )
+    if getattr(config, "alora_invocation_tokens", None) is not None:
+        raise Unsupported("an activated LoRA begins within the text, at its invocation tokens: merge it, or leave out assistant=")
+
+
+def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[tuple[Tensor, Tensor]] | None:
+    """Keys and values [B, Hkv, n, D] per layer of the virtual tokens in front of prompts with the mask keep [B, T]; None without any.
+
+    Raises Unsupported for virtual embeddings before padding: PEFT gives no positions then, and plain decoding counts the padding.
+    """
+    owner = peft_of(model)
+    if owner is None or not owner.active_peft_config.is_prompt_learning:
+        return None
+    kind = owner.active_peft_config.peft_type
+    rows = keep.shape[0]
+    if getattr(kind, "value", kind) in AS_CACHE:
+        return read_cache(owner.get_prompt(batch_size=rows), layers)
+    if not bool(keep.all()):
+        raise Unsupported(
+            "prompts of different lengths behind a prompt-tuning adapter: plain decoding counts their padding as positions, which an "
+            "assistant leaves out; generate prompts of one length together, or one at a time"
+        )
+    embeddings = owner.get_prompt(batch_size=1).to(device=model.device, dtype=owner.word_embeddings.weight.dtype)
+    with torch.no_grad():
+        held = model(inputs_embeds=embeddings, use_cache=True, past_key_values=DynamicCache(config=model.config), return_dict=True)
+    read = read_cache(held.past_key_values, layers)
+    return None if read is None else [(k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)) for k, v in read]

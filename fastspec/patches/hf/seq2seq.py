@@ -1,0 +1,164 @@
+"""Encoder-decoder models: what the encoder read, and the decoder as a `Target`.
+
+A decoder's own forward derives positions from the length of its cache, one for all rows. Here the decoder's modules are called in a plain
+loop instead, so that every node of a tree stands where its own text would put it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.masking_utils import create_bidirectional_mask
+
+from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import Decoding
+from fastspec.generation.ops import Ops
+from fastspec.patches.hf.cache import SlotCache
+from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.families import SEQ2SEQ, check_decoder
+from fastspec.patches.hf.model import HFModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """What an encoder made of a call's rows: `states` [B, S, D], `mask` [B, S], None where the call has none, and the tokens `ids`
+    [B, S], None where the call brought none. `shared` says whether they are the decoder's tokens too."""
+
+    states: Tensor
+    mask: Tensor | None
+    ids: Tensor | None
+    shared: bool = True
+
+    def text(self, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The source's tokens and then the decoder's ids [B, T], without padding: tokens [B, S + T at most], counts [B]; None where there
+        are none, or none that the decoder knows."""
+        if self.ids is None or not self.shared:
+            return None
+        keep = torch.ones_like(self.ids) if self.mask is None else self.mask.to(self.ids.device)
+        whole, real = torch.cat((self.ids, ids), 1), torch.cat((keep.bool(), torch.ones_like(ids, dtype=torch.bool)), 1)
+        order = torch.argsort((~real).int(), dim=1, stable=True)[:, : int(real.sum(1).max())]
+        return whole.gather(1, order), real.sum(1)
+
+
+def refuse_seq2seq(model: Any, decoding: Any, given: dict[str, Any]) -> None:
+    """Refuse, by name, what an encoder-decoder model cannot be asked for with an assistant."""
+    if isinstance(decoding, Decoding) and decoding.taps is not None:
+        raise Unsupported(
+            f"assistant {decoding.name!r} drafts from hidden states, which fastspec reads from decoder-only models, and "
+            f'{type(model).__name__} is an encoder-decoder model: use "nasd" or "speculative"'
+        )
+    if given.get("past_key_values") is not None:
+        raise Unsupported("past_key_values cannot be combined with assistant= on an encoder-decoder model: leave it out")
+
+
+def read_source(model: Any, given: dict[str, Any], prepared: dict[str, Any], rows: int) -> Source:
+    """The source of a call of `rows` rows, from its own arguments and what transformers' `generate` made of them."""
+    device = device_of(model)
+    ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs")
+    if ids is not None:
+        ids = ids.to(device).repeat_interleave(rows // max(1, ids.shape[0]), 0) if ids.dim() == 2 and not ids.is_floating_point() else None
+    mask = prepared.get("attention_mask")
+    read, said = (part.get_input_embeddings().weight.shape[0] for part in (model.get_encoder(), model.get_decoder()))
+    shared = getattr(model.config, "share_encoder_decoder_embeddings", True) and read == said
+    return Source(prepared["encoder_outputs"][0], None if mask is None else mask.to(device), ids, shared)
+
+
+def encode(model: Any, source: Source) -> Source:
+    """The same source as a draft model's own encoder reads it; tokens that the model has no embedding for are shown to it as another."""
+    if source.ids is None:
+        raise Unsupported("the draft model of assistant 'speculative' reads the source itself: pass input_ids besides encoder_outputs")
+    encoder = model.get_encoder()
+    known = source.ids.clamp(max=encoder.get_input_embeddings().weight.shape[0] - 1)
+    return Source(encoder(input_ids=known, attention_mask=source.mask, return_dict=True)[0], source.mask, known)
+
+
+class DecoderCache(SlotCache):
+    """A SlotCache of a decoder whose positions were given: the length that its modules ask for decides nothing."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The attended slots, which the host knows."""
+        return self.extent
+
+
+class Seq2SeqModel(HFModel):
+    """The decoder of an encoder-decoder model, after a source.
+
+    The cache holds the keys and values of self-attention; those of cross-attention are made by the first pass and read by all others.
+    """
+
+    def __init__(self, model: Any, source: Source, *, rows: int, capacity: int, tail: int, ops: Ops, drafts: bool = False) -> None:
+        check_decoder(model)  # a hook may have come since the patch
+        super().__init__(model, None, rows=rows, capacity=capacity, tail=tail, taps=None, ops=ops, drafts=drafts)
+        self.parts, self.source = SEQ2SEQ[model.config.model_type], source
+        self.decoder = model.get_decoder()
+        self.cross = DynamicCache()
+
+    def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the decoder's first tokens ids [B, T], the first counts [B] of each row real -> last logits [B, V], no features."""
+        padding = getattr(getattr(self.decoder, "embed_positions", None), "padding_idx", None)
+        if self.parts.counted and ids.shape[1] > 1 and padding in ids.flatten().tolist():
+            raise Unsupported(f"decoder_input_ids holds the padding token {padding}, which {type(self.model).__name__} gives no position")
+        return super().prefill(ids, counts)
+
+    def _forward_generic(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self._embed(tokens, positions)
+        states = self.source.states
+        low = torch.finfo(hidden.dtype).min
+        mask = torch.zeros(layout.visible.shape, dtype=hidden.dtype, device=tokens.device).masked_fill_(~layout.visible, low)
+        cross = create_bidirectional_mask(
+            config=self.decoder.config, inputs_embeds=hidden, attention_mask=self.source.mask, encoder_hidden_states=states
+        )
+        cache = EncoderDecoderCache(DecoderCache(self.state, self.attention, self.ops, slots, layout.extent), self.cross)
+        if self.parts.relative:
+            bias, across = self._bias(positions, slots, layout.extent), None
+            for block in self.decoder.block:
+                hidden, bias, across = block(hidden, mask, bias, states, cross, across, past_key_values=cache)[:3]
+        else:
+            for layer in self.decoder.layers:
+                out = layer(hidden, mask, states, encoder_attention_mask=cross, past_key_values=cache, use_cache=True)
+                hidden = out[0] if isinstance(out, tuple) else out
+        if self.parts.final:
+            hidden = getattr(self.decoder, self.parts.final)(hidden)
+        logits = self._head(hidden if pick is None else hidden[pick])
+        return logits, hidden[..., :0]
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings [B, N, D] of tokens at positions, both [B, N]."""
+        parts, decoder = self.parts, self.decoder
+        hidden = decoder.embed_tokens(tokens)
+        if parts.relative:
+            return hidden
+        if parts.scale:
+            hidden = hidden * getattr(decoder, parts.scale)
+        if parts.counted:
+            table = decoder.embed_positions
+            places = table.weights[torch.where(tokens == table.padding_idx, 0, positions + 1) + table.padding_idx].to(hidden.dtype)
+        else:
+            places = decoder.embed_positions(tokens, 0, position_ids=positions.flatten()).view(hidden.shape)
+        if not parts.embed_norm:
+            return hidden + places
+        norm = getattr(decoder, parts.embed_norm)
+        return norm(hidden) + places if parts.norm_first else norm(hidden + places)
+
+    def _bias(self, positions: Tensor, slots: Tensor, extent: int) -> Tensor:
+        """The relative position bias [B, H, N, extent] of nodes at positions in slots, both [B, N]; committed slots are their positions."""
+        attention = self.decoder.block[0].layer[0].SelfAttention
+        table = attention.compute_bias(1, extent, device=positions.device, past_seen_tokens=extent - 1)[0, :, 0].flip(-1)  # by distance
+        keys = torch.arange(extent, device=positions.device).expand(len(slots), -1).scatter(1, slots.clamp(max=extent - 1), positions)
+        distance = (positions[:, :, None] - keys[:, None]).clamp(0, extent - 1)  # what is ahead of a node is masked
+        return table[:, distance].transpose(0, 1)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Logits of the decoder's last hidden states."""
+        model, scaled = self.model, self.parts.scaled_if
+        if scaled and getattr(model.config, scaled):
+            hidden = hidden * model.model_dim**-0.5
+        logits = model.lm_head(hidden)
+        bias = getattr(model, "final_logits_bias", None)
+        return logits if bias is None else logits + bias.to(logits.device)

@@ -1,0 +1,208 @@
+"""Whether fastspec scores the nodes of a tree as a model scores their texts: checked on the model itself, before it is relied on.
+
+A model without an adapter runs its own forward with positions and a 4-D mask of fastspec's making, and some classes read neither as
+transformers' convention has it. What goes wrong then is no error but another text, so it is looked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig
+
+from fastspec.errors import Unsupported
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.backends import TORCH
+from fastspec.patches.hf.compat import device_of, is_out_of_memory
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.seq2seq import Seq2SeqModel, Source
+from fastspec.patches.hf.wrappers import autocast_inside
+
+LENGTHS = (12, 7)
+"""Tokens of the two prompts: in one batch the second is padded."""
+FIRST = (0, 0, 0, 0, 1, 2, 3, 5, 4)
+"""Parents of the first tree, level by level, so that nearly every node lies behind nodes that are not its ancestors."""
+PATHS = ((0, 2, 5, 7), (0, 3, 6))
+"""What is committed of it in each row."""
+SECOND = (0, 0, 0, 2)
+MORE = 2
+"""Tokens that the model itself generates behind each text, through its own cache."""
+ROOM = LENGTHS[0] + len(PATHS[0]) + 3 + MORE
+LEAVES = (6, 7, 8), (1, 3)
+BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
+"""By dtype, how far logits may be apart: the root mean square of the difference, in standard deviations of a node's logits.
+
+A layer rounds its sums some ten times. Roundings add up like a random walk: in 100 layers to about 1000**0.5 = 30 units of the last
+place, 4e-6 in fp32, 0.03 in fp16 and 0.25 in bf16. Texts that differ in what is attended to differ by 0.1 to 1.4 standard deviations.
+"""
+WHOLE = (torch.float64, torch.float32)
+"""Dtypes in which every node must agree. In the others a router may choose another expert by a rounding: the median node must."""
+_VERDICTS: dict[Any, str | None] = {}
+
+
+def check_trust(model: Any, *, reads_source: bool = False) -> None:
+    """Raise Unsupported unless fastspec scores trees as the model scores texts: once per class, configuration, dtype and versions.
+
+    With `reads_source` the model has an encoder, and its decoder is checked. The model, its modes and hooks, and the global generators of
+    random numbers are left as they were.
+    """
+    key = _key(model)
+    if key not in _VERDICTS:
+        with _undisturbed(model), torch.no_grad():
+            _VERDICTS[key] = _judge(model, reads_source)
+    reason = _VERDICTS[key]
+    if reason is not None:
+        raise Unsupported(reason)
+
+
+def _key(model: Any) -> Any:
+    config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    parts = frozenset((type(module), getattr(module.__dict__.get("forward"), "__qualname__", None)) for module in model.modules())
+    attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    return type(model), hash(config), parts, attention, _computed(model), device_of(model).type, torch.__version__, transformers.__version__
+
+
+def _computed(model: Any) -> torch.dtype:
+    """The coarsest dtype that a pass computes in."""
+    kind = device_of(model).type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return autocast_inside(model) or model.dtype
+
+
+def _judge(model: Any, reads_source: bool) -> str | None:
+    """Why a model cannot be relied on, or None."""
+    name = type(model).__name__
+    try:
+        got, want = _after_source(model) if reads_source else _after_prompts(model)
+    except Unsupported as error:
+        return str(error)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return (
+            f"{name} does not run as fastspec has to run it, with a position for every node and a 4-D mask "
+            f"({type(error).__name__}: {error}): it cannot be combined with assistant="
+        )
+    apart = (got.float() - want.float()).pow(2).mean(-1).sqrt() / want.float().std(-1).clamp(min=1e-30)
+    dtype = _computed(model)
+    found = float(apart.max() if dtype in WHOLE else apart.median())
+    if found <= BOUNDS.get(dtype, BOUNDS[torch.bfloat16]):
+        return None
+    return (
+        f"{name} scores the nodes of a draft tree otherwise than the same tokens in a text of their own (its logits are {found:.2g} "
+        "standard deviations apart): it reads positions or masks in a way of its own, and cannot be combined with assistant="
+    )
+
+
+def _words(model: Any) -> Tensor:
+    """Tokens without a role, [n]: what a vision-language model would take for an image is none."""
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    count = decoder.get_input_embeddings().weight.shape[0]
+    special = set()
+    for config in (model.config.to_dict(), model.config.get_text_config().to_dict(), model.generation_config.to_dict()):
+        for name, value in config.items():
+            if name.endswith(("token_id", "token_index")):
+                special |= set(value if isinstance(value, list) else [value])
+    plain = [token for token in range(min(count, 4096)) if token not in special]
+    return torch.tensor(plain or range(count))
+
+
+def _after_prompts(model: Any) -> tuple[Tensor, Tensor]:
+    """What fastspec and the model give after the same texts, logits [n, V] each."""
+    target = HFModel(model, None, rows=2, capacity=ROOM, tail=len(FIRST), taps=None, ops=TORCH)
+    texts, said, got = _as_trees(target, _words(model))
+    want, tokens = _own(model, texts)
+    ends = [-1 - len(LEAVES[1]), -1]  # each row's last text ends in the second tree's last leaf; it is read on as a chain
+    chain = torch.stack([torch.cat((tokens.new_tensor(texts[end][len(said[row]) :]), tokens[end])) for row, end in enumerate(ends)])
+    logits, _ = target.score(TokenTree.chain(chain), max(map(len, said)))
+    after = torch.cat([want[end, 1:] for end in ends])
+    return torch.cat((got, *logits[:, -MORE:])), torch.cat((want[:, 0], after))
+
+
+def _as_trees(target: HFModel, words: Tensor) -> tuple[list[list[int]], list[list[int]], Tensor]:
+    """Texts, the committed tokens of both rows, and what passes over two prompts and two trees give after each text, [n, V]."""
+    device, generator = device_of(target.model), torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return words[torch.randint(len(words), shape, generator=generator)].to(device)
+
+    prompts = drawn(2, LENGTHS[0])
+    logits, _ = target.prefill(prompts, torch.tensor(LENGTHS, device=device))
+    said = [row[:count] for row, count in zip(prompts.tolist(), LENGTHS, strict=True)]
+    texts, found = [list(text) for text in said], [logits]
+    for parents, leaves, paths in ((FIRST, LEAVES[0], PATHS), (SECOND, LEAVES[1], None)):
+        tree = TokenTree.from_parents(drawn(2, len(parents)), torch.tensor(parents, device=device).expand(2, -1))
+        logits, _ = target.score(tree, max(map(len, said)))
+        for row in range(2):
+            texts += [said[row] + _text(tree.tokens[row].tolist(), parents, leaf) for leaf in leaves]
+            found.append(logits[row, list(leaves)])
+        if paths is not None:
+            path = torch.tensor([[*each, *each[-1:] * (len(paths[0]) - len(each))] for each in paths], device=device)
+            accepted = torch.tensor([len(each) - 1 for each in paths], device=device)
+            target.commit(Verdict(path, accepted, accepted), torch.ones(2, dtype=torch.bool, device=device))
+            said = [said[row] + tree.tokens[row, list(each)].tolist() for row, each in enumerate(paths)]
+    return texts, said, torch.cat(found)
+
+
+def _text(tokens: list[int], parents: tuple[int, ...], node: int) -> list[int]:
+    """The tokens from the root to a node."""
+    return [*(_text(tokens, parents, parents[node]) if node else ()), tokens[node]]
+
+
+def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """What the model's own `generate` says behind texts, left-padded in one batch: logits [n, 1 + MORE, V], tokens [n, MORE]."""
+    device, width = device_of(model), max(map(len, texts))
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    pad = pad if isinstance(pad, int) and 0 <= pad < model.get_input_embeddings().weight.shape[0] else 0
+    ids = torch.tensor([[pad] * (width - len(text)) + text for text in texts], device=device)
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
+    new = 1 + MORE
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=pad)
+    out = type(model).generate(model, input_ids=ids, attention_mask=mask, generation_config=config)
+    return torch.stack(out.logits, 1), out.sequences[:, -new : -1]
+
+
+def _after_source(model: Any) -> tuple[Tensor, Tensor]:
+    """As `_after_prompts`, for a model that reads a source. Its own texts come one by one: its decoder gives padding positions."""
+    words = _words(model)
+    device, known = device_of(model), words[words < model.get_encoder().get_input_embeddings().weight.shape[0]]
+    ids = known[torch.randint(len(known), (1, 9), generator=torch.Generator().manual_seed(1))].to(device)
+    mask = torch.ones_like(ids)
+    states = model.get_encoder()(input_ids=ids, attention_mask=mask, return_dict=True)[0]
+    source = Source(states.expand(2, -1, -1), mask.expand(2, -1), ids.expand(2, -1))
+    target = Seq2SeqModel(model, source, rows=2, capacity=ROOM, tail=len(FIRST), ops=TORCH)
+    texts, _, got = _as_trees(target, words)
+    decoded = (torch.tensor([text], device=device) for text in texts)
+    own = [model(input_ids=ids, attention_mask=mask, decoder_input_ids=text).logits[:, -1] for text in decoded]
+    return got, torch.cat(own)
+
+
+@contextmanager
+def _undisturbed(model: Any) -> Iterator[None]:
+    """The model in evaluation mode, without its forward hooks and its own settings for `generate`, and everything as it was in the end:
+    attributes, buffers and global generators. Hooks of accelerate, which bring weights, stay at work, and torch's global ones."""
+    modules = list(model.modules())
+    held = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in modules]
+    devices = [device_of(model)] if device_of(model).type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            for module in modules:
+                vars(module)["training"] = False
+                vars(module)["_forward_hooks"], vars(module)["_forward_pre_hooks"] = OrderedDict(), OrderedDict()
+            vars(model)["generation_config"] = GenerationConfig()
+            yield
+        finally:
+            for (now, before, buffers), module in zip(held, modules, strict=True):
+                for name in [name for name in now if name not in before]:
+                    del now[name]
+                for name, value in before.items():
+                    now[name] = value
+                module._buffers.update(buffers)
