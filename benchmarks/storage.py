@@ -25,7 +25,7 @@ import torch
 
 import fastspec
 from fastspec.devices import cpu_name
-from fastspec.generation.drafters.ngram.drafter import grow
+from fastspec.generation.drafters.ngram.growth import grow
 
 ROOT = Path(__file__).parents[1]
 STORAGES: dict[str, Callable[[], Any]] = {

@@ -20,7 +20,7 @@ import fastspec
 from fastspec.generation.drafters.base import Place
 from fastspec.generation.drafters.draft_model.shared_vocabulary import SharedDrafter
 from fastspec.generation.drafters.draft_model.text import TextDrafter
-from fastspec.generation.drafters.eagle import dynamic as drafter
+from fastspec.generation.drafters.eagle import head_drafter as drafter
 from fastspec.generation.drafters.ngram.drafter import NasdDrafter
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.engine import Engine
@@ -346,7 +346,7 @@ def test_the_same_seed_says_the_same_whether_rounds_run_ahead_or_not(captures, m
 def existing(captures, monkeypatch):
     """What holds buffers and exists, by class, while no garbage is collected: rounds, targets and drafts, drafters, keys and values,
     graphs. No more targets of rounds than the bound may exist."""
-    kinds = Engine, hf_model.HFModel, drafter.HeadState, sequence.SequenceState, Stand
+    kinds = Engine, hf_model.HFModel, drafter.HeadDrafter, sequence.SequenceState, Stand
     held = {kind: weakref.WeakSet() for kind in kinds}
 
     def watch(kind: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fastspec
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.eagle import dynamic as drafter_module
+from fastspec.generation.drafters.eagle import head_drafter as drafter_module
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH, counted

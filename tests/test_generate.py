@@ -7,7 +7,7 @@ import torch
 from helpers_generate import NEVER, TREE, Oracle, free, prompts, same, stats
 from transformers import GenerationConfig
 
-from fastspec.generation.drafters.eagle import dynamic as drafter_module
+from fastspec.generation.drafters.eagle import head_drafter as drafter_module
 from fastspec.patches.hf import model as hf_model
 
 

@@ -58,3 +58,25 @@ def test_importing_fastspec_is_light() -> None:
     seconds, *modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not HEAVY & set(modules)
     assert float(seconds) < 1.0
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not in a circle either, nor inside functions, nor for a type checker alone; the package itself, which imports lazily, is left out."""
+    paths = {module_of(path): path for path in ROOT.rglob("*.py")}
+    graph = {name: within(path, paths) - {name, "fastspec"} for name, path in paths.items() if name != "fastspec"}
+    while leaves := {name for name, found in graph.items() if not found}:
+        graph = {name: found - leaves for name, found in graph.items() if name not in leaves}
+    assert not graph, "\n".join(f"{name} imports {sorted(found)}" for name, found in sorted(graph.items()))
+
+
+def within(path: Path, paths: dict[str, Path]) -> set[str]:
+    """The modules of the package that a file imports anywhere."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return {name if name in paths else name.rpartition(".")[0] for name in names} & set(paths)

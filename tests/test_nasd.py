@@ -12,7 +12,9 @@ from test_sampling import law as law_of
 from test_sampling import p_value, padded, sample
 
 import fastspec
-from fastspec.generation.drafters.ngram.drafter import COSTS, SMOLLM2_BYTES, Growth, NasdDecoding, NasdDrafter, best_size, grow, lay_out
+from fastspec.generation.drafters.cost import COSTS, SMOLLM2_BYTES
+from fastspec.generation.drafters.ngram.drafter import NasdDecoding, NasdDrafter
+from fastspec.generation.drafters.ngram.growth import Growth, best_size, grow, lay_out
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.assistants.speculative import read_parameters

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import fastspec
 from fastspec.generation.drafters.ngram.arrays import WIDTH, Edges
-from fastspec.generation.drafters.ngram.drafter import grow
+from fastspec.generation.drafters.ngram.growth import grow
 
 
 class Naive:

@@ -24,8 +24,8 @@ import fastspec
 from fastspec import Speculative
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters import policy as draft_length
+from fastspec.generation.drafters.cost import COSTS, LAYERS
 from fastspec.generation.drafters.draft_model.chain import ChainDrafter
-from fastspec.generation.drafters.ngram.drafter import COSTS, LAYERS
 from fastspec.generation.drafters.policy import Length
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict

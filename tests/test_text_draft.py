@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerFast
 import fastspec
 from fastspec import Speculative
 from fastspec.errors import Unsupported
+from fastspec.generation.drafters.cost import COSTS
 from fastspec.generation.drafters.draft_model import retokenized as rereading
 from fastspec.generation.drafters.draft_model.retokenized import ANEW, TRIES, decoded, encoded
 from fastspec.generation.drafters.draft_model.text import TextDrafter
-from fastspec.generation.drafters.ngram.drafter import COSTS
 from fastspec.generation.drafters.policy import Length
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict

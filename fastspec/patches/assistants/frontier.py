@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fastspec.config import TreeShape
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.eagle.dynamic import FUSED_TOP_K, EagleDrafter
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.drafters.eagle.fused import FUSED_TOP_K
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import choose_backend

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
+from fastspec.generation.drafters.cost import COSTS, LAYERS, Cost
 from fastspec.generation.drafters.draft_model.chain import ChainDrafter
 from fastspec.generation.drafters.draft_model.retokenized import room_for
 from fastspec.generation.drafters.draft_model.shared_vocabulary import SharedDrafter, shared_tokens
 from fastspec.generation.drafters.draft_model.text import TextDrafter
-from fastspec.generation.drafters.ngram.drafter import COSTS, LAYERS, Cost
 from fastspec.generation.drafters.policy import Length
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Stats

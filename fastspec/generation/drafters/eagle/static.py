@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastspec.generation.drafters.eagle.dynamic import HeadState
+from fastspec.generation.drafters.eagle.dynamic import HeadDrafter
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree
@@ -88,7 +88,7 @@ def draw_distinct(probs: Tensor, noise: Tensor, count: int) -> tuple[Tensor, Ten
     return ids, torch.stack(q, -2)
 
 
-class StaticDrafter(HeadState):
+class StaticDrafter(HeadDrafter):
     """Static trees of nodes `paths` (breadth first, without the root), the drafter of EAGLE-1.
 
     The child of rank r is its parent's r-th likeliest token. With `process`, which maps logits [R, V] to the scores that the

@@ -7,10 +7,8 @@ branches where several continuations are known, as in the trees of SuffixDecodin
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -19,152 +17,18 @@ from torch import Tensor
 from fastspec.config import Nasd
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
+from fastspec.generation.drafters.cost import COSTS, SMOLLM2_BYTES
+from fastspec.generation.drafters.ngram.growth import Growth, best_size, grow, lay_out
 from fastspec.generation.drafters.ngram.ngrams import NgramStorage, Storage
 from fastspec.generation.drafters.ngram.suffixes import SuffixStorage
 from fastspec.generation.drafters.policy import Credit, pause_after
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
-SMOLLM2_BYTES = 269_030_016
-"""What a pass of SmolLM2-135M reads in bf16; a drafter that is not told of a model takes it for this one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Milliseconds of a round by its nodes: of the host, of a pass over one node beside reading the weights, and what a pass over
-    several adds at once and for each node, both as milliseconds and as a share of the time of reading. `bytes_per_ms` is the reading."""
-
-    nodes: int
-    """The largest tree."""
-    bytes_per_ms: float
-    host: float
-    one: float
-    several: tuple[float, float]
-    each: tuple[float, float]
-    drafted: float = 0.0
-    """Of the host, for each token that a draft model writes; estimated."""
-    reread: float = 1.5
-    """Of the host, for a round whose text is encoded anew for a draft model, and its drafts for the target; estimated."""
-    ahead: bool = False
-    """Whether rounds without look-ups are launched ahead of the host, and do not wait for it."""
-
-    def of(self, nodes: int, weight_bytes: int) -> float:
-        """Milliseconds of a round of so many nodes, of all rows together."""
-        read = weight_bytes / self.bytes_per_ms
-        one = self.host + self.one + read
-        return one if nodes == 1 else one + self.several[0] + self.several[1] * read + nodes * (self.each[0] + self.each[1] * read)
-
-    def check(self, weight_bytes: int) -> float:
-        """What a pass over several nodes costs more than one over a single node, in such passes; the nodes' own part left out."""
-        read = weight_bytes / self.bytes_per_ms
-        return (self.several[0] + self.several[1] * read) / (self.one + read)
-
-    def look(self, weight_bytes: int) -> float:
-        """What a round with a look-up costs more than one without, in passes over a single node."""
-        return self.host / (self.one + weight_bytes / self.bytes_per_ms) if self.ahead else 0.0
-
-
-COSTS = {
-    "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
-    "cuda": Cost(32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017), drafted=0.15, ahead=True),
-}
-"""By device type. "cpu" is fitted to benchmarks/results/cpu_tree.jsonl, its host to the `draft` and `commit` of `nasd` in bench_cpu.jsonl;
-"cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to `draft` and `observe` in
-bench_steps_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, 10 of a model of 8 billion weights 1.06 times."""
-LAYERS = 30
-"""Layers of the models that `one` is of; it grows with them."""
-DOUBT, DOUBT_OF_ONE = 1.0, 4.0
-"""Counts taken to have gone to tokens not seen yet: after a context of l tokens (over the root of l), and of one token."""
-SURELY_NOT = 99.0
-"""The same for a token that is drafted although nothing is known."""
 LEAST_LOOK = 0.25
 """What a look-up must cost, in target passes, for rounds to go without."""
 GRANTED = 4.0
 """Target passes that look-ups may lose at the start of a call: what is copied seldom comes first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """A tree before it is laid out: nodes in falling order of the chance to be reached, node 0 the root with chance 1."""
-
-    tokens: list[int]
-    parents: list[int]
-    chances: list[float]
-
-
-def grow(storage: Storage, cursor: Any, root: int, *, gamma: int, nodes: int, ends: frozenset[int], guess: bool = False) -> Growth:
-    """The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, behind the cursor, which stands behind root.
-
-    A node's chance is its parent's times its share of what was counted after the longest known context. Best first, and among
-    equals the one found first, so the tree is a function of the text and the storage, and each prefix of the list is a tree.
-    Nothing is drafted after an end token. Where nothing is known nothing is drafted either or, with `guess`, the last token again.
-    """
-    tree = Growth([root], [0], [1.0])
-    cursors, depths = [cursor], [0]
-    queue: list[tuple[float, int, int, int]] = []  # (-chance, number, parent, token)
-    found = 0
-    while True:
-        node = len(tree.tokens) - 1
-        if depths[node] < gamma and tree.tokens[node] not in ends:
-            length, known = storage.look(cursors[node])
-            doubt = DOUBT_OF_ONE if length <= 1 else DOUBT / length**0.5
-            if not known and guess:
-                known, doubt = [(tree.tokens[node], 1)], SURELY_NOT
-            share = tree.chances[node] / (sum([times for _, times in known]) + doubt)
-            for token, times in known:
-                heapq.heappush(queue, (-share * times, found, node, token))
-                found += 1
-        if not queue or len(tree.tokens) == nodes:
-            return tree
-        chance, _, parent, token = heapq.heappop(queue)
-        tree.tokens.append(token)
-        tree.parents.append(parent)
-        tree.chances.append(-chance)
-        cursors.append(storage.step(cursors[parent], token))
-        depths.append(depths[parent] + 1)
-
-
-def best_size(growths: list[Growth], costs: dict[int, float]) -> int:
-    """The number of nodes that promises most tokens per cost to all rows together."""
-    if all(len(growth.tokens) == 1 for growth in growths):
-        return min(costs)
-    sums = [[0.0, *accumulate(growth.chances)] for growth in growths]
-    promise = {size: sum([known[min(size, len(known) - 1)] for known in sums]) / cost for size, cost in costs.items()}
-    return max(promise, key=promise.__getitem__)  # the first of the best: the smallest
-
-
-def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.device) -> TokenTree:
-    """The first `nodes` nodes of every row as a TokenTree, in one transfer.
-
-    All rows of a tree have the same number of nodes. A row that knows fewer gets copies of the root's first child (or of the root,
-    where it has none) as further children of the root. That is exact: these too are functions of the prefix, and a walk scores them
-    like any draft; a copy of a child is never walked, because the first of equal siblings is.
-    """
-    words = -(-nodes // 64)
-    planes: tuple[list[int], ...] = ([], [], [], [])  # tokens, parents, depths, ancestors: each lies contiguous in the one tensor
-    for growth in growths:
-        tokens, parents = growth.tokens[:nodes], growth.parents[:nodes]
-        spare = nodes - len(tokens)
-        parents = parents + [0] * spare
-        depths, seen = [0], [1]
-        for node in range(1, nodes):
-            parent = parents[node]
-            depths.append(depths[parent] + 1)
-            seen.append(seen[parent] | 1 << node)
-        ancestors = [word for bits in seen for word in _signed(bits, words)] if nodes > 63 else seen
-        for plane, values in zip(planes, (tokens + [tokens[min(1, len(tokens) - 1)]] * spare, parents, depths, ancestors), strict=True):
-            plane += values
-    size = len(planes[0])
-    packed = torch.tensor([value for plane in planes for value in plane]).to(device)
-    first, second, third = (packed[part * size : (part + 1) * size].view(-1, nodes) for part in range(3))
-    drafted = tuple(min(nodes, len(growth.tokens)) - 1 for growth in growths)
-    return TokenTree(first, second, third, packed[3 * size :].view(-1, nodes, words), max_path, drafted=drafted)
-
-
-def _signed(bits: int, words: int) -> list[int]:
-    """Bits as 64-bit words, the lowest first, in two's complement."""
-    parts = [bits >> 64 * word & (1 << 64) - 1 for word in range(words)]
-    return [part - (1 << 64) if part >> 63 else part for part in parts]
 
 
 class NasdDrafter(HostDrafter):

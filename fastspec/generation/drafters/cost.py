@@ -1,0 +1,54 @@
+"""What a round costs by its nodes, from measured times: what a drafter that the host drives decides by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMOLLM2_BYTES = 269_030_016
+"""What a pass of SmolLM2-135M reads in bf16; a drafter that is not told of a model takes it for this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Milliseconds of a round by its nodes: of the host, of a pass over one node beside reading the weights, and what a pass over
+    several adds at once and for each node, both as milliseconds and as a share of the time of reading. `bytes_per_ms` is the reading."""
+
+    nodes: int
+    """The largest tree."""
+    bytes_per_ms: float
+    host: float
+    one: float
+    several: tuple[float, float]
+    each: tuple[float, float]
+    drafted: float = 0.0
+    """Of the host, for each token that a draft model writes; estimated."""
+    reread: float = 1.5
+    """Of the host, for a round whose text is encoded anew for a draft model, and its drafts for the target; estimated."""
+    ahead: bool = False
+    """Whether rounds without look-ups are launched ahead of the host, and do not wait for it."""
+
+    def of(self, nodes: int, weight_bytes: int) -> float:
+        """Milliseconds of a round of so many nodes, of all rows together."""
+        read = weight_bytes / self.bytes_per_ms
+        one = self.host + self.one + read
+        return one if nodes == 1 else one + self.several[0] + self.several[1] * read + nodes * (self.each[0] + self.each[1] * read)
+
+    def check(self, weight_bytes: int) -> float:
+        """What a pass over several nodes costs more than one over a single node, in such passes; the nodes' own part left out."""
+        read = weight_bytes / self.bytes_per_ms
+        return (self.several[0] + self.several[1] * read) / (self.one + read)
+
+    def look(self, weight_bytes: int) -> float:
+        """What a round with a look-up costs more than one without, in passes over a single node."""
+        return self.host / (self.one + weight_bytes / self.bytes_per_ms) if self.ahead else 0.0
+
+
+COSTS = {
+    "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
+    "cuda": Cost(32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017), drafted=0.15, ahead=True),
+}
+"""By device type. "cpu" is fitted to benchmarks/results/cpu_tree.jsonl, its host to the `draft` and `commit` of `nasd` in bench_cpu.jsonl;
+"cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to `draft` and `observe` in
+bench_steps_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, 10 of a model of 8 billion weights 1.06 times."""
+LAYERS = 30
+"""Layers of the models that `one` is of; it grows with them."""
