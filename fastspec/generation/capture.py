@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,12 +44,12 @@ class Captured(Generic[Result]):
     """
 
     def __init__(self) -> None:
-        self.key: Any = None
+        self.key: Hashable = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Result | None = None
         self.replays = 0
 
-    def __call__(self, program: Callable[[], Result], key: Any) -> Result:
+    def __call__(self, program: Callable[[], Result], key: Hashable) -> Result:
         """Run the program once."""
         if key != self.key:
             self.key, self.graph, self.result = key, None, None
@@ -63,7 +63,7 @@ class Captured(Generic[Result]):
         self.replays += 1
         return self.result  # type: ignore[return-value]
 
-    def ready(self, key: Any) -> bool:
+    def ready(self, key: Hashable) -> bool:
         """Whether a call with this key is a replay."""
         return key == self.key and self.graph is not None
 
@@ -88,9 +88,9 @@ class CapturedByShape(Generic[Result]):
     """
 
     def __init__(self) -> None:
-        self.held: dict[Any, tuple[list[Tensor], Captured[Result]]] = {}
+        self.held: dict[tuple[object, ...], tuple[list[Tensor], Captured[Result]]] = {}
 
-    def __call__(self, run: Callable[..., Result], key: Any, width: int, *inputs: Tensor) -> Result:
+    def __call__(self, run: Callable[..., Result], key: Hashable, width: int, *inputs: Tensor) -> Result:
         """Run it on these inputs; `key` as for `Captured`."""
         shapes = tuple((x.shape[0], width, *x.shape[2:]) if x.dim() > 1 else tuple(x.shape) for x in inputs)
         if shapes not in self.held:

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
+
+from fastspec.kernels.reference import Parts
+
+
+class FusedDrafting(Protocol):
+    """The module `fastspec.kernels.drafter`: a whole draft phase in one launch."""
+
+    supports: Callable[..., bool]
+    draft_weights: Callable[..., Any]
+    draft_space: Callable[..., Any]
+    draft: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +25,7 @@ class Ops:
     """The kernels of one backend; see `fastspec.kernels.reference` and `reference_round` for what each computes."""
 
     name: str
-    attention_layout: Callable[..., Any]
+    attention_layout: Callable[..., object]
     tree_attention: Callable[..., Tensor]
     cache_write: Callable[..., None]
     kv_block_copy: Callable[..., None]
@@ -35,11 +46,11 @@ class Ops:
     tree_build: Callable[..., tuple[Tensor, ...]]
     pick: Callable[..., Tensor]
     posterior_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    linear_parts: Callable[..., Any] | None = None
+    linear_parts: Callable[..., Tensor | Parts] | None = None
     """`linear` where a norm follows: it may give the parts of its sum (`fastspec.kernels.reference.Parts`). None: `linear` itself."""
     experts: Callable[..., Tensor] | None = None
     """A mixture of experts; None leaves it to the model's own module."""
-    fused: Any = None
+    fused: FusedDrafting | None = None
     """The module `fastspec.kernels.drafter`, where the backend can run a whole draft phase in one launch."""
     captures: bool = False
     """Whether passes and rounds are captured as CUDA graphs, and weights that read one input packed."""

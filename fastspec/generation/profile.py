@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -58,7 +58,8 @@ class Profile:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
-Marks = tuple[tuple[str, Any], ...]
+Mark: TypeAlias = tuple[str, "torch.cuda.Event | float"]
+Marks: TypeAlias = tuple[Mark, ...]
 """Names of parts, each with the event or the second at which it ended; the name of a round's beginning is empty."""
 Value = TypeVar("Value")
 
@@ -72,7 +73,7 @@ class Clock:
 
     def __init__(self, profile: Profile, device: torch.device) -> None:
         self.profile, self.device, self.cuda = profile, device, device.type == "cuda"
-        self.marks: list[tuple[str, Any]] = []
+        self.marks: list[Mark] = []
         self.began = 0.0
 
     def start(self) -> None:
@@ -111,7 +112,15 @@ class Clock:
             torch.cuda.current_stream(self.device).synchronize()
         spent: dict[str, float] = {}
         for (_, before), (name, after) in pairwise(self.marks):
-            took = before.elapsed_time(after) if self.cuda else 1e3 * (after - before)
-            spent[name] = spent.get(name, 0.0) + took
+            spent[name] = spent.get(name, 0.0) + _milliseconds(before, after)
         spent["host"] = max(0.0, 1e3 * (time.perf_counter() - self.began) - sum(spent.values()))
         self.profile.rounds.append(spent)
+
+
+def _milliseconds(before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> float:
+    """Between two marks of one kind."""
+    if isinstance(before, float) and isinstance(after, float):
+        return 1e3 * (after - before)
+    assert not isinstance(before, float) and not isinstance(after, float)
+    took: float = before.elapsed_time(after)
+    return took

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(slots=True)
@@ -39,7 +38,7 @@ class Stats:
     """Host seconds of first runs of what is captured, compiling included where kernels were not compiled yet; 0 where nothing is."""
     capture_seconds: float = 0.0
     """Seconds of captures. Both are 0 in a call that finds its graphs, and are within `seconds` in one that does not."""
-    explanations: tuple[Any, ...] = ()
+    explanations: tuple[object, ...] = ()
     """What a cascade did with each row: `fastspec.cascade.explain.Explanation`."""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)

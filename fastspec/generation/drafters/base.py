@@ -17,13 +17,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import unmarked
+from fastspec.generation.source import Source
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -169,15 +171,15 @@ class Decoding(ABC):
     """Whether its drafters read the source of an encoder-decoder model themselves (`reading`). Others are given the decoder's tokens."""
 
     @abstractmethod
-    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Process | None) -> Drafter | None:
+    def drafter(self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None) -> Drafter | None:
         """Make the drafter of one generate call of `rows` rows and `capacity` tokens each; None decodes token by token.
 
         `process` maps scores [R, V] as the call's processors do, where the call samples and they look at no history: drafts
         may then be drawn from a distribution of the drafter's own, given as `TokenTree.q`. Where it is None they are not.
         """
 
-    def reading(self, source: Any) -> Decoding:
-        """The decoding of a call with this source (`fastspec.patches.hf.seq2seq.Source`)."""
+    def reading(self, source: Source) -> Decoding:
+        """The decoding of a call with this source."""
         return self
 
     @property
@@ -196,46 +198,74 @@ OPTIONAL = {
 """What the engine once looked for by name -> what a class that derives from `Drafter` has for it."""
 
 
-class _Adopted(Drafter):
-    """A third party's drafter that has the three methods, and nothing else."""
+class LeastDrafter(Protocol):
+    """A third party's drafter that has the three methods, and nothing else; see `Drafter`."""
 
-    def __init__(self, theirs: Any) -> None:
+    nodes: int
+    max_path: int
+
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor, /) -> None:
+        """See `Drafter.begin`."""
+
+    def propose(self, extent: int, /) -> TokenTree:
+        """See `Drafter.propose`."""
+
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int, /
+    ) -> None:  # fmt: skip
+        """See `Drafter.observe`."""
+
+
+class LeastDecoding(Protocol):
+    """A third party's decoding that makes any kind of drafter; see `Decoding`."""
+
+    name: str
+    taps: tuple[int, ...] | None
+
+    def drafter(
+        self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
+    ) -> Drafter | LeastDrafter | None:  # fmt: skip
+        """See `Decoding.drafter`."""
+
+
+class _Adopted(Drafter):
+    """A third party's drafter."""
+
+    def __init__(self, theirs: LeastDrafter) -> None:
         self.theirs, self.nodes, self.max_path = theirs, theirs.nodes, theirs.max_path
 
-    def begin(self, *given: Any) -> None:
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Theirs."""
-        self.theirs.begin(*given)
+        self.theirs.begin(ids, counts, features, root)
 
     def propose(self, extent: int) -> TokenTree:
         """Theirs."""
-        tree: TokenTree = self.theirs.propose(extent)
-        return tree
+        return self.theirs.propose(extent)
 
-    def observe(self, *given: Any) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Theirs."""
-        self.theirs.observe(*given)
+        self.theirs.observe(tree, verdict, logits, features, active, extent)
 
 
 @dataclass(frozen=True)
 class _AdoptedDecoding(Decoding):
     """A third party's decoding, each of whose drafters is looked at when it is made."""
 
-    theirs: Any
+    theirs: LeastDecoding
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return str(self.theirs.name)
+        return self.theirs.name
 
     @property
     def taps(self) -> tuple[int, ...] | None:  # type: ignore[override]
-        taps: tuple[int, ...] | None = self.theirs.taps
-        return taps
+        return self.theirs.taps
 
-    def drafter(self, **given: Any) -> Drafter | None:
-        return adopt(self.theirs.drafter(**given))
+    def drafter(self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None) -> Drafter | None:
+        return adopt(self.theirs.drafter(rows=rows, capacity=capacity, device=device, ops=ops, process=process))
 
 
-def adopt(drafter: Any) -> Drafter | None:
+def adopt(drafter: object) -> Drafter | None:
     """A drafter as the engine takes it: one that derives from `Drafter` as it is, another if it has what a drafter must have.
 
     Raises Unsupported that names what is missing, or what only a class that derives from `Drafter` may have."""
@@ -249,18 +279,19 @@ def adopt(drafter: Any) -> Drafter | None:
     more = [f"{name} ({OPTIONAL[name]})" for name in OPTIONAL if hasattr(drafter, name)]
     if more:
         raise Unsupported(f"{kind} has more than a drafter's three methods: derive it from fastspec.Drafter; see there {', '.join(more)}")
-    return _Adopted(drafter)
+    return _Adopted(cast(LeastDrafter, drafter))
 
 
-def adopt_decoding(decoding: Any) -> Decoding | None:
+def adopt_decoding(decoding: object) -> Decoding | None:
     """A third party's decoding as the engine takes it, or None for what is none."""
     if isinstance(decoding, Decoding):
         return decoding
-    if not callable(getattr(decoding, "drafter", None)) or not isinstance(getattr(decoding, "name", None), str):
+    name = getattr(decoding, "name", None)
+    if not callable(getattr(decoding, "drafter", None)) or not isinstance(name, str):
         return None
     if not hasattr(decoding, "taps"):
-        raise Unsupported(f"assistant {decoding.name!r} lacks `taps`: the hidden states that its drafter reads, or None")
-    more = [name for name in ("joins", "reading", "continuous") if hasattr(decoding, name)]
+        raise Unsupported(f"assistant {name!r} lacks `taps`: the hidden states that its drafter reads, or None")
+    more = [each for each in ("joins", "reading", "continuous") if hasattr(decoding, each)]
     if more:
-        raise Unsupported(f"assistant {decoding.name!r} has {', '.join(more)}: derive it from fastspec.Decoding (continuous, reading)")
-    return _AdoptedDecoding(decoding)
+        raise Unsupported(f"assistant {name!r} has {', '.join(more)}: derive it from fastspec.Decoding (continuous, reading)")
+    return _AdoptedDecoding(cast(LeastDecoding, decoding))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from torch import Tensor
 
@@ -11,12 +10,12 @@ from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.given_text import Read
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Outcome, Request
-from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.verifier import Verifier, verifier_of
 from fastspec.generation.stats import Stats, timed
 
 
-def decode(engine: Engine[Any], request: Request, name: str) -> Outcome:
+def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
     """Run a call to its end; without a drafter every round is one token."""
     target, drafter = engine.target, engine.drafter
     stats = Stats(assistant=name, rows=len(engine.state.root))
@@ -54,7 +53,7 @@ def decode(engine: Engine[Any], request: Request, name: str) -> Outcome:
     return batch.out
 
 
-def _verify_answers(engine: Engine[Any], verifier: Verifier, batch: Batch, read: Read) -> None:
+def _verify_answers(engine: Engine[TargetT], verifier: Verifier, batch: Batch, read: Read) -> None:
     """Rounds over the given answers, then the start of the call's own drafter."""
     request, drafter, root = batch.request, engine.drafter, engine.state.root
     assert request.answers is not None
@@ -74,7 +73,7 @@ def _verify_answers(engine: Engine[Any], verifier: Verifier, batch: Batch, read:
         drafter.begin(*read.whole(), root.clone())
 
 
-def _admit(engine: Engine[Any], verifier: Verifier, batch: Batch, row: int) -> None:
+def _admit(engine: Engine[TargetT], verifier: Verifier, batch: Batch, row: int) -> None:
     """Let the next prompt that waits begin in buffers of one row, and give it a row whose own prompt has ended."""
     request = batch.request
     assert request.entry is not None
@@ -94,7 +93,7 @@ def _admit(engine: Engine[Any], verifier: Verifier, batch: Batch, row: int) -> N
     batch.stats.joined += 1
 
 
-def _take(emitted: list[list[int]], engine: Engine[Any], batch: Batch) -> None:
+def _take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> None:
     """Hand a round's tokens to the prompts that its rows hold."""
     request, stats, last = batch.request, batch.stats, engine.last
     if request.watch is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastspec.generation.layers.mixers import Product, SequenceMixer
+from fastspec.generation.layers.mixers import Linear, Product, SequenceMixer
 from fastspec.generation.layers.packing import joint
 from fastspec.generation.ops import Ops
 
@@ -37,6 +37,10 @@ def rms(ops: Ops, weight: Tensor, eps: float) -> Norm:
     return norm
 
 
+@overload
+def product(ops: Ops, layers: Sequence[nn.Linear]) -> Linear: ...
+@overload
+def product(ops: Ops, layers: Sequence[nn.Linear], *, parts: bool) -> Product: ...
 def product(ops: Ops, layers: Sequence[nn.Linear], *, parts: bool = False) -> Product:
     """Plain linear layers over one input, their outputs side by side; one product where their weights are packed.
 
@@ -61,7 +65,7 @@ def gated(ops: Ops, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Product:
     return lambda x: out(F.silu(ops.linear(x, gate.weight, gate.bias)) * ops.linear(x, up.weight, up.bias))
 
 
-def is_plain(module: Any, kind: type[nn.Module] = nn.Linear) -> bool:
+def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Whether a module is torch's own linear layer, or another of its own kinds, with nobody else having a say in its forward."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module) is kind and type(module.weight) is nn.Parameter and not hooks and "forward" not in module.__dict__

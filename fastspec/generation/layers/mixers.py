@@ -5,15 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 from torch import Tensor
 
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
+from fastspec.kernels.reference import Parts
 
-Product = Callable[[Tensor], Any]
-"""x [..., K] -> [..., M], or where a norm follows, its parts (`fastspec.kernels.reference.Parts`)."""
+Summed: TypeAlias = Tensor | Parts
+"""A tensor, or the parts of a sum where a norm follows, which adds them up."""
+Product: TypeAlias = Callable[[Tensor], Summed]
+"""x [..., K] -> [..., M]."""
+Linear: TypeAlias = Callable[[Tensor], Tensor]
+"""The same where nothing takes parts of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +29,16 @@ class Nodes:
     sin: Tensor
     positions: Tensor
     slots: Tensor
-    layout: Any
+    layout: object
+    """Of the backend's own kind."""
 
 
 class SequenceMixer(ABC):
     """The part of a layer that looks at other tokens: attention here; a window, a recurrence or latent keys are others of its kind."""
 
     @abstractmethod
-    def __call__(self, x: Tensor, nodes: Nodes) -> Any:
-        """A normed input x [B, N, H] -> [B, N, H], or where a norm follows, its parts; see `Product`."""
+    def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
+        """A normed input x [B, N, H] -> [B, N, H]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class FullAttention(SequenceMixer):
     k_norm: Tensor | None = None
     eps: float = 0.0
 
-    def __call__(self, x: Tensor, nodes: Nodes) -> Any:
+    def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
         """See `SequenceMixer`."""
         k, v = self.state.k[self.index], self.state.v[self.index]
         q = self.ops.rope_cache(

@@ -7,7 +7,6 @@ storages whenever a product is made: a model that was moved, cast or copied sinc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +29,8 @@ def pack(layers: Sequence[nn.Linear]) -> list[nn.Parameter]:
 
     Nothing is done where some have a bias and some have none, or the layers differ in input width, dtype or device.
     """
-    weights: list[Any] = [layer.weight for layer in layers]
-    biases: list[Any] = [layer.bias for layer in layers if layer.bias is not None]
+    weights = [layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter)]
+    biases = [layer.bias for layer in layers if isinstance(layer.bias, nn.Parameter)]
     kinds = {(weight.dtype, weight.device, weight.shape[1]) for weight in weights}
     if len(kinds) > 1 or len(biases) not in (0, len(layers)):
         return []

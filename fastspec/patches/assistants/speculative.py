@@ -22,12 +22,14 @@ from fastspec.generation.drafters.draft_model.shared_vocabulary import SharedDra
 from fastspec.generation.drafters.draft_model.text import TextDrafter
 from fastspec.generation.drafters.policy import Length
 from fastspec.generation.ops import Ops
+from fastspec.generation.source import Source
 from fastspec.generation.stats import Stats
+from fastspec.generation.target import Target
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.families import adapter_for, check_supported
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.seq2seq import Source, encode
+from fastspec.patches.hf.seq2seq import encode
 
 PADDING = 1024
 """Two vocabularies whose sizes differ by no more count as one, padded differently, as Qwen's are."""
@@ -77,8 +79,9 @@ class SpeculativeDecoding(Decoding):
             process=process, early=None if layers is None else partial(self._early, layers),
         )  # fmt: skip
 
-    def _early(self, layers: int, target: HFModel) -> HFModel:
+    def _early(self, layers: int, target: Target) -> HFModel:
         """The target's own first layers, as a model that drafts on its cache."""
+        assert isinstance(target, HFModel)
         limit, ops = target.state.limit, target.ops
         return HFModel(self.target, target.adapter, rows=0, capacity=limit, tail=0, taps=None, ops=ops, early=(target, layers))
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from fastspec.generation.engine.call import Outcome
+from fastspec.generation.source import Source
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.call.processors import process_rows
 from fastspec.patches.call.steps import PlainSteps
 from fastspec.patches.hf.cache import export_span
 from fastspec.patches.hf.compat import fill_cache
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.seq2seq import Source
 
 
 class Asked(Protocol):

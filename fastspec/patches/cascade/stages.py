@@ -17,7 +17,7 @@ from torch import Tensor
 from fastspec.cascade.config import Cascade, Stage
 from fastspec.cascade.stopping import Rates
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.draft_model.text import decoded, encoded
+from fastspec.generation.drafters.draft_model.tokenizer import decoded, encoded
 from fastspec.generation.engine.call import Outcome
 from fastspec.models import load_model, source_of, token_table
 from fastspec.patches.assistants.registry import NAMES, Continued

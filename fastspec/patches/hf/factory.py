@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fastspec.generation.ops import Ops
+from fastspec.generation.source import Source
 from fastspec.patches.hf.families import adapter_for
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.seq2seq import Seq2SeqModel, Source
+from fastspec.patches.hf.seq2seq import Seq2SeqModel
 from fastspec.patches.hf.trust import check_trust
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
-from fastspec.generation.layers.mixers import FullAttention, Product
+from fastspec.generation.layers.mixers import FullAttention, Linear, Product
 from fastspec.generation.layers.packing import pack
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
@@ -32,6 +32,10 @@ def layer_parts(parts: Adapter, layer: Any, ops: Ops, state: FullAttentionState,
     )  # fmt: skip
 
 
+@overload
+def product_of(modules: Sequence[Any], ops: Ops) -> Linear: ...
+@overload
+def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool) -> Product: ...
 def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Product:
     """Linear layers over one input, their outputs side by side; `parts` as in `product`."""
     if all(map(is_plain, modules)):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.layers.decoder import LayerParts, is_plain
-from fastspec.generation.layers.mixers import Nodes
+from fastspec.generation.layers.mixers import Nodes, Summed
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FirstLayers, FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
@@ -188,7 +188,7 @@ class HFModel(Target):
     ) -> tuple[Tensor, Tensor]:
         assert self.tables is not None
         nodes = Nodes(*self.tables, positions, slots, layout)
-        change: Tensor | None = None  # what the last layer adds to the sum so far
+        change: Summed | None = None  # what the last layer adds to the sum so far
         taps, width = self.taps or (), total.shape[-1]
         features = total.new_empty(*total.shape[:-1], len(taps) * width)
         parts = [features[..., place * width : (place + 1) * width] for place in range(len(taps))]

@@ -18,11 +18,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from fastspec.errors import Unsupported
+from fastspec.generation.source import Source
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.compat import device_of, is_out_of_memory
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.seq2seq import Seq2SeqModel, Source
+from fastspec.patches.hf.seq2seq import Seq2SeqModel
 from fastspec.patches.hf.wrappers import autocast_inside
 
 LENGTHS = (12, 7)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ class ChainDrafter(Drafter):
 
     def __init__(
         self, draft: Target | None, length: Length, *, branches: int, vocab: int, draft_vocab: int, ops: Ops, process: Process | None,
-        early: Callable[[Any], Target] | None = None,
+        early: Callable[[Target], Target] | None = None,
     ) -> None:  # fmt: skip
         self.length, self.branches, self.ops, self.early = length, branches, ops, early
         if draft is not None:

@@ -4,13 +4,13 @@ where the draft model's cache stops to agree."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Drafter, Traits
 from fastspec.generation.drafters.draft_model.chain import Passes
+from fastspec.generation.drafters.draft_model.tokenizer import Tokenizer, decoded, encoded
 from fastspec.generation.drafters.policy import Credit, Length, Trust, mean_accepted
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
@@ -31,7 +31,7 @@ class Rereading(Drafter):
     traits = Traits(reusable=True)
 
     def __init__(
-        self, draft: Target, length: Length, *, room: int, tokenizer: Any, draft_tokenizer: Any, known: dict[int, int],
+        self, draft: Target, length: Length, *, room: int, tokenizer: Tokenizer, draft_tokenizer: Tokenizer, known: dict[int, int],
         device: torch.device,
     ) -> None:  # fmt: skip
         self.draft, self.length, self.room, self.device, self.known = draft, length, room, device, known
@@ -157,17 +157,7 @@ def room_for(capacity: int, length: Length) -> int:
     return 2 * capacity + length.most + 2
 
 
-def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of tokens, special ones included."""
-    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def encoded(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text, nothing added."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-
-
-def _opening(tokenizer: Any) -> list[int]:
+def _opening(tokenizer: Tokenizer) -> list[int]:
     """The begin token, if the tokenizer puts it before a text."""
     first = getattr(tokenizer, "bos_token_id", None)
     return [first] if first is not None and list(tokenizer("")["input_ids"])[:1] == [first] else []

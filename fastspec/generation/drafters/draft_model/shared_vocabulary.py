@@ -8,13 +8,13 @@ reads only decides how good the drafts are: any text of its own that is a functi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Process
-from fastspec.generation.drafters.draft_model.retokenized import Rereading, decoded
+from fastspec.generation.drafters.draft_model.retokenized import Rereading
+from fastspec.generation.drafters.draft_model.tokenizer import Tokenizer, decoded
 from fastspec.generation.drafters.policy import Length, Pace
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
@@ -35,8 +35,8 @@ class SharedDrafter(Rereading):
     """
 
     def __init__(
-        self, draft: Target, length: Length, shared: Sequence[tuple[int, int]], *, room: int, tokenizer: Any, draft_tokenizer: Any,
-        vocab: int, draft_vocab: int, ops: Ops, process: Process, device: torch.device,
+        self, draft: Target, length: Length, shared: Sequence[tuple[int, int]], *, room: int, tokenizer: Tokenizer,
+        draft_tokenizer: Tokenizer, vocab: int, draft_vocab: int, ops: Ops, process: Process, device: torch.device,
     ) -> None:  # fmt: skip
         pairs = [(ours, theirs) for ours, theirs in shared if ours < vocab and theirs < draft_vocab]
         super().__init__(
@@ -87,7 +87,7 @@ class SharedDrafter(Rereading):
         return self.process(scores).masked_fill(self.foreign, -torch.inf), share  # processors may put a finite score for -inf
 
 
-def shared_tokens(tokenizer: Any, draft_tokenizer: Any) -> list[tuple[int, int]]:
+def shared_tokens(tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> list[tuple[int, int]]:
     """Pairs (target id, draft id) of tokens that two tokenizers have in common, by the target's ids.
 
     Two ordinary tokens are the same where they have the same string form, "Ġ" and "▁" both read as a space, and add the same text to
@@ -114,7 +114,7 @@ def shared_tokens(tokenizer: Any, draft_tokenizer: Any) -> list[tuple[int, int]]
     return sorted(pairs)
 
 
-def _forms(tokenizer: Any) -> tuple[dict[str, int], set[int]]:
+def _forms(tokenizer: Tokenizer) -> tuple[dict[str, int], set[int]]:
     """Ids by string form, without the unknown token, and the ids of special tokens."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     added = getattr(tokenizer, "added_tokens_decoder", {})  # marked as special, whether they have a role or not
@@ -126,13 +126,13 @@ def _forms(tokenizer: Any) -> tuple[dict[str, int], set[int]]:
     return forms, special
 
 
-def _word(tokenizer: Any, token: int) -> str:
+def _word(tokenizer: Tokenizer, token: int) -> str:
     """The text of a token of ASCII letters, else nothing."""
     text = decoded(tokenizer, [token])
     return text if text.isascii() and text.isalpha() else ""
 
 
-def _added(tokenizer: Any, head: list[int], token: int) -> str:
+def _added(tokenizer: Tokenizer, head: list[int], token: int) -> str:
     """What a token adds to the text of `head`; nothing where it changes that."""
     text, start = decoded(tokenizer, [*head, token]), decoded(tokenizer, head) if head else ""
     return text[len(start) :] if text.startswith(start) else ""

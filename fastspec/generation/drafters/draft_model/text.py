@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastspec.generation.drafters.draft_model.retokenized import Rereading, decoded, encoded
+from fastspec.generation.drafters.draft_model.retokenized import Rereading
+from fastspec.generation.drafters.draft_model.tokenizer import decoded, encoded
 from fastspec.generation.drafters.policy import Pace
 from fastspec.generation.tree import TokenTree
 

@@ -17,6 +17,7 @@ class FusedPhase:
 
     def __init__(self, drafter: HeadDrafter, shape: TreeShape) -> None:
         kernel, program = drafter.ops.fused, drafter.program
+        assert kernel is not None
         rows, width = drafter.root.shape[0], program.head.fc.in_features
         self.kernel = kernel
         packed = program.packed()

@@ -132,7 +132,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o_proj(mixed.flatten(-2))
+        out: Tensor = self.o_proj(mixed.flatten(-2))
+        return out
 
 
 class SwiGLU(nn.Module):
@@ -146,7 +147,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Layer(nn.Module):
@@ -181,7 +183,8 @@ class Layer(nn.Module):
         else:
             x = hidden if self.input_layernorm is None else self.input_layernorm(hidden)
         hidden = residual + self.self_attn(x, cos, sin, attend)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
 
 
 class EagleHead(nn.Module):
@@ -232,7 +235,8 @@ class EagleHead(nn.Module):
         if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), -1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        return self.fc(features)
+        hidden: Tensor = self.fc(features)
+        return hidden
 
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One pass of the head.
@@ -257,12 +261,11 @@ class EagleHead(nn.Module):
         """What `step` returned -> logits over the draft vocabulary [..., V_d]."""
         if self.norm is not None and not self.config.norm_output:
             hidden = self.norm(hidden)
-        if self.lm_head is not None:
-            return self.lm_head(hidden)
-        lm_head = self.__dict__["_target_lm_head"]
+        lm_head = self.lm_head if self.lm_head is not None else self.__dict__["_target_lm_head"]
         if lm_head is None:
             raise RuntimeError("the head is not bound to a target: call head.bind(embed_tokens, target.get_output_embeddings()) first")
-        return lm_head(hidden)
+        logits: Tensor = lm_head(hidden)
+        return logits
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft ids -> the target's token ids; `d2t` holds offsets."""
@@ -304,5 +307,5 @@ def rope_frequencies(config: HeadConfig) -> Tensor | None:
         return None
     size = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
     exponent = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
-    inv_freq = 1.0 / (rope.get("rope_theta", 10000.0) ** exponent)
+    inv_freq: Tensor = 1.0 / (rope.get("rope_theta", 10000.0) ** exponent)
     return inv_freq / rope["factor"] if kind == "linear" else inv_freq

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
-from fastspec.generation.layers.mixers import FullAttention, Nodes
+from fastspec.generation.layers.mixers import FullAttention, Nodes, Summed
 from fastspec.generation.layers.packing import joint, pack
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
@@ -134,7 +134,7 @@ class HeadProgram:
 
     def step(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """One pass over what `feed` gave, as `EagleHead.step` -> the states fed back, and what the LM head reads, [B, T, H]."""
-        change: Tensor | None = None  # what the last layer's feed-forward adds, not yet added
+        change: Summed | None = None  # what the last layer's feed-forward adds, not yet added
         for part in self.layers:
             if change is not None and part.input_norm is not None:
                 x, total = part.input_norm(change, total)
@@ -153,7 +153,8 @@ class HeadProgram:
             return self.ops.linear(readout, self.weight, None)
         if self.vocabulary is None:
             raise RuntimeError("the head is not bound to a target: call head.bind(embed_tokens, target.get_output_embeddings()) first")
-        return self.vocabulary(readout)
+        logits: Tensor = self.vocabulary(readout)
+        return logits
 
     def expand(self, readout: Tensor, scores: Tensor, count: int, out: Candidates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with logits that a foreign LM head made."""

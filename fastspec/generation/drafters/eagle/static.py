@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastspec.generation.drafters.eagle.dynamic import HeadDrafter
 from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.head_drafter import HeadDrafter
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree
 from fastspec.kernels.reference import own_bits

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
 from fastspec.generation.drafters.cost import COSTS, SMOLLM2_BYTES
 from fastspec.generation.drafters.ngram.growth import Growth, best_size, grow, lay_out
-from fastspec.generation.drafters.ngram.ngrams import NgramStorage, Storage
+from fastspec.generation.drafters.ngram.ngrams import Cursor, NgramStorage, Storage
 from fastspec.generation.drafters.ngram.suffixes import SuffixStorage
 from fastspec.generation.drafters.policy import Credit, pause_after
 from fastspec.generation.ops import Ops
@@ -53,7 +53,7 @@ class NasdDrafter(HostDrafter):
         self.look = cost.look(weight_bytes)
         dear = config.stop_if_unknown and self.look >= LEAST_LOOK
         self.credit = Credit(pause_after(self.look) if dear else 0, torch.device("cpu"), GRANTED)
-        self.cursors: list[Any] = [storage.start() for storage in storages]
+        self.cursors: list[Cursor] = [storage.start() for storage in storages]
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
@@ -147,7 +147,7 @@ class NasdDecoding(Decoding):
     name: str = "nasd"
     taps: None = None
 
-    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Process | None) -> NasdDrafter:
+    def drafter(self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None) -> NasdDrafter:
         """The drafter of one call."""
         return NasdDrafter(self.config, [self._storage() for _ in range(rows)], torch.device(device), self.weight_bytes)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 
-from fastspec.generation.drafters.ngram.ngrams import Storage
+from fastspec.generation.drafters.ngram.ngrams import Cursor, Storage
 from fastspec.generation.tree import TokenTree
 
 DOUBT, DOUBT_OF_ONE = 1.0, 4.0
@@ -27,7 +26,7 @@ class Growth:
     chances: list[float]
 
 
-def grow(storage: Storage, cursor: Any, root: int, *, gamma: int, nodes: int, ends: frozenset[int], guess: bool = False) -> Growth:
+def grow(storage: Storage, cursor: Cursor, root: int, *, gamma: int, nodes: int, ends: frozenset[int], guess: bool = False) -> Growth:
     """The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, behind the cursor, which stands behind root.
 
     A node's chance is its parent's times its share of what was counted after the longest known context. Best first, and among

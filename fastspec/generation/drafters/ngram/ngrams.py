@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.ngram.arrays import BITS, Edges, Tallies
@@ -19,23 +19,27 @@ Context = tuple[int, ...]
 """The last tokens of a text, the last one in front."""
 
 
+Cursor: TypeAlias = Any
+"""A place behind a text, of whatever kind a storage makes of it."""
+
+
 class Storage(Protocol):
     """What `Nasd(storage=...)` takes. Cursors are values: a storage may hold any number of texts at once.
 
     Not to be shared between threads: calls that run at the same time need one each.
     """
 
-    def start(self) -> Any:
+    def start(self) -> Cursor:
         """The cursor of an empty text."""
 
-    def feed(self, cursor: Any, token: int, fillers: Sequence[int] = ()) -> Any:
+    def feed(self, cursor: Cursor, token: int, fillers: Sequence[int] = ()) -> Cursor:
         """Count token, and each of the fillers, after the text at the cursor -> the cursor behind token. The last of the
         fillers is taken to be the likeliest."""
 
-    def step(self, cursor: Any, token: int) -> Any:
+    def step(self, cursor: Cursor, token: int) -> Cursor:
         """The cursor behind token, nothing being counted: what a draft does."""
 
-    def look(self, cursor: Any) -> tuple[int, list[tuple[int, int]]]:
+    def look(self, cursor: Cursor) -> tuple[int, list[tuple[int, int]]]:
         """The length of the longest known context at the cursor and its continuations (token, count), the best first; (0, [])
         where none is known."""
 
