@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fastspec
+from fastspec.generation.stats import Stats
 
 MARKS = [
     pytest.mark.clients,
@@ -38,6 +39,11 @@ def answers(model: Any, inputs: dict[str, Tensor], count: int = 24, **options: A
     return said[:, inputs["input_ids"].shape[1] :].tolist()
 
 
+def drafted(calls: Sequence[Stats]) -> bool:
+    """There are assisted calls, and their rounds took more than one token on average."""
+    return sum(call.round_tokens for call in calls) > sum(call.row_rounds for call in calls)
+
+
 @contextmanager
 def drafting(model: Any, calls: int | None = None) -> Iterator[None]:
     """The block's generate calls are all assisted, `calls` of them where it is given, and take more than one token a round on average."""
@@ -47,7 +53,7 @@ def drafting(model: Any, calls: int | None = None) -> Iterator[None]:
     made = after.calls[len(before.calls) :]
     assert after.unassisted == before.unassisted
     assert len(made) == calls if calls is not None else made
-    assert sum(call.round_tokens for call in made) > sum(call.row_rounds for call in made)
+    assert drafted(made)
 
 
 @contextmanager
