@@ -22,7 +22,7 @@ from fastspec.generation.profile import Profile
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend, counted
-from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.compat import device_of, is_unpacking_hook
 from fastspec.patches.hf.families import adapter_for, why_generic
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.pool import Engines
@@ -126,7 +126,10 @@ class PatchSession:
         return counted(choose_backend(self.backend, device_of(model).type, adapted=adapter_for(model) is not None), self.kernels)
 
     def pack(self, model: Any) -> None:
-        """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the model was moved."""
+        """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the model was moved. Those
+        that compressed-tensors has yet to unpack wait for that."""
+        if any(map(is_unpacking_hook, model._forward_pre_hooks.values())):
+            return
         if self.ops(model).captures and not (self.packed and is_packed(self.packed[0])):
             self.packed += pack_model(model)
 

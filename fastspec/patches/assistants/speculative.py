@@ -25,7 +25,7 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.source import Source
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
-from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.compat import device_of, unpack_weights
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.families import adapter_for, check_supported
 from fastspec.patches.hf.model import HFModel
@@ -279,7 +279,9 @@ def resolve_speculative(config: Speculative, resources: dict[str, Any], target: 
                 "assistant 'speculative' has no draft model: fastspec.patch(model, speculative=draft_model) supplies it, or "
                 "fastspec.Speculative(early_exit=k) drafts with the target's first k layers"
             )
-        _same_device(draft.model if isinstance(draft, Pair) else draft, target)
+        drafts = draft.model if isinstance(draft, Pair) else draft
+        _same_device(drafts, target)
+        unpack_weights(drafts)
         if not isinstance(draft, Pair):
             return SpeculativeDecoding(config, target, draft)
         if config.branches > 1:

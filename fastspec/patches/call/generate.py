@@ -13,7 +13,7 @@ from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
-from fastspec.patches.hf.compat import drop_capturing_hooks, own_stop_strings, plain_decoding
+from fastspec.patches.hf.compat import drop_capturing_hooks, own_stop_strings, plain_decoding, unpack_weights
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 
@@ -38,6 +38,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
         assistant, named = chosen(given.get("generation_config"), self.generation_config, session.default)
     if assistant is None or assistant == "none" or (not named and given.get("custom_generate") is not None):
         return original(*args, **kwargs)
+    unpack_weights(self)
     try:
         decoding = _checked(self, session, assistant, given)
     except Unsupported as reason:

@@ -155,6 +155,21 @@ def is_capturing_hook(hook: Any) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
+def is_unpacking_hook(hook: Any) -> bool:
+    """Whether a forward hook is the one that compressed-tensors puts on a model whose weights are packed: the first forward pass unpacks
+    them and takes the hook off.
+
+    Delete this and the next when compressed-tensors, or transformers' loading, no longer leaves the weights to the first pass.
+    """
+    return getattr(hook, "__name__", None) == "ct_decompress_hook"
+
+
+def unpack_weights(model: nn.Module) -> None:
+    """Let compressed-tensors unpack a model's weights, as at the model's own first pass, which an assisted call does not make."""
+    for hook in filter(is_unpacking_hook, list(model._forward_pre_hooks.values())):
+        hook(model, ())
+
+
 def has_global_hooks() -> bool:
     """Whether torch calls a hook at the forward of every module of the process.
 

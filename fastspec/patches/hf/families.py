@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastspec.errors import Unsupported
-from fastspec.patches.hf.compat import device_of, has_global_hooks, is_autocast, is_capturing_hook, varied_sizes
+from fastspec.patches.hf.compat import device_of, has_global_hooks, is_autocast, is_capturing_hook, is_unpacking_hook, varied_sizes
 from fastspec.patches.hf.limits import LAYER_KINDS
 from fastspec.patches.hf.wrappers import calls_original, where_defined
 
@@ -216,5 +216,6 @@ def is_watched(module: nn.Module) -> bool:
     """Whether someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves weights: the replay of a
     graph would not run it."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return has_global_hooks() or hasattr(module, "_hf_hook") or not all(is_capturing_hook(hook) for hook in hooks)
+    known = all(is_capturing_hook(hook) or is_unpacking_hook(hook) for hook in hooks)
+    return has_global_hooks() or hasattr(module, "_hf_hook") or not known
 
