@@ -67,21 +67,24 @@ def plain(model: Any, why: str) -> Iterator[None]:
     assert any(why in reason for reason in after.unassisted)
 
 
-def agree(model: Any, inputs: dict[str, Tensor], count: int = 24, **options: Any) -> None:
+def agree(model: Any, inputs: dict[str, Tensor], count: int = 24, **options: Any) -> float:
     """A patched model's answer to a prompt of one row is plain decoding's up to where the model does not know its own mind.
 
     In low precision a pass over several tokens rounds otherwise than a pass over each, in transformers too. Where the answers part, it is
     between tokens whose logits lie no further apart than twice what the model's own passes differ by, each of which may be off by that.
+    Returns this difference.
     """
     spread, said = own_spread(model, inputs, count)
-    assert float(spread.max()) > 0.01  # in fp32 it is 1e-4, and equality is what is asked
+    bound = float(spread.max())
+    assert bound > 0.01  # in fp32 it is 1e-4, and equality is what is asked
     with drafting(model, calls=1):
         got = answers(model, inputs, count, **options)[0]
     parted = next((place for place, (a, b) in enumerate(zip(said.tolist(), got, strict=False)) if a != b), None)
     if parted is not None:
         with torch.no_grad():
             logits = model(torch.cat((inputs["input_ids"][0], said[:parted]))[None]).logits[0, -1].float()
-        assert float((logits[said[parted]] - logits[got[parted]]).abs()) <= 2 * float(spread.max())
+        assert float((logits[said[parted]] - logits[got[parted]]).abs()) <= 2 * bound
+    return bound
 
 
 def own_spread(model: Any, inputs: dict[str, Tensor], count: int = 24) -> tuple[Tensor, Tensor]:

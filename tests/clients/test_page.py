@@ -12,6 +12,7 @@ import torch
 from helpers_clients import MARKS, QUESTIONS, asked, drafted
 from helpers_page import PAGE, SNIPPETS, patching, run
 from test_lm_eval import answered
+from test_quantised import packed
 
 import fastspec
 
@@ -20,18 +21,24 @@ pytestmark = MARKS
 NAMES = [" ".join(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)) for text in SNIPPETS]
 
 
-def prepared(smollm2: Any, checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """What a snippet finds: copies of the model and its tokenizer, their directory, prompts, an lm-eval task, a folder to write to."""
+def prepared(smollm2: Any, checkpoint: Path, packed: Path, folder: Path) -> dict[str, Any]:
+    """What a snippet finds: copies of the model and its tokenizer, directories of both, prompts, an lm-eval task, a folder to write to."""
     model, tokenizer = copy.deepcopy(smollm2)
     names = {"model": model, "tokenizer": tokenizer, "questions": QUESTIONS, "inputs": asked(tokenizer, *QUESTIONS[:1]), "task": answered()}
-    return {**names, "checkpoint": str(checkpoint), "folder": str(folder)}
+    return {**names, "checkpoint": str(checkpoint), "packed": str(packed), "folder": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def weights(folder) -> Path:
+    """SmolLM2 as compressed-tensors packs it."""
+    return packed(folder, 4)
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=NAMES)
-def test_a_snippet_gives_plain_decodings_answer(smollm2, folder, tmp_path, one_process, monkeypatch, snippet):
+def test_a_snippet_gives_plain_decodings_answer(smollm2, folder, weights, tmp_path, one_process, monkeypatch, snippet):
     said = []
     for really in (False, True):
-        names = prepared(smollm2, folder, tmp_path)
+        names = prepared(smollm2, folder, weights, tmp_path)
         torch.manual_seed(0)
         with patching(monkeypatch, really) as models:
             run(snippet, names)
