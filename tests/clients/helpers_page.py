@@ -16,6 +16,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="u
 SET_UP, *SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
+def shown(word: str) -> str:
+    """The one snippet with a word."""
+    (found,) = [text for text in SNIPPETS if word in text]
+    return found
+
+
 @contextmanager
 def patching(monkeypatch: pytest.MonkeyPatch, really: bool) -> Iterator[list[Any]]:
     """The models that the block calls `fastspec.patch` with; it leaves them alone unless they are `really` to be patched."""

@@ -1,69 +1,83 @@
-"""Two processes over gloo: replicas generate by themselves, sharded weights are left to transformers."""
+"""The snippets of docs/clients.md for several processes, in two over gloo: replicas generate by themselves, sharded weights are left to
+transformers."""
 
 from __future__ import annotations
 
 import datetime
 import os
+import re
+import shlex
 import socket
+import subprocess
+import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
-from helpers_clients import MARKS
+from helpers_clients import MARKS, QUESTIONS, asked
+from helpers_page import shown
 from torch import distributed, multiprocessing
 
 pytestmark = MARKS
 
 
-def wrapped(kind: str, served: Any) -> Any:
-    """The model that a process generates with."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
+def test_ddp(folder, smollm2, tokenizer, tmp_path):
+    """The page's script under the page's command: two questions for the first process, one for the second."""
+    script, model = shown("DistributedDataParallel"), smollm2[0]
+    first, *_ = script.splitlines()
+    command = shlex.split(first.removeprefix("# "))
+    assert command[0] == "torchrun" and command[-3:] == ["answers.py", "CHECKPOINT", "QUESTION..."]
+    (tmp_path / "answers.py").write_text(script, encoding="utf-8")
+    questions = QUESTIONS[:3]
+    command = [sys.executable, "-m", "torch.distributed.run", *command[1:-2], str(folder), *questions]
+    root = str(Path(__file__).parents[2])
+    launched = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.PIPE, text=True)
+    try:
+        told, _ = launched.communicate(timeout=300)
+    finally:
+        launched.terminate()  # torchrun ends its processes with itself
+        launched.wait()
+    assert launched.returncode == 0
+    for rank, calls in enumerate((2, 1)):
+        answers = torch.load(tmp_path / f"answers{rank}.pt")
+        assert list(answers) == list(questions[rank::2]) and len(answers) == calls
+        for question, found in answers.items():
+            expected = model.generate(**asked(tokenizer, question), max_new_tokens=24, do_sample=False)
+            assert torch.equal(found, expected)
+    reported = re.findall(r"eagle3: (\d) calls, .* acceptance length ([\d.]+);", told)
+    assert sorted(calls for calls, _ in reported) == ["1", "2"]
+    assert min(float(length) for _, length in reported) > 1
+    assert "left to transformers" not in told
 
-    if kind == "ddp":
-        return DistributedDataParallel(served).module
-    for layer in served.model.layers:
-        fully_shard(layer)
-    fully_shard(served)
-    return served
 
-
-def process(rank: int, kind: str, port: int, path: Path) -> None:
-    """One of two processes: prompts and lengths of its own, compared with its own unpatched model; writes down what came of it."""
+def sharded(rank: int, port: int, path: Path) -> None:
+    """One of two processes that run the page's snippet on prompts of their own; writes down what came of it."""
     from helpers_generate import bigram, prompts, seer
 
     import fastspec
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     distributed.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
-    original, served = bigram(), fastspec.patch(bigram(), eagle3=seer(bigram()), assistant="eagle3")
     inputs = prompts(5, 9, seed=rank)
-    options = {"max_new_tokens": 12 + 12 * rank, "do_sample": False, "eos_token_id": 1000}
-    expected = original.generate(**inputs, **options)
-    model = wrapped(kind, served)
+    expected = bigram().generate(**inputs, max_new_tokens=24, do_sample=False)
+    names = {"model": fastspec.patch(bigram(), eagle3=seer(bigram()), assistant="eagle3"), "inputs": inputs}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        got = model.generate(**inputs, **options)
-    found = fastspec.report(model)
-    lengths = [call.acceptance_length for call in found.calls]
-    torch.save({"same": torch.equal(got, expected), "lengths": lengths, "left": list(found.unassisted)}, path / f"{rank}.pt")
-    assert not found.unassisted or any("spread over several processes" in str(each.message) for each in told)
+        exec(shown("fully_shard"), names)
+    found = fastspec.report(names["model"])
+    assert any("spread over several processes" in str(each.message) for each in told)
+    torch.save({"same": torch.equal(names["answer"], expected), "calls": len(found.calls), "left": found.unassisted}, path / f"{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes(kind, tmp_path):
+def test_fsdp2(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    multiprocessing.spawn(process, args=(kind, port, tmp_path), nprocs=2)
+    multiprocessing.spawn(sharded, args=(port, tmp_path), nprocs=2)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
-        assert found["same"]
-        if kind == "ddp":
-            assert found["lengths"] and min(found["lengths"]) > 4
-        else:  # processes must run the same number of passes
-            assert not found["lengths"] and "spread over several processes" in found["left"][0]
+        assert found["same"] and not found["calls"]
+        (why,) = found["left"]
+        assert "spread over several processes, which must run the same number of passes" in why

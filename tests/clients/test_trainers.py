@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_clients import HEAD, MARKS, QUESTIONS, agree, answers, asked, drafting
+from helpers_page import shown
 
 import fastspec
 
@@ -61,31 +62,15 @@ def test_sft(served, smollm2, tokenizer, tmp_path):
 
 
 def test_grpo(served, smollm2, tokenizer, tmp_path):
-    """Its rollouts are drafted, under bf16 autocast, and go on being drafted while the weights change."""
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    told: list[int] = []
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            told.append(len(fastspec.report(served).calls))
-
-    trainer = GRPOTrainer(
-        model=served, reward_funcs=lambda completions, **_: [float(len(set(text[0]["content"]))) for text in completions],
-        args=GRPOConfig(**settings(tmp_path, num_generations=2, max_completion_length=12, learning_rate=1e-4)), callbacks=[Watch()],
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": QUESTIONS[0]}]}] * 4), processing_class=tokenizer,
-    )  # fmt: skip
-    with drafting(served):
-        trainer.train()
-    assert told[0] < told[-1]  # each step's rollouts
-    assert moved(served, smollm2[0].state_dict())
-    trainer.accelerator.unwrap_model(served, keep_fp32_wrapper=False).eval()
-    inputs = asked(tokenizer, *QUESTIONS[:2])
-    expected = answers(twin(smollm2, served), inputs, COUNT)
-    with drafting(served, calls=1):
-        assert answers(served, inputs, COUNT) == expected
+    """The page's snippet: each step's rollouts are drafted, under bf16 autocast, while the weights change, and so is the call behind it."""
+    inputs = asked(tokenizer, *QUESTIONS[:1])
+    names = {"model": served, "tokenizer": tokenizer, "questions": QUESTIONS, "inputs": inputs, "folder": str(tmp_path)}
+    with drafting(served, calls=3):
+        exec(shown("GRPOTrainer"), names)
+    assert names["config"].bf16 and names["config"].max_steps == 2
+    assert names["model"] is served and moved(served, smollm2[0].state_dict())
+    expected = twin(smollm2, served).generate(**inputs, max_new_tokens=24, do_sample=False)
+    assert torch.equal(names["answer"], expected)
 
 
 def test_accelerate_prepare(served, smollm2, tokenizer):
