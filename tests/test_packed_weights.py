@@ -34,8 +34,8 @@ def pack(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_the_first_call_is_assisted_and_so_is_one_after_saving(recwarn, named):
-    """By name and by default; compressed-tensors packs a model again when it is saved."""
+def test_the_first_call_is_assisted_and_so_is_one_after_packing_again(recwarn, named):
+    """By name and by default."""
     inputs, expected = prompts(5, 9), tiny_model().generate(**prompts(5, 9), **OPTIONS)
     model = fastspec.patch(pack(tiny_model()), assistant=None if named else "nasd")
     assert fastspec.report(model).mode == "adapter llama"
