@@ -199,7 +199,7 @@ def _bind_module(head: EagleHead, target: PreTrainedModel) -> EagleHead:
     wider = own is not None and own.shape[1] != target.get_input_embeddings().weight.shape[1]
     keeps = head.__dict__.get(OWN_EMBEDDING, False) or wider
     twin.bind(bound if keeps else target.get_input_embeddings(), target.get_output_embeddings())
-    twin.__dict__.update({OWN_EMBEDDING: keeps, BOUND_ROWS: rows_of(target)})
+    twin.__dict__[OWN_EMBEDDING], twin.__dict__[BOUND_ROWS] = keeps, rows_of(target)
     return twin
 
 

@@ -33,7 +33,7 @@ from fastspec.patches.call.processors import (
     read_law,
     signature,
     unknown_types,
-)  # fmt: skip
+)
 from fastspec.patches.call.refusals import refuse_prompts
 from fastspec.patches.call.steps import PlainSteps
 from fastspec.patches.hf.cache import import_past

@@ -47,13 +47,12 @@ def output_of(call: Asked, outcome: Outcome, target: HFModel, counts: Tensor) ->
     returned = bool(config.return_dict_in_generate)
     wants_past = call.cache is not None and call.source is None and call.rows is None and (call.handed_in or returned)
     wants = returned and bool(config.output_scores or config.output_logits)
+    first = call.keep[:, : call.past_length].sum(1)
     if steps is None and call.rows is None and (wants or wants_past):
-        first = call.keep[:, : call.past_length].sum(1)
         said = torch.tensor([len(row) for row in outcome.tokens], device=first.device)
         target.state.lengths.copy_(first + counts + said - 1)  # a row's last round may have gone on behind its end
         _add_padding(call, outcome, target, longest)
     if wants_past:
-        first = call.keep[:, : call.past_length].sum(1)
         width = call.keep.shape[1] - call.past_length
         keys, values = export_span(target.state, first, width + longest - 1, width - counts)
         fill_cache(call.cache, call.past_length, keys, values)
