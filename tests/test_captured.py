@@ -172,6 +172,8 @@ def test_a_second_call_captures_nothing(captures):
         assert len(session_of(model).engines.held) == expected
     last = fastspec.report(model).last
     assert last.replays == last.rounds > 3
+    (engine,) = session_of(model).engines.held.values()
+    assert engine.graph is engine.schedules[engine.main, Place.DEVICE].graph.graph is True  # the stand-in's
 
 
 def test_packed_weights_are_views_and_are_undone(captures):

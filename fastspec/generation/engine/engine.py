@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, Process
@@ -116,6 +117,12 @@ class Engine(Generic[TargetT]):
             yield drafter
         finally:
             self.current = self.main
+
+    @property
+    def graph(self) -> torch.cuda.CUDAGraph | None:
+        """The graph of the call's whole rounds, where there is one; what it reads is left as the last round left it."""
+        schedule = self.schedules.get((self.main, Place.DEVICE))
+        return schedule.graph.graph if isinstance(schedule, WholeGraph) else None
 
     @property
     def in_flight(self) -> bool:
