@@ -28,7 +28,7 @@ from fastspec.config import TreeShape
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
 from fastspec.generation.tree import Verdict
-from fastspec.kernels.drafter import DraftSpace, DraftWeights, draft, draft_space, draft_weights
+from fastspec.kernels.drafting.fused import DraftSpace, DraftWeights, draft, draft_space, draft_weights
 from fastspec.patches.backends import choose_backend
 
 HEADS: dict[str, dict[str, int]] = {

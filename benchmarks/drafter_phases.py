@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastspec.bench.device import environment
 from fastspec.config import TreeShape
-from fastspec.kernels import drafter_phases
+from fastspec.kernels.drafting import fused_phases as drafter_phases
 
 PASS = ("gather", "qkv", "attention", "join", "out", "norm", "gate_up", "down", "last norm", "head", "children")
 """The phases of a pass over a level, in order; the pass over the pairs has "keep" before the head."""

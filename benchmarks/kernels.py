@@ -24,21 +24,20 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 
 from fastspec.bench.device import versions
 from fastspec.generation.tree import TokenTree
-from fastspec.kernels import (
-    experts,
-    head_input,
-    kv_block_copy,
-    linear_parts,
-    posterior_eval,
-    reference,
-    rms_norm,
-    rope_cache,
-    swiglu,
-    topk_expand,
-    tree_attention,
-    tree_build,
-)
-from fastspec.kernels.reference import SamplingLaw
+from fastspec.kernels.attention import reference as attention_reference
+from fastspec.kernels.attention import tree as tree_attention
+from fastspec.kernels.cache import kv_block_copy
+from fastspec.kernels.cache import reference as cache_reference
+from fastspec.kernels.drafting import head_input, topk_expand, tree_build
+from fastspec.kernels.drafting import reference as drafting_reference
+from fastspec.kernels.layer import reference as layer_reference
+from fastspec.kernels.layer import rms_norm, rope_cache
+from fastspec.kernels.linear import experts, swiglu
+from fastspec.kernels.linear import parts as linear_parts
+from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.verification import posterior_eval
+from fastspec.kernels.verification import reference as verification_reference
+from fastspec.kernels.verification.reference import SamplingLaw
 
 DTYPE = torch.bfloat16
 HEADS = {"8B": (32, 8, 128), "1.5B": (12, 2, 128), "135M": (9, 3, 64)}  # query heads, key heads, head size
@@ -125,7 +124,7 @@ def attention_cases(prefixes: list[int], models: list[str], with_flex: bool) -> 
                 extent = prefix + nodes
                 lengths = torch.tensor([prefix], device="cuda")
                 group = heads // kv_heads
-                dense = reference.attention_layout(lengths, tree.ancestors, nodes, nodes, extent, group)
+                dense = attention_reference.attention_layout(lengths, tree.ancestors, nodes, nodes, extent, group)
                 ours = tree_attention.attention_layout(lengths, tree.ancestors, nodes, nodes, extent, group)
                 scale = size**-0.5
 
@@ -137,7 +136,7 @@ def attention_cases(prefixes: list[int], models: list[str], with_flex: bool) -> 
                     return out.transpose(1, 2)
 
                 ways = {
-                    "reference": lambda q, k, v, layout=dense, scale=scale: reference.tree_attention(q, k, v, layout, scale),
+                    "reference": lambda q, k, v, layout=dense, scale=scale: attention_reference.tree_attention(q, k, v, layout, scale),
                     "fastspec": lambda q, k, v, layout=ours, scale=scale: tree_attention.tree_attention(q, k, v, layout, scale),
                     "sdpa with a mask": sdpa,
                 }
@@ -167,13 +166,13 @@ def small_cases() -> Iterator[Case]:
         weight = random(hidden)
         yield Case(
             "rms_norm", f"{rows} x {hidden}, with a residual", lambda r=rows, h=hidden: (random(r, h), random(r, h)),
-            {way: lambda x, y, w=weight, op=op: op(x, w, 1e-5, y) for way, op in both(reference.rms_norm, rms_norm.rms_norm)},
+            {way: lambda x, y, w=weight, op=op: op(x, w, 1e-5, y) for way, op in both(layer_reference.rms_norm, rms_norm.rms_norm)},
             2 * 4 * rows * hidden,
         )  # fmt: skip
     for rows, width in ((1, 14336), (60, 14336), (60, 1536)):
         yield Case(
             "swiglu", f"{rows} x {width}", lambda r=rows, w=width: (random(r, 2 * w),),
-            dict(both(reference.swiglu, swiglu.swiglu)), 2 * 3 * rows * width,
+            dict(both(linear_reference.swiglu, swiglu.swiglu)), 2 * 3 * rows * width,
         )  # fmt: skip
     for model, (heads, kv_heads, size) in HEADS.items():
         for nodes in (1, 60):
@@ -186,13 +185,13 @@ def small_cases() -> Iterator[Case]:
             yield Case(
                 "rope_cache", f"{model}, {nodes} nodes", make,
                 {way: lambda x, k, v, op=op, c=cos, s=sin, p=places: op(x, c, s, p, k, v, p)
-                 for way, op in both(reference.rope_cache, rope_cache.rope_cache)},
+                 for way, op in both(layer_reference.rope_cache, rope_cache.rope_cache)},
                 2 * 2 * nodes * (heads + 2 * kv_heads) * size,
             )  # fmt: skip
     path, steps = torch.tensor([[100, 103, 110, 120, 130, 140, 150, 151, 152]], device="cuda"), torch.arange(100, 109, device="cuda")[None]
     yield Case(
         "kv_block_copy", "8B, 32 layers, 9 slots", lambda: (random(32, 1, 8, 256, 128), random(32, 1, 8, 256, 128)),
-        {way: lambda k, v, op=op: op(k, v, path, steps) for way, op in both(reference.kv_block_copy, kv_block_copy.kv_block_copy)},
+        {way: lambda k, v, op=op: op(k, v, path, steps) for way, op in both(cache_reference.kv_block_copy, kv_block_copy.kv_block_copy)},
         2 * 2 * 2 * 32 * 8 * 8 * 128,
     )  # fmt: skip
     for vocab, hidden in ((32000, 4096), (16384, 576)):
@@ -201,7 +200,7 @@ def small_cases() -> Iterator[Case]:
             "topk_expand", f"10 x {hidden}, vocabulary {vocab}, top 10",
             lambda v=vocab, h=hidden: (random(1, 10, h), random(v, h) * h**-0.5),  # logits of a few units
             {way: lambda x, w, op=op, s=scores, d=d2t: op(x, w, s, 10, d)[0]
-             for way, op in both(reference.topk_expand, topk_expand.topk_expand)},
+             for way, op in both(drafting_reference.topk_expand, topk_expand.topk_expand)},
             2 * vocab * hidden,
         )  # fmt: skip
     index = torch.arange(710, device="cuda")
@@ -211,16 +210,16 @@ def small_cases() -> Iterator[Case]:
         "tree_build", "710 candidates, 60 nodes",
         lambda: (-torch.rand(1, 710, device="cuda").sort(1).values, torch.randint(0, 9, (1, 710), device="cuda")),
         {way: lambda s, t, op=op: op(s, t, above[None], depths, t[:, 0], 60)
-         for way, op in both(reference.tree_build, tree_build.tree_build)},
+         for way, op in both(drafting_reference.tree_build, tree_build.tree_build)},
         710 * 28,
     )  # fmt: skip
     for nodes, vocab in ((1, 128256), (60, 128256), (60, 49152)):
-        tree, uniform = tree_of(nodes), torch.rand(1, nodes, device="cuda")
+        tree, uniform, plain = tree_of(nodes), torch.rand(1, nodes, device="cuda"), verification_reference.pick
         for kind, numbers in (("greedy", None), ("sampled", uniform)):
             yield Case(
                 f"pick, {kind}", f"{nodes} x {vocab}", lambda n=nodes, v=vocab: (random(1, n, v),),
-                {way: lambda x, op=op, u=numbers: op(x, u) for way, op in both(reference.pick, posterior_eval.pick)} if numbers is None else
-                {"reference": lambda x, u=numbers: reference.pick(x, u), "fastspec": lambda x, u=numbers: posterior_eval.pick(x, u)},
+                {way: lambda x, op=op, u=numbers: op(x, u) for way, op in both(plain, posterior_eval.pick)} if numbers is None else
+                {"reference": lambda x, u=numbers, op=plain: op(x, u), "fastspec": lambda x, u=numbers: posterior_eval.pick(x, u)},
                 2 * nodes * vocab, float("inf") if numbers is not None else 0.0,
             )  # fmt: skip
         if nodes > 1:
@@ -228,7 +227,7 @@ def small_cases() -> Iterator[Case]:
             yield Case(
                 "posterior_walk", f"{nodes} nodes", lambda t=tree: (torch.randint(0, 1000, t.tokens.shape, device="cuda"),),
                 {way: lambda p, op=op, t=tree: op(t.tokens, t.parents, p, 9)
-                 for way, op in both(reference.posterior_walk, posterior_eval.posterior_walk)},
+                 for way, op in both(verification_reference.posterior_walk, posterior_eval.posterior_walk)},
                 3 * 8 * nodes,
             )  # fmt: skip
 
@@ -244,8 +243,8 @@ def layer_cases() -> Iterator[Case]:
         yield Case(
             "linear_parts, then rms_norm", f"{rows} x {depth} to {width}",
             lambda r=rows, k=depth, m=width: (random(r, k), random(m, k, scale=k**-0.5), random(r, m)),
-            {"reference": normed(reference.linear, reference.rms_norm),
-             "cuBLAS, then fastspec": normed(reference.linear, rms_norm.rms_norm),
+            {"reference": normed(linear_reference.linear, layer_reference.rms_norm),
+             "cuBLAS, then fastspec": normed(linear_reference.linear, rms_norm.rms_norm),
              "fastspec": normed(linear_parts.linear_parts, rms_norm.rms_norm)},
             2 * depth * width,
         )  # fmt: skip
@@ -256,7 +255,7 @@ def layer_cases() -> Iterator[Case]:
         yield Case(
             "frontier_input", f"10 nodes x {hidden}", lambda h=hidden: (random(1, 10, h),),
             {way: lambda x, op=op, t=table, w=weights, i=index, s=words, n=ids: op(n, i, x, s, 10, t, *w, 1e-5)
-             for way, op in both(reference.frontier_input, head_input.frontier_input)},
+             for way, op in both(drafting_reference.frontier_input, head_input.frontier_input)},
             2 * 10 * hidden * 5,
         )  # fmt: skip
     gate_up, down = random(8, 2 * 14336, 4096, scale=1 / 64), random(8, 4096, 14336, scale=1 / 128)
@@ -264,7 +263,7 @@ def layer_cases() -> Iterator[Case]:
         chosen = torch.rand(rows, 8, device="cuda").topk(2).indices
         yield Case(
             "experts", f"{rows} x 4096, 2 of 8 experts of 14336", lambda r=rows: (random(r, 4096), torch.rand(r, 2, device="cuda")),
-            {way: lambda x, s, op=op, c=chosen: op(x, gate_up, down, c, s) for way, op in both(reference.experts, experts.experts)},
+            {way: lambda x, s, op=op, c=chosen: op(x, gate_up, down, c, s) for way, op in both(linear_reference.experts, experts.experts)},
             2 * 3 * 4096 * 14336 * int(chosen.unique().numel()),
         )  # fmt: skip
 
@@ -278,7 +277,7 @@ def law_cases(nodes: int, vocab: int, uniform: Tensor) -> Iterator[Case]:
         yield Case(
             f"pick, temperature {law.temperature}, top-k {law.top_k or 'off'}, top-p {law.top_p}", f"{nodes} x {vocab}",
             lambda n=nodes, v=vocab: (random(1, n, v, scale=3.0),),
-            {"reference": lambda x, w=warpers, u=uniform: reference.pick(w(None, x[0].float())[None], u),
+            {"reference": lambda x, w=warpers, u=uniform: verification_reference.pick(w(None, x[0].float())[None], u),
              "fastspec": lambda x, law=law, u=uniform: posterior_eval.pick(x, u, law)},
             2 * nodes * vocab, float("inf"),
         )  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastspec.kernels import cpu
+from fastspec.kernels.linear import onednn as cpu
 
 LAYER = ((576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))
 LM_HEAD = (49152, 576)

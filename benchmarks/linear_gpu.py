@@ -1,4 +1,4 @@
-"""Products of few rows on a CUDA device: cuBLAS against `fastspec.kernels.linear`, by shape, rows and launch.
+"""Products of few rows on a CUDA device: cuBLAS against `fastspec.kernels.linear.linear`, by shape, rows and launch.
 
     python benchmarks/linear_gpu.py --out rows.jsonl            the launches that `launch_for` chooses, under a minute
     python benchmarks/linear_gpu.py --sweep --out rows.jsonl    many launches; ends with the best of each product
@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastspec.bench.device import versions
-from fastspec.kernels import linear as kernel
-from fastspec.kernels import reference
-from fastspec.kernels.linear import Launch, RowLaunch, launch_for, linear
+from fastspec.kernels.linear import linear as kernel
+from fastspec.kernels.linear import reference
+from fastspec.kernels.linear.linear import Launch, RowLaunch, launch_for, linear
 
 MODELS = {  # name -> (layers, the layer's [M, K], the head's)
     "Llama-3.1-8B": (32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), (128256, 4096)),

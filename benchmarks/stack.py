@@ -35,8 +35,9 @@ from full_size import SHAPES as FULL_SIZE
 
 from fastspec.bench.device import versions
 from fastspec.generation.ops import Ops
-from fastspec.kernels import launch, linear
-from fastspec.kernels.reference import Parts
+from fastspec.kernels import launch
+from fastspec.kernels.linear import linear
+from fastspec.kernels.linear.reference import Parts
 from fastspec.patches.backends import TORCH, triton_ops
 
 SHAPES = {name: sizes | {"bias": kind == "qwen2"} for name, (kind, sizes) in FULL_SIZE.items() if kind in ("llama", "qwen2")}

@@ -50,7 +50,12 @@ class Absent:
 
 def compiled(capability: int, rows: list[dict[str, Any]]) -> None:
     """Let every launch from here on be compiled for a device of this compute capability, and described in `rows`."""
-    from fastspec.kernels import hopper_attention, hopper_linear, launch, linear, topk_expand, tree_attention
+    from fastspec.kernels import launch
+    from fastspec.kernels.attention import hopper as hopper_attention
+    from fastspec.kernels.attention import tree as tree_attention
+    from fastspec.kernels.drafting import topk_expand
+    from fastspec.kernels.linear import hopper as hopper_linear
+    from fastspec.kernels.linear import linear
 
     triton.runtime.driver.set_active(Absent(capability))
     launch._capable = lambda device: capability >= 90
@@ -91,25 +96,15 @@ def whole(*shape: int) -> Tensor:
 
 def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each op of a round on a model of this shape: its name, and a call."""
-    from fastspec.kernels import (
-        experts,
-        head_input,
-        head_pairs,
-        kv_block_copy,
-        linear,
-        linear_parts,
-        next_frontier,
-        posterior_eval,
-        rms_norm,
-        rope_cache,
-        settle,
-        swiglu,
-        topk_expand,
-        tree_attention,
-        tree_build,
-        tree_input,
-    )
-    from fastspec.kernels.reference import SamplingLaw
+    from fastspec.kernels.attention import tree as tree_attention
+    from fastspec.kernels.cache import commit as settle
+    from fastspec.kernels.cache import kv_block_copy
+    from fastspec.kernels.drafting import head_input, head_pairs, next_frontier, topk_expand, tree_build, tree_input
+    from fastspec.kernels.layer import rms_norm, rope_cache
+    from fastspec.kernels.linear import experts, linear, swiglu
+    from fastspec.kernels.linear import parts as linear_parts
+    from fastspec.kernels.verification import posterior_eval
+    from fastspec.kernels.verification.reference import SamplingLaw
 
     hidden, inner, heads, kv_heads, size, vocab = SHAPES[shape]
     group, draft_vocab, nodes = heads // kv_heads, min(vocab, 32000), 61

@@ -15,7 +15,7 @@ from transformers.generation import logits_process as lp
 
 import fastspec
 from fastspec.generation.engine import verifier
-from fastspec.kernels.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingLaw
 from fastspec.patches.call.processors import read_law
 from fastspec.patches.session import session_of
 

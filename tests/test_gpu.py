@@ -18,7 +18,8 @@ from fastspec.generation.engine.schedule import Eager, WholeGraph
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import choose, walk, walk_drawn
-from fastspec.kernels import reference
+from fastspec.kernels.attention import reference as attention_reference
+from fastspec.kernels.verification import reference as verification_reference
 from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.hf.families import ADAPTERS, adapter_for
 from fastspec.patches.hf.model import HFModel
@@ -253,10 +254,10 @@ def test_the_ops_agree_with_the_cpu(dtype, device):
     picks = torch.randint(0, 9, (2, nodes), generator=generator)
     walked, attended = [], []
     for where in ("cpu", device):
-        layout = reference.attention_layout(prefix.to(where), tree.ancestors.to(where), nodes, nodes, 105, 3)
+        layout = attention_reference.attention_layout(prefix.to(where), tree.ancestors.to(where), nodes, nodes, 105, 3)
         wide = torch.float32 if where == "cpu" else dtype
-        attended.append(reference.tree_attention(*(x.to(where, wide) for x in (q, k, v)), layout, 0.25).cpu().float())
-        walked.append([x.cpu() for x in reference.posterior_walk(*(x.to(where) for x in (tree.tokens, parents, picks)), 9)])
+        attended.append(attention_reference.tree_attention(*(x.to(where, wide) for x in (q, k, v)), layout, 0.25).cpu().float())
+        walked.append([x.cpu() for x in verification_reference.posterior_walk(*(x.to(where) for x in (tree.tokens, parents, picks)), 9)])
     assert all(torch.equal(a, b) for a, b in zip(*walked, strict=True))
     # Outputs are means of values of size 1; the weights and the result are rounded to dtype, and fp32 sums over 105 slots are off by less.
     bound = 8 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5

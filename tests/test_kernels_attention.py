@@ -13,8 +13,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fastspec.kernels import few_attention, hopper_attention, reference
-from fastspec.kernels import tree_attention as kernels
+from fastspec.kernels.attention import few as few_attention
+from fastspec.kernels.attention import hopper as hopper_attention
+from fastspec.kernels.attention import reference
+from fastspec.kernels.attention import tree as kernels
 from fastspec.kernels.launch import is_hopper
 
 HAS_CUDA = torch.cuda.is_available()

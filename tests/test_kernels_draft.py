@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastspec.kernels import reference
-from fastspec.kernels import topk_expand as kernel
-from fastspec.kernels.topk_expand import topk_expand
-from fastspec.kernels.tree_build import tree_build
+from fastspec.kernels.drafting import reference
+from fastspec.kernels.drafting import topk_expand as kernel
+from fastspec.kernels.drafting.topk_expand import topk_expand
+from fastspec.kernels.drafting.tree_build import tree_build
 
 HAS_CUDA = torch.cuda.is_available()
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="the interpreter is off where there is a CUDA device"))

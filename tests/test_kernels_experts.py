@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastspec.kernels import experts as kernels
-from fastspec.kernels import reference as ops
-from fastspec.kernels.experts import experts
+from fastspec.kernels.linear import experts as kernels
+from fastspec.kernels.linear import reference as ops
+from fastspec.kernels.linear.experts import experts
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter"))
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])

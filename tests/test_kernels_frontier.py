@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastspec.kernels import reference
-from fastspec.kernels.head_input import frontier_input, head_input
-from fastspec.kernels.linear import gate_up
-from fastspec.kernels.next_frontier import next_frontier
-from fastspec.kernels.rms_norm import rms_norm
+from fastspec.kernels.drafting import reference as drafting_reference
+from fastspec.kernels.drafting.head_input import frontier_input, head_input
+from fastspec.kernels.drafting.next_frontier import next_frontier
+from fastspec.kernels.layer.rms_norm import rms_norm
+from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.linear.linear import gate_up
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
@@ -36,7 +37,7 @@ def test_next_frontier(device, rows, nodes, children, width, slot, dtype, seed):
     hidden = torch.randn(rows, nodes, width, generator=generator).to(dtype)
     seen = torch.randint(-(2**62), 2**62, (rows, nodes, words), generator=generator)
     inputs = [x.to(device) for x in (tokens, index, hidden, seen)]
-    got, wanted = next_frontier(*inputs, slot), reference.next_frontier(tokens, index, hidden, seen, slot)
+    got, wanted = next_frontier(*inputs, slot), drafting_reference.next_frontier(tokens, index, hidden, seen, slot)
     assert all(torch.equal(a.cpu(), b) and a.dtype == b.dtype for a, b in zip(got, wanted, strict=True))
     for row in range(rows):  # the reference itself, bit by bit
         for place, child in enumerate(index[row].tolist()):
@@ -94,7 +95,7 @@ def check_input(x: Tensor, tokens: Tensor, hidden: Tensor, drawn: Drawn) -> None
     embedded = torch.nn.functional.embedding(tokens, drawn.table)
     for half, values, weight in ((x[..., :size], embedded, drawn.norms[0]), (x[..., size:], hidden.contiguous(), drawn.norms[1])):
         assert (x.is_cuda and size % 16) or torch.equal(half, rms_norm(values, weight, EPS)[0])
-    wanted = reference.head_input(tokens, hidden, drawn.table, *drawn.norms, EPS)
+    wanted = drafting_reference.head_input(tokens, hidden, drawn.table, *drawn.norms, EPS)
     # in half precision a unit where a rounding before the weight falls otherwise, and one after it; in fp32 a few of the scale's
     limits = torch.finfo(x.dtype)
     torch.testing.assert_close(x, wanted, rtol=(8 if x.dtype == torch.float32 else 2.01) * limits.eps, atol=limits.tiny)
@@ -111,10 +112,10 @@ def test_frontier_input(device, poisoned, data, rows, nodes, children, slot, see
     drawn = Drawn(device, size, dtype, rows, nodes, children, slot, seed)
     before = drawn.tokens, drawn.index, drawn.hidden, drawn.words, slot
     x, hidden, words = frontier_input(*before, drawn.table, *drawn.norms, EPS)
-    tokens, *wanted = reference.next_frontier(*before)
+    tokens, *wanted = drafting_reference.next_frontier(*before)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip((hidden, words), wanted, strict=True))
     check_input(x, tokens, hidden, drawn)
-    assert torch.equal(reference.frontier_input(*before, drawn.table, *drawn.norms, EPS)[2], words)
+    assert torch.equal(drafting_reference.frontier_input(*before, drawn.table, *drawn.norms, EPS)[2], words)
 
 
 @EVERYWHERE
@@ -153,7 +154,7 @@ def test_gate_up_is_swiglu_of_the_product(device, rows, bias):
     x, weight = torch.randn(rows, 64, generator=generator), torch.randn(2 * 48, 64, generator=generator) / 8
 
     def both(x: Tensor, weight: Tensor, added: Tensor | None) -> None:
-        wanted = reference.gate_up(x.double(), weight.double(), None if added is None else added.double())
+        wanted = linear_reference.gate_up(x.double(), weight.double(), None if added is None else added.double())
         torch.testing.assert_close(gate_up(x, weight, added).double(), wanted, rtol=1e-5, atol=1e-5)
 
     both(x.to(device), weight.to(device), torch.randn(96, generator=generator).to(device) if bias else None)

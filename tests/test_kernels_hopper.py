@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from fastspec.kernels import hopper_linear as kernel
-from fastspec.kernels import linear as products
-from fastspec.kernels import linear_parts as split
-from fastspec.kernels.hopper_linear import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
 from fastspec.kernels.launch import is_hopper
-from fastspec.kernels.linear import Launch, linear
-from fastspec.kernels.linear_parts import PartsLaunch, linear_parts
-from fastspec.kernels.reference import joined
+from fastspec.kernels.linear import hopper as kernel
+from fastspec.kernels.linear import linear as products
+from fastspec.kernels.linear import parts as split
+from fastspec.kernels.linear.hopper import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
+from fastspec.kernels.linear.linear import Launch, linear
+from fastspec.kernels.linear.parts import PartsLaunch, linear_parts
+from fastspec.kernels.linear.reference import joined
 
 HAS_HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 ON_HOPPER = pytest.mark.skipif(not HAS_HOPPER, reason="the kernel is for compute capability 9.0")

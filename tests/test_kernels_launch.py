@@ -11,16 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastspec.kernels import launch, reference, tree_attention
-from fastspec.kernels.experts import experts
-from fastspec.kernels.kv_block_copy import kv_block_copy
-from fastspec.kernels.linear import Launch, linear
-from fastspec.kernels.posterior_eval import pick, posterior_walk
-from fastspec.kernels.rms_norm import rms_norm
-from fastspec.kernels.rope_cache import rope_cache
-from fastspec.kernels.swiglu import swiglu
-from fastspec.kernels.topk_expand import topk_expand
-from fastspec.kernels.tree_build import tree_build
+from fastspec.kernels import launch
+from fastspec.kernels.attention import tree as tree_attention
+from fastspec.kernels.cache.kv_block_copy import kv_block_copy
+from fastspec.kernels.drafting import reference
+from fastspec.kernels.drafting.topk_expand import topk_expand
+from fastspec.kernels.drafting.tree_build import tree_build
+from fastspec.kernels.layer.rms_norm import rms_norm
+from fastspec.kernels.layer.rope_cache import rope_cache
+from fastspec.kernels.linear.experts import experts
+from fastspec.kernels.linear.linear import Launch, linear
+from fastspec.kernels.linear.swiglu import swiglu
+from fastspec.kernels.verification.posterior_eval import pick, posterior_walk
 
 ON_GPU = torch.cuda.is_available()
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="no CUDA device")])

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
-from fastspec.kernels import reference
-from fastspec.kernels.posterior_eval import pick
-from fastspec.kernels.reference import SamplingLaw, under_law
-from fastspec.kernels.sampling_law import CHUNK, cut, inverse_of
+from fastspec.kernels.verification import reference
+from fastspec.kernels.verification.posterior_eval import pick
+from fastspec.kernels.verification.reference import SamplingLaw, under_law
+from fastspec.kernels.verification.sampling_law import CHUNK, cut, inverse_of
 
 LAWS = st.builds(
     SamplingLaw,

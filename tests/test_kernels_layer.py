@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastspec.kernels import reference as ops
-from fastspec.kernels.kv_block_copy import kv_block_copy
-from fastspec.kernels.rms_norm import rms_norm
-from fastspec.kernels.rope_cache import rope_cache
-from fastspec.kernels.swiglu import swiglu
+from fastspec.kernels.cache import reference as cache_reference
+from fastspec.kernels.cache.kv_block_copy import kv_block_copy
+from fastspec.kernels.layer import reference as layer_reference
+from fastspec.kernels.layer.rms_norm import rms_norm
+from fastspec.kernels.layer.rope_cache import rope_cache
+from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.linear.swiglu import swiglu
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter"))
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -87,7 +89,7 @@ def test_rms_norm(device, data, seed, pad, with_residual, with_out, with_total):
     # Half a unit for the rounding before the weight and half for the one after it; in fp32 the scale's own error besides, a few units.
     wide = total.double()
     expected = weight.double() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5))
-    rounded_alike(normed, ops.rms_norm(x, weight, 1e-5, residual if with_residual else None)[0])
+    rounded_alike(normed, layer_reference.rms_norm(x, weight, 1e-5, residual if with_residual else None)[0])
     unit, smallest = units(dtype)
     close(normed, expected, (8 if dtype == torch.float32 else 1.01) * unit * expected.abs() + smallest * (1 + weight.double().abs()))
     for written in (out, given_total):
@@ -108,7 +110,7 @@ def test_swiglu(device, data, seed, pad, scale):
     # Half a unit for silu's rounding and half for the product's; in fp32 the fast division's 2 units besides, and a unit and a half of
     # exp's and the sum's. exp's error grows with its argument, |gate| * 2**-24, but only for negative gates, where silu falls faster:
     # an absolute 2**-23 times up.
-    rounded_alike(out, ops.swiglu(gate_up))
+    rounded_alike(out, linear_reference.swiglu(gate_up))
     expected = torch.nn.functional.silu(gate) * up
     unit, smallest = units(dtype)
     bound = (5 if dtype == torch.float32 else 1.01) * unit * expected.abs() + smallest * (1 + up.abs())
@@ -149,7 +151,7 @@ def test_rope_cache(device, data, seed, part, norm, batch):
     q = rope_cache(qkv, cos, sin, positions, buffers[0][1], buffers[1][1], slots, *weights, 1e-6)
 
     wanted = [torch.full_like(buffer[1], torch.nan) for buffer in buffers]
-    expected = ops.rope_cache(qkv, cos, sin, positions, *wanted, slots, *weights, 1e-6)
+    expected = layer_reference.rope_cache(qkv, cos, sin, positions, *wanted, slots, *weights, 1e-6)
     k_cache, v_cache = buffers[0][1], buffers[1][1]
     assert torch.equal(v_cache.nan_to_num(7.0), wanted[1].nan_to_num(7.0))  # copied, and nothing else touched
     assert bool(torch.stack(buffers)[:, [0, 2]].isnan().all()) and torch.equal(k_cache.isnan(), wanted[0].isnan())
@@ -175,7 +177,7 @@ def test_rope_cache_takes_expanded_positions_and_moved_caches(device):
     positions, slots = torch.tensor([4, 5, 5], device=device).expand(2, 3), torch.tensor([[1], [6], [0]], device=device).expand(3, 2).T
     caches = [torch.zeros(2, 7, 1, 8, device=device).transpose(1, 2) for _ in range(4)]  # [B, C, Hkv, D] in memory
     q = rope_cache(qkv, angles.cos(), angles.sin(), positions, caches[0], caches[1], slots)
-    expected = ops.rope_cache(qkv, angles.cos(), angles.sin(), positions, caches[2], caches[3], slots)
+    expected = layer_reference.rope_cache(qkv, angles.cos(), angles.sin(), positions, caches[2], caches[3], slots)
     for actual, reference in ((q, expected), (caches[0], caches[2]), (caches[1], caches[3])):
         assert torch.allclose(actual, reference, rtol=0, atol=1e-6)
 
@@ -205,7 +207,7 @@ def test_kv_block_copy(device, data, seed, kind, rows):
     caches = [normal(generator, layers, rows, heads, slots + 2, size + 3, dtype=dtype, device=device) for _ in range(2)]
     expected = [cache.clone() for cache in caches]
     kv_block_copy(*(cache[:, :, :, 1:-1, :size] for cache in caches), source, target)
-    ops.kv_block_copy(*(cache[:, :, :, 1:-1, :size] for cache in expected), source, target)
+    cache_reference.kv_block_copy(*(cache[:, :, :, 1:-1, :size] for cache in expected), source, target)
     assert all(torch.equal(*pair) for pair in zip(caches, expected, strict=True))
 
 
@@ -247,7 +249,7 @@ def test_no_slot_is_overwritten_before_it_was_read(device, count, size, cycle):
         target = 3 + torch.arange(count, device=device).expand(4, -1)
         source = target + 1
     expected = [cache.clone() for cache in caches]
-    ops.kv_block_copy(*expected, source, target)
+    cache_reference.kv_block_copy(*expected, source, target)
     for _ in range(30):
         moved = [cache.clone() for cache in caches]
         kv_block_copy(*moved, source, target)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastspec.kernels import linear as kernel
-from fastspec.kernels import reference
-from fastspec.kernels.linear import Launch, RowLaunch, launch_for, linear, linear_row
+from fastspec.kernels.linear import linear as kernel
+from fastspec.kernels.linear import reference
+from fastspec.kernels.linear.linear import Launch, RowLaunch, launch_for, linear, linear_row
 
 ON_GPU = torch.cuda.is_available()
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(ON_GPU, reason="kernels are compiled here and take no CPU tensors"))

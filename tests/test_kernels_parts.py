@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastspec.generation.layers.decoder import gated
-from fastspec.kernels import linear_parts as kernel
-from fastspec.kernels import reference
-from fastspec.kernels.linear_parts import PartsLaunch, linear_parts, parts_launch_for
-from fastspec.kernels.reference import Parts, joined
-from fastspec.kernels.rms_norm import rms_norm
+from fastspec.kernels.layer import reference
+from fastspec.kernels.layer.rms_norm import rms_norm
+from fastspec.kernels.linear import parts as kernel
+from fastspec.kernels.linear.parts import PartsLaunch, linear_parts, parts_launch_for
+from fastspec.kernels.linear.reference import Parts, joined
 from fastspec.patches.backends import triton_ops
 
 SMALL = [PartsLaunch(16, 16, 3, 4, 3), PartsLaunch(32, 32, 1, 4, 2), PartsLaunch(16, 32, 2, 4, 4), PartsLaunch(32, 16, 100, 4, 2)]

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastspec.kernels import head_pairs
-from fastspec.kernels import reference_round as reference
-from fastspec.kernels.head_pairs import keep_last, path_pairs
-from fastspec.kernels.settle import commit_slots, emit
-from fastspec.kernels.tree_input import tree_input
+from fastspec.kernels.cache import reference as cache_reference
+from fastspec.kernels.cache.commit import commit_slots, emit
+from fastspec.kernels.drafting import head_pairs
+from fastspec.kernels.drafting import reference as drafting_reference
+from fastspec.kernels.drafting.head_pairs import keep_last, path_pairs
+from fastspec.kernels.drafting.tree_input import tree_input
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
@@ -60,7 +61,7 @@ def same(got: Tensor, wanted: Tensor) -> None:
 def test_commit_slots(device, rows, steps, nodes, apart, bound, seed):
     drawn = Round(device, rows, steps, nodes, apart, seed)
     before = drawn.lengths.clone()
-    wanted = reference.commit_slots(before, drawn.path, drawn.accepted, drawn.active, bound)
+    wanted = cache_reference.commit_slots(before, drawn.path, drawn.accepted, drawn.active, bound)
     given_lengths = drawn.lengths.tolist()
     with poisoned():
         got = commit_slots(drawn.lengths, drawn.path, drawn.accepted, drawn.active, bound)
@@ -81,7 +82,7 @@ def test_emit(device, rows, steps, nodes, apart, seed):
     given_root = drawn.root.tolist()
     verdict = drawn.tokens, drawn.path, drawn.accepted, drawn.bonus, drawn.active
     root = drawn.root.clone()
-    wanted = reference.emit(*verdict, root)
+    wanted = cache_reference.emit(*verdict, root)
     with poisoned():
         got = emit(*verdict, drawn.root)
     same(got, wanted)
@@ -116,7 +117,8 @@ def test_path_pairs(device, rows, steps, nodes, size, dtype, apart, kept, seed):
     verdict = drawn.path, drawn.accepted, drawn.bonus, drawn.active
     outs = None if kept is None else (torch.full((rows, steps, size), torch.nan, dtype=kept, device=device), drawn.whole((rows,), 9))
     root, given_root = drawn.root.clone(), drawn.root.tolist()
-    wanted = reference.path_pairs(features, *verdict, root, drawn.lengths, None if outs is None else tuple(x.clone() for x in outs))
+    copies = None if outs is None else tuple(x.clone() for x in outs)
+    wanted = drafting_reference.path_pairs(features, *verdict, root, drawn.lengths, copies)
     with poisoned(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_pairs, "BLOCK", 64)
         got = path_pairs(features, *verdict, drawn.root, drawn.lengths, outs)
@@ -141,7 +143,7 @@ def test_keep_last(device, rows, pairs, size, dtype, apart, bound, seed):
     counts = drawn.whole((rows,), pairs + 1)
     last = [torch.randn(rows, size, generator=drawn.generator).to(device, dtype) for _ in range(2)]
     kept, lengths, given_lengths = [x.clone() for x in last], drawn.lengths.clone(), drawn.lengths.tolist()
-    reference.keep_last(hidden, readout, counts, *kept, lengths, bound)
+    drafting_reference.keep_last(hidden, readout, counts, *kept, lengths, bound)
     for row, count in enumerate(counts.tolist()):  # the reference itself
         for after, before, states in zip(kept, last, (hidden, readout), strict=True):
             assert torch.equal(after[row], states[row, count - 1] if count else before[row])
@@ -162,7 +164,7 @@ def test_tree_input(device, rows, nodes, size, dtype, apart, last, seed):
     table = None if size is None else torch.randn(19, size + apart, generator=drawn.generator).to(device, dtype)[:, :size]
     with poisoned():
         got = tree_input(tokens, depths, drawn.lengths, last, table)
-    wanted = reference.tree_input(tokens, depths, drawn.lengths, last, table)
+    wanted = drafting_reference.tree_input(tokens, depths, drawn.lengths, last, table)
     assert got[2] is wanted[2] is None if table is None else torch.equal(got[2], wanted[2])
     for a, b in zip(got[:2], wanted[:2], strict=True):
         same(a, b)

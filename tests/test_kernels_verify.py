@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_kernels_draft import CPU, CUDA, FLOATS, SEEDS, moved_as_is, poisoned
 from torch import Tensor
 
-from fastspec.kernels import reference
-from fastspec.kernels.posterior_eval import CHUNK, pick, posterior_walk
+from fastspec.kernels.verification import reference
+from fastspec.kernels.verification.posterior_eval import CHUNK, pick, posterior_walk
 
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])

@@ -17,7 +17,7 @@ from helpers_models import tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec
-from fastspec.kernels import linear
+from fastspec.kernels.linear import linear
 from fastspec.patches.hf.layers import pack_model
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])

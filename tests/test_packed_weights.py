@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from fastspec.generation.layers.packing import is_packed
 from helpers_generate import prompts
 from helpers_models import tiny_model
 from torch import nn
 
 import fastspec
+from fastspec.generation.layers.packing import is_packed
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
 

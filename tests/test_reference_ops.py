@@ -12,7 +12,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.kernels import reference as ops
+from fastspec.kernels.attention import reference as attention_reference
+from fastspec.kernels.cache import reference as cache_reference
+from fastspec.kernels.drafting import reference as drafting_reference
+from fastspec.kernels.layer import reference as layer_reference
+from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.verification import reference as verification_reference
 
 SIZES = st.sampled_from([1, 2, 7, 63, 65, 130])
 SEEDS = st.integers(0, 2**31)
@@ -42,7 +47,7 @@ def bits(words: Tensor, count: int) -> Tensor:
 @DRAWN
 def test_ancestor_words(nodes, rows, seed):
     parents = random_parents(rows, nodes, torch.Generator().manual_seed(seed))
-    words = ops.ancestor_words(parents, nodes)
+    words = drafting_reference.ancestor_words(parents, nodes)
     assert words.shape == (rows, nodes, -(-nodes // 64))
     for row in range(rows):
         assert torch.equal(bits(words[row], nodes), dense_mask(parents[row].tolist()))
@@ -54,7 +59,7 @@ def test_ancestor_words(nodes, rows, seed):
 @pytest.mark.parametrize("nodes", [2, 64, 65, 256])
 def test_ancestor_words_of_a_chain(nodes):
     parents = (torch.arange(nodes) - 1).clamp(min=0)[None]
-    assert torch.equal(bits(ops.ancestor_words(parents, nodes)[0], nodes), torch.ones(nodes, nodes).tril().bool())
+    assert torch.equal(bits(drafting_reference.ancestor_words(parents, nodes)[0], nodes), torch.ones(nodes, nodes).tril().bool())
 
 
 @given(SIZES, st.lists(st.integers(0, 70), min_size=1, max_size=3), st.sampled_from([(1, 1), (2, 1), (3, 3)]), st.booleans(), SEEDS)
@@ -67,9 +72,9 @@ def test_tree_attention(nodes, prefixes, groups, chain, seed):
     q = torch.randn(rows, nodes, group * kv_heads, size, generator=generator)
     k, v = (torch.randn(rows, kv_heads, extent + 5, size, generator=generator) for _ in range(2))
     parents = random_parents(rows, nodes, generator)
-    words = None if chain else ops.ancestor_words(parents, nodes)
-    layout = ops.attention_layout(torch.tensor(prefixes), words, nodes, nodes, extent, group)
-    got = ops.tree_attention(q, k, v, layout, size**-0.5)
+    words = None if chain else drafting_reference.ancestor_words(parents, nodes)
+    layout = attention_reference.attention_layout(torch.tensor(prefixes), words, nodes, nodes, extent, group)
+    got = attention_reference.tree_attention(q, k, v, layout, size**-0.5)
     for row, prefix in enumerate(prefixes):
         tail = torch.ones(nodes, nodes).tril().bool() if chain else dense_mask(parents[row].tolist())
         mask = torch.cat((torch.ones(nodes, prefix, dtype=torch.bool), tail), 1)
@@ -82,8 +87,8 @@ def test_tree_attention(nodes, prefixes, groups, chain, seed):
 def test_what_lies_behind_the_tail_is_not_read():
     k = torch.full((1, 1, 12, 4), torch.nan)
     k[:, :, :5] = 1.0
-    layout = ops.attention_layout(torch.tensor([2]), None, 3, 3, 5)
-    assert torch.equal(ops.tree_attention(torch.ones(1, 3, 1, 4), k, k, layout, 0.5), torch.ones(1, 3, 1, 4))
+    layout = attention_reference.attention_layout(torch.tensor([2]), None, 3, 3, 5)
+    assert torch.equal(attention_reference.tree_attention(torch.ones(1, 3, 1, 4), k, k, layout, 0.5), torch.ones(1, 3, 1, 4))
 
 
 @given(st.sampled_from([1, 7, 63]), st.integers(1, 3), SEEDS)
@@ -98,7 +103,7 @@ def test_cache_write(nodes, rows, seed):
         for row in range(rows):
             for node in range(nodes):
                 cache[row, :, slots[row, node]] = values[row, node]
-    ops.cache_write(*caches, *new, slots)
+    cache_reference.cache_write(*caches, *new, slots)
     assert all(torch.equal(a, b) for a, b in zip(caches, wanted, strict=True))
 
 
@@ -112,7 +117,7 @@ def test_kv_block_copy_with_overlap(steps, rows, seed):
     base = torch.randint(0, 6, (rows, 1), generator=generator)
     source = base + torch.stack([torch.randperm(12, generator=generator)[:steps] for _ in range(rows)]).sort(1).values
     target = base + torch.arange(steps)
-    ops.kv_block_copy(*caches, source, target)
+    cache_reference.kv_block_copy(*caches, source, target)
     for cache, old in zip(caches, before, strict=True):
         for row in range(rows):
             for a, b in zip(source[row].tolist(), target[row].tolist(), strict=True):
@@ -125,7 +130,7 @@ def test_kv_block_copy_with_overlap(steps, rows, seed):
 @DRAWN
 def test_stable_topk_prefers_the_lower_index(size, count, seed):
     scores = torch.randint(0, 4, (3, size), generator=torch.Generator().manual_seed(seed)).float()
-    values, ids = ops.stable_topk(scores, min(count, size))
+    values, ids = drafting_reference.stable_topk(scores, min(count, size))
     for row in range(3):
         wanted = sorted(range(size), key=lambda i: (-scores[row, i], i))[: min(count, size)]
         assert ids[row].tolist() == wanted
@@ -136,7 +141,7 @@ def test_stable_topk_prefers_the_lower_index(size, count, seed):
 @DRAWN
 def test_topk_logprobs(vocab, count, scale, seed):
     logits = torch.randn(2, 3, vocab, generator=torch.Generator().manual_seed(seed)) * scale
-    values, ids = ops.topk_logprobs(logits, count)
+    values, ids = drafting_reference.topk_logprobs(logits, count)
     wanted = logits.double().log_softmax(-1)
     torch.testing.assert_close(values.double(), wanted.gather(-1, ids), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(values.double(), wanted.topk(count).values, rtol=1e-5, atol=1e-4)
@@ -150,7 +155,7 @@ def test_topk_expand_ranks_the_children_of_a_frontier(vocab, nodes, count, produ
     hidden, weight = torch.randn(2, nodes, 5, generator=generator), torch.randn(vocab, 5, generator=generator)
     scores, d2t = -torch.rand(2, nodes, generator=generator), torch.randint(0, 40, (vocab,), generator=generator)
     logits = hidden @ weight.T
-    children, tokens, best, index = ops.topk_expand(*((hidden, weight) if product else (logits, None)), scores, count, d2t)
+    children, tokens, best, index = drafting_reference.topk_expand(*((hidden, weight) if product else (logits, None)), scores, count, d2t)
     logp = logits.double().log_softmax(-1)
     for row in range(2):
         grown = []
@@ -174,7 +179,7 @@ def candidates(rows: int, top_k: int, depth: int, steps: int, generator: torch.G
         children = (scores[:, :, None] + lower).flatten(1)
         parents = torch.cat((parents, frontier.repeat_interleave(top_k, 1)), 1)
         everything, depths = torch.cat((everything, children), 1), torch.cat((depths, torch.full((top_k**2,), level + 2)))
-        scores, best = ops.stable_topk(children, top_k)
+        scores, best = drafting_reference.stable_topk(children, top_k)
         frontier = top_k + level * top_k**2 + best
     tokens = torch.randint(0, 97, everything.shape, generator=generator)
     return everything, tokens, parents, depths
@@ -187,7 +192,7 @@ def test_tree_build(top_k, depth, steps, data, seed):
     grown = candidates(2, top_k, depth, steps, torch.Generator().manual_seed(seed))
     scores, tokens, parents, depths = grown
     nodes = data.draw(st.integers(2, min(256, scores.shape[1] + 1)))
-    built = ops.tree_build(*grown, torch.tensor([3, 4]), nodes)
+    built = drafting_reference.tree_build(*grown, torch.tensor([3, 4]), nodes)
     for row in range(2):
         kept = sorted(sorted(range(scores.shape[1]), key=lambda i: (-scores[row, i], i))[: nodes - 1])
         above = [int(parents[row, i]) for i in kept]
@@ -202,7 +207,7 @@ def test_tree_build(top_k, depth, steps, data, seed):
 
 def test_tree_build_of_256_nodes():
     grown = candidates(2, 8, 5, 2, torch.Generator().manual_seed(0))
-    tokens, parents, _, words = ops.tree_build(*grown, torch.tensor([1, 2]), 256)
+    tokens, parents, _, words = drafting_reference.tree_build(*grown, torch.tensor([1, 2]), 256)
     assert tokens.shape == (2, 256) and words.shape == (2, 256, 4)
     assert all(torch.equal(bits(words[row], 256), dense_mask(parents[row].tolist())) for row in range(2))
 
@@ -220,7 +225,7 @@ def test_posterior_walk(nodes, rows, seed):
             if torch.rand((), generator=generator) < 0.5:
                 picks[row, parents[row, child]] = tokens[row, child]
     tree = TokenTree.from_parents(tokens, parents)
-    path, accepted, bonus = ops.posterior_walk(tokens, tree.parents, picks, tree.max_path)
+    path, accepted, bonus = verification_reference.posterior_walk(tokens, tree.parents, picks, tree.max_path)
     emitted = Verdict(path, accepted, bonus).tokens(tree)
     for row in range(rows):
         node, walked = 0, [0]
@@ -252,7 +257,7 @@ def test_rope_cache_rotates_as_transformers_does_and_fills_the_slots(nodes, size
     for extra in (0, 2):  # channels behind the rotated ones stay
         wide = [torch.cat((x, x[..., :extra] + 1), -1) for x in heads]
         k, v = (torch.full((2, 2, 12, size + extra), torch.nan) for _ in range(2))
-        q = ops.rope_cache(torch.cat([x.flatten(2) for x in wide], -1), *tables, positions, k, v, slots)
+        q = layer_reference.rope_cache(torch.cat([x.flatten(2) for x in wide], -1), *tables, positions, k, v, slots)
         assert torch.equal(q[..., :size], wanted[0].transpose(1, 2)) and torch.equal(q[..., size:], wide[0][..., size:])
         assert torch.equal(k[row, :, slots][..., :size], wanted[1].transpose(1, 2)) and torch.equal(v[row, :, slots], wide[2])
         assert int(torch.isfinite(k[:, 0, :, 0]).sum()) == 2 * nodes
@@ -268,7 +273,7 @@ def test_rms_norm_is_that_of_transformers(size, summed, seed):
     whole = x + residual if summed else x
     wide = torch.full((2, 3, size + 4), torch.nan)
     for out, where in ((None, None), (wide[..., 2 : 2 + size], torch.full_like(x, torch.nan))):
-        normed, total = ops.rms_norm(x, theirs.weight.detach(), 1e-5, residual if summed else None, out, where)
+        normed, total = layer_reference.rms_norm(x, theirs.weight.detach(), 1e-5, residual if summed else None, out, where)
         assert torch.equal(normed, theirs(whole).detach()) and torch.equal(total, whole) and (where is None or total is where)
     assert torch.equal(wide[..., 2 : 2 + size], normed) and bool(wide[..., :2].isnan().all())
 
@@ -284,8 +289,9 @@ def test_swiglu_and_experts_are_those_of_transformers(tokens, seed):
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
     x = torch.randn(tokens, 12, generator=generator)
     weights, chosen = torch.randn(tokens, 5, generator=generator).softmax(-1).topk(2)
-    got = ops.experts(x, theirs.gate_up_proj.detach(), theirs.down_proj.detach(), chosen, weights)
+    got = linear_reference.experts(x, theirs.gate_up_proj.detach(), theirs.down_proj.detach(), chosen, weights)
     torch.testing.assert_close(got, theirs(x, chosen, weights).detach(), rtol=1e-5, atol=1e-5)  # fp32 sums in another order
     gate, up = (torch.randn(tokens, 20, generator=generator) for _ in range(2))
     wanted = torch.nn.functional.silu(gate) * up  # vectorised otherwise: an ulp of each factor
-    torch.testing.assert_close(ops.swiglu(torch.cat((gate, up), -1)), wanted, rtol=4 * torch.finfo(torch.float32).eps, atol=0.0)
+    got = linear_reference.swiglu(torch.cat((gate, up), -1))
+    torch.testing.assert_close(got, wanted, rtol=4 * torch.finfo(torch.float32).eps, atol=0.0)

@@ -243,7 +243,7 @@ def test_static_trees_are_captured(drafts, device):
 @EVERYWHERE
 def test_wide_trees_are_ranked_by_the_references(device):
     """More children than the kernel expands, and more candidates than it ranks."""
-    from fastspec.kernels import reference
+    from fastspec.kernels.drafting import reference
     from fastspec.patches.backends import triton_ops
 
     ops, generator = triton_ops(), torch.Generator().manual_seed(0)

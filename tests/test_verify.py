@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import choose, walk, walk_with_history
-from fastspec.kernels.reference import categorical
+from fastspec.kernels.verification.reference import categorical
 from fastspec.patches.backends import TORCH
 
 VOCAB = 3

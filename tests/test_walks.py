@@ -15,7 +15,9 @@ from fastspec.generation.drafters.given_text import CHUNKS, GivenText, Read
 from fastspec.generation.lockstep import fill_ended, until_end, walk_in_step
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import choose, measure, walk, walk_drawn, walk_with_history
-from fastspec.kernels.reference import SamplingLaw, ancestor_words, cache_write, categorical, kv_block_copy, pick, posterior_walk, under_law
+from fastspec.kernels.cache.reference import cache_write, kv_block_copy
+from fastspec.kernels.drafting.reference import ancestor_words
+from fastspec.kernels.verification.reference import SamplingLaw, categorical, pick, posterior_walk, under_law
 from fastspec.patches.backends import TORCH
 
 VOCAB = 3

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fastspec.kernels.reference import Parts
+from fastspec.kernels.linear.reference import Parts
 
 
 class FusedDrafting(Protocol):
-    """The module `fastspec.kernels.drafter`: a whole draft phase in one launch."""
+    """The module `fastspec.kernels.drafting.fused`: a whole draft phase in one launch."""
 
     supports: Callable[..., bool]
     draft_weights: Callable[..., Any]
@@ -22,7 +22,7 @@ class FusedDrafting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The kernels of one backend; see `fastspec.kernels.reference` and `reference_round` for what each computes."""
+    """The kernels of one backend; the `reference.py` of their group in `fastspec.kernels` says what each computes."""
 
     name: str
     attention_layout: Callable[..., object]
@@ -47,10 +47,10 @@ class Ops:
     pick: Callable[..., Tensor]
     posterior_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
     linear_parts: Callable[..., Tensor | Parts] | None = None
-    """`linear` where a norm follows: it may give the parts of its sum (`fastspec.kernels.reference.Parts`). None: `linear` itself."""
+    """`linear` where a norm follows: it may give the parts of its sum. None: `linear` itself."""
     experts: Callable[..., Tensor] | None = None
     """A mixture of experts; None leaves it to the model's own module."""
     fused: FusedDrafting | None = None
-    """The module `fastspec.kernels.drafter`, where the backend can run a whole draft phase in one launch."""
+    """The module `fastspec.kernels.drafting.fused`, where the backend can run a whole draft phase in one launch."""
     captures: bool = False
     """Whether passes and rounds are captured as CUDA graphs, and weights that read one input packed."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastspec.kernels.reference import ancestor_words
-from fastspec.kernels.reference_round import said
+from fastspec.kernels.cache.reference import said
+from fastspec.kernels.drafting.reference import ancestor_words
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.kernels.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingLaw
 
 # processor(rows, ids [R, T], scores [R, V]) -> scores [R, V], for rows whose texts have the same length
 RowProcessor = Callable[[list[int], Tensor, Tensor], Tensor]

@@ -14,36 +14,42 @@ import torch
 
 from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
-from fastspec.kernels import cpu, reference, reference_round
+from fastspec.kernels.attention import reference as attention_reference
+from fastspec.kernels.cache import reference as cache_reference
+from fastspec.kernels.drafting import reference as drafting_reference
+from fastspec.kernels.layer import reference as layer_reference
+from fastspec.kernels.linear import onednn
+from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.verification import reference as verification_reference
 
 TORCH = Ops(
     name="torch",
-    attention_layout=reference.attention_layout,
-    tree_attention=reference.tree_attention,
-    cache_write=reference.cache_write,
-    kv_block_copy=reference.kv_block_copy,
-    tree_input=reference_round.tree_input,
-    commit_slots=reference_round.commit_slots,
-    emit=reference_round.emit,
-    path_pairs=reference_round.path_pairs,
-    keep_last=reference_round.keep_last,
-    linear=reference.linear,
-    rms_norm=reference.rms_norm,
-    rope_cache=reference.rope_cache,
-    gate_up=reference.gate_up,
-    topk_logprobs=reference.topk_logprobs,
-    topk_expand=reference.topk_expand,
-    next_frontier=reference.next_frontier,
-    head_input=reference.head_input,
-    frontier_input=reference.frontier_input,
-    tree_build=reference.tree_build,
-    pick=reference.pick,
-    posterior_walk=reference.posterior_walk,
+    attention_layout=attention_reference.attention_layout,
+    tree_attention=attention_reference.tree_attention,
+    cache_write=cache_reference.cache_write,
+    kv_block_copy=cache_reference.kv_block_copy,
+    tree_input=drafting_reference.tree_input,
+    commit_slots=cache_reference.commit_slots,
+    emit=cache_reference.emit,
+    path_pairs=drafting_reference.path_pairs,
+    keep_last=drafting_reference.keep_last,
+    linear=linear_reference.linear,
+    rms_norm=layer_reference.rms_norm,
+    rope_cache=layer_reference.rope_cache,
+    gate_up=linear_reference.gate_up,
+    topk_logprobs=drafting_reference.topk_logprobs,
+    topk_expand=drafting_reference.topk_expand,
+    next_frontier=drafting_reference.next_frontier,
+    head_input=drafting_reference.head_input,
+    frontier_input=drafting_reference.frontier_input,
+    tree_build=drafting_reference.tree_build,
+    pick=verification_reference.pick,
+    posterior_walk=verification_reference.posterior_walk,
 )
 
 TORCH_ONEDNN = replace(
-    TORCH, name="torch+onednn", linear=cpu.linear, gate_up=partial(reference.gate_up, product=cpu.linear),
-    topk_expand=partial(reference.topk_expand, product=cpu.linear),
+    TORCH, name="torch+onednn", linear=onednn.linear, gate_up=partial(linear_reference.gate_up, product=onednn.linear),
+    topk_expand=partial(drafting_reference.topk_expand, product=onednn.linear),
 )  # fmt: skip
 """Plain torch, with the linear layers of the CPU through oneDNN."""
 
@@ -57,24 +63,14 @@ def _up_to(most: int, kernel: Callable[..., Any], plain: Callable[..., Any], siz
 def triton_ops() -> Ops:
     """The Triton kernels. Imports triton, and raises Unsupported where it is missing."""
     try:
-        from fastspec.kernels import (
-            drafter,
-            experts,
-            head_input,
-            head_pairs,
-            kv_block_copy,
-            linear,
-            linear_parts,
-            next_frontier,
-            posterior_eval,
-            rms_norm,
-            rope_cache,
-            settle,
-            topk_expand,
-            tree_build,
-            tree_input,
-        )
-        from fastspec.kernels import tree_attention as attention
+        from fastspec.kernels.attention import tree as attention
+        from fastspec.kernels.cache import commit, kv_block_copy
+        from fastspec.kernels.drafting import fused as drafter
+        from fastspec.kernels.drafting import head_input, head_pairs, next_frontier, topk_expand, tree_build, tree_input
+        from fastspec.kernels.layer import rms_norm, rope_cache
+        from fastspec.kernels.linear import experts, linear
+        from fastspec.kernels.linear import parts as linear_parts
+        from fastspec.kernels.verification import posterior_eval
     except ImportError as error:
         raise Unsupported(f'backend="triton" needs the package triton ({error}): install it, or patch with backend="torch"') from error
     return replace(
@@ -84,8 +80,8 @@ def triton_ops() -> Ops:
         tree_attention=attention.tree_attention,
         kv_block_copy=kv_block_copy.kv_block_copy,
         tree_input=tree_input.tree_input,
-        commit_slots=settle.commit_slots,
-        emit=settle.emit,
+        commit_slots=commit.commit_slots,
+        emit=commit.emit,
         path_pairs=head_pairs.path_pairs,
         keep_last=head_pairs.keep_last,
         linear=linear.linear,
@@ -93,11 +89,11 @@ def triton_ops() -> Ops:
         rms_norm=rms_norm.rms_norm,
         rope_cache=rope_cache.rope_cache,
         gate_up=linear.gate_up,
-        topk_expand=_up_to(16, topk_expand.topk_expand, reference.topk_expand, lambda hidden, weight, scores, count, *_: count),
+        topk_expand=_up_to(16, topk_expand.topk_expand, drafting_reference.topk_expand, lambda hidden, weight, scores, count, *_: count),
         next_frontier=next_frontier.next_frontier,
         head_input=head_input.head_input,
         frontier_input=head_input.frontier_input,
-        tree_build=_up_to(4096, tree_build.tree_build, reference.tree_build, lambda scores, *_: scores.shape[1]),
+        tree_build=_up_to(4096, tree_build.tree_build, drafting_reference.tree_build, lambda scores, *_: scores.shape[1]),
         pick=posterior_eval.pick,
         posterior_walk=posterior_eval.posterior_walk,
         experts=experts.experts,
@@ -127,7 +123,7 @@ def choose_backend(name: str, device_type: str, adapted: bool = True) -> Ops:
         if not adapted:
             raise Unsupported('backend="triton" needs a model with an adapter, and this one runs in generic mode: use backend="auto"')
         return triton_ops()
-    return TORCH_ONEDNN if name == "auto" and device_type == "cpu" and cpu.available() else TORCH
+    return TORCH_ONEDNN if name == "auto" and device_type == "cpu" and onednn.available() else TORCH
 
 
 def counted(ops: Ops, counts: Counter[str]) -> Ops:

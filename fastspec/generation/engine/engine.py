@@ -19,7 +19,7 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Clock
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
-from fastspec.kernels.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingLaw
 
 TargetT = TypeVar("TargetT", bound=Target)
 

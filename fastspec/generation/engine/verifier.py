@@ -16,7 +16,7 @@ from fastspec.generation.engine.round import Judged, Scored
 from fastspec.generation.lockstep import Steps, walk_in_step
 from fastspec.generation.ops import Ops
 from fastspec.generation.verify import RowProcessor, choose, walk, walk_drawn, walk_with_history
-from fastspec.kernels.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingLaw
 
 Text = tuple[Tensor, Tensor]
 """Tokens [B, T] and how many of them are real in each row [B]."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
-from fastspec.kernels.reference import Parts
+from fastspec.kernels.linear.reference import Parts
 
 Summed: TypeAlias = Tensor | Parts
 """A tensor, or the parts of a sum where a norm follows, which adds them up."""

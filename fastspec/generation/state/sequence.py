@@ -12,7 +12,7 @@ from fastspec.errors import FastSpecError
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.base import LayerState, Moves
 from fastspec.generation.tree import Verdict
-from fastspec.kernels.reference_round import grow
+from fastspec.kernels.cache.reference import grow
 
 
 def _memory(device: torch.device) -> float:

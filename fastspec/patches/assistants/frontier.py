@@ -24,8 +24,8 @@ def frontier_generate(
 
     input_ids [B, T+1] int64: the prompt and the root token. features [B, T, taps * H_t]: the target's hidden states of the
     first T tokens, concatenated in the order of the head's taps (EAGLE-1/2: [B, T, H], after the final norm), or one tensor
-    [B, T, H_t] for each tap in that order. backend "triton" grows the tree in one launch (`fastspec.kernels.drafter`), on CUDA. Returns a
-    TokenTree of `shape.total_tokens` nodes: node 0 the root, the re-ranked nodes in breadth-first order
+    [B, T, H_t] for each tap in that order. backend "triton" grows the tree in one launch (`fastspec.kernels.drafting.fused`), on CUDA.
+    Returns a TokenTree of `shape.total_tokens` nodes: node 0 the root, the re-ranked nodes in breadth-first order
     (EAGLE-2, arXiv 2406.16858, section 4). Raises Unsupported for shapes or a backend that do not fit.
     """
     shape = shape or TreeShape()

@@ -18,7 +18,7 @@ from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.loop import decode
 from fastspec.generation.profile import Clock
-from fastspec.kernels.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingLaw
 from fastspec.patches.assistants.mixtures import MixedDecoding
 from fastspec.patches.assistants.registry import Continued, EagleDecoding
 from fastspec.patches.assistants.speculative import warn_if_refused

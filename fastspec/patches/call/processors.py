@@ -12,7 +12,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
 from fastspec.generation.verify import RowProcessor
-from fastspec.kernels.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingLaw
 from fastspec.patches.pool import plain_value
 
 # Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at once.

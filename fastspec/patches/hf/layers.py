@@ -13,7 +13,7 @@ from fastspec.generation.layers.mixers import FullAttention, Linear, Product
 from fastspec.generation.layers.packing import pack
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
-from fastspec.kernels.reference import joined
+from fastspec.kernels.linear.reference import joined
 from fastspec.patches.hf.families import Adapter, adapter_for, is_foreign
 
 

@@ -19,7 +19,7 @@ from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.drafters.eagle.head_drafter import HeadDrafter
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.kernels.reference import Candidates
+from fastspec.kernels.drafting.reference import Candidates
 
 
 class EagleDrafter(HeadDrafter):

@@ -13,7 +13,8 @@ from fastspec.generation.layers.mixers import FullAttention, Nodes, Summed
 from fastspec.generation.layers.packing import joint, pack
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
-from fastspec.kernels.reference import Candidates, joined
+from fastspec.kernels.drafting.reference import Candidates
+from fastspec.kernels.linear.reference import joined
 
 
 class HeadProgram:

@@ -17,7 +17,7 @@ from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.drafters.eagle.head_drafter import HeadDrafter
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree
-from fastspec.kernels.reference import own_bits
+from fastspec.kernels.drafting.reference import own_bits
 
 Process = Callable[[Tensor], Tensor]
 Ranks = tuple[int, ...]

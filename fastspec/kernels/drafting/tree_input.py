@@ -41,7 +41,7 @@ def _tree_input_kernel(
 def tree_input(
     tokens: Tensor, depths: Tensor, lengths: Tensor, last: int, table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`reference_round.tree_input`: tokens, depths [B, N] and lengths [B] int64 of any strides, table [V, H] with a contiguous last
+    """`reference.tree_input`: tokens, depths [B, N] and lengths [B] int64 of any strides, table [V, H] with a contiguous last
     dimension -> positions, slots [B, N] and embeddings [B, N, H] or None. Tokens must be below V: the kernel does not look."""
     batch, nodes = tokens.shape
     for name, x, shape in (("tokens", tokens, (batch, nodes)), ("depths", depths, (batch, nodes)), ("lengths", lengths, (batch,))):

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.rms_norm import rows_of
+from fastspec.kernels.layer.rms_norm import rows_of
 
 BLOCK = 1024
 

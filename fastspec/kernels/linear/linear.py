@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastspec.kernels import swiglu as swiglu_kernel
-from fastspec.kernels.hopper_linear import MAX_ROWS, HopperLaunch, hopper_launch_for, hopper_linear, takes
 from fastspec.kernels.launch import dependent, has_descriptors, padded, prefetch, stages_within
-from fastspec.kernels.linear_row import RowLaunch, linear_row, row_launch_for
+from fastspec.kernels.linear import swiglu as swiglu_kernel
+from fastspec.kernels.linear.hopper import MAX_ROWS, HopperLaunch, hopper_launch_for, hopper_linear, takes
+from fastspec.kernels.linear.row import RowLaunch, linear_row, row_launch_for
 
 
 @triton.jit

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.drafting.topk_expand import order_bits, packed
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.topk_expand import order_bits, packed
 
 MAX_CANDIDATES, MAX_NODES = 4096, 256  # what fits in registers
 

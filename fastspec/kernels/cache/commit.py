@@ -35,7 +35,7 @@ def _commit_slots_kernel(
 
 
 def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    """`reference_round.commit_slots`: lengths [B], which grow in place, path [B, P], accepted [B] int64, active [B] bool, any strides."""
+    """`reference.commit_slots`: lengths [B], which grow in place, path [B, P], accepted [B] int64, active [B] bool, any strides."""
     batch, steps = path.shape
     _check("commit_slots", batch, active, lengths=lengths, path=path[:, 0], accepted=accepted)
     source, target = torch.empty(2, batch, steps, dtype=torch.int64, device=path.device)
@@ -72,7 +72,7 @@ def _emit_kernel(
 
 
 def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor) -> Tensor:
-    """`reference_round.emit`: tokens [B, N], path [B, P], accepted, bonus, root [B] int64, active [B] bool, any strides -> [B, 1 + P]."""
+    """`reference.emit`: tokens [B, N], path [B, P], accepted, bonus, root [B] int64, active [B] bool, any strides -> [B, 1 + P]."""
     batch, steps = path.shape
     _check("emit", batch, active, tokens=tokens[:, 0], path=path[:, 0], accepted=accepted, bonus=bonus, root=root)
     packed = torch.empty(batch, 1 + steps, dtype=torch.int64, device=path.device)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.attention_parts import LOG2E, MAX_SPLITS, merge, update
+from fastspec.kernels.attention.parts import LOG2E, MAX_SPLITS, merge, update
 from fastspec.kernels.launch import dependent, stages_within
 
 MAX_ROWS = 16

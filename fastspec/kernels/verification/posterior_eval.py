@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed, sort_key, tile_mass
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.reference import SamplingLaw
-from fastspec.kernels.sampling_law import CHUNK, CHUNK_WARPS, cut, first_above, inverse_of, kept_chunk, row_chunk
-from fastspec.kernels.topk_expand import EMPTY, key_index, packed, sort_key, tile_mass
+from fastspec.kernels.verification.reference import SamplingLaw
+from fastspec.kernels.verification.sampling_law import CHUNK, CHUNK_WARPS, cut, first_above, inverse_of, kept_chunk, row_chunk
 
 DRAW_WARPS = 8
 MAX_NODES = 4096

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.swiglu import silu_times
+from fastspec.kernels.linear.swiglu import silu_times
 
 EACH = 8  # neighbours whose products a thread adds up first: 16 bytes of half precision
 

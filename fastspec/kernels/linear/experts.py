@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent, stages_within
-from fastspec.kernels.rms_norm import rows_of
-from fastspec.kernels.swiglu import silu_times
+from fastspec.kernels.layer.rms_norm import rows_of
+from fastspec.kernels.linear.swiglu import silu_times
 
 GROUP_BLOCK = 1024
 SUM_BLOCK = 1024

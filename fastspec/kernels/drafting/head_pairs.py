@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.drafting.topk_expand import packed
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.topk_expand import packed
 
 BLOCK = 2048  # channels that a program copies
 
@@ -46,7 +46,7 @@ def path_pairs(
     features: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor, lengths: Tensor,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`reference_round.path_pairs`: features [B, N, F] with a contiguous last dimension, path [B, P], accepted, bonus, root,
+    """`reference.path_pairs`: features [B, N, F] with a contiguous last dimension, path [B, P], accepted, bonus, root,
     lengths [B] int64 and active [B] bool, of any strides -> features [B, P, F], counts [B] and slots [B, P].
 
     `out` is where features, contiguous and of any floating dtype, and counts are written.
@@ -105,7 +105,7 @@ def _keep_last_kernel(
 def keep_last(
     hidden: Tensor, readout: Tensor, counts: Tensor, last_hidden: Tensor, last_readout: Tensor, lengths: Tensor, bound: int
 ) -> None:
-    """`reference_round.keep_last`: hidden, readout [B, T, H] with a contiguous last dimension, counts, lengths [B] int64 of any strides,
+    """`reference.keep_last`: hidden, readout [B, T, H] with a contiguous last dimension, counts, lengths [B] int64 of any strides,
     and what is kept, last_hidden and last_readout [B, H], contiguous."""
     batch, _, size = hidden.shape
     for name, x in (("counts", counts), ("lengths", lengths)):

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels import hopper_attention as hopper
-from fastspec.kernels.attention_parts import LOG2E, MAX_SPLITS, merge, update
-from fastspec.kernels.few_attention import MAX_ROWS, few_attention, processors
+from fastspec.kernels.attention import hopper
+from fastspec.kernels.attention.few import MAX_ROWS, few_attention, processors
+from fastspec.kernels.attention.parts import LOG2E, MAX_SPLITS, merge, update
 from fastspec.kernels.launch import dependent, stages_within
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.hopper_linear import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
 from fastspec.kernels.launch import dependent, padded, stages_within
-from fastspec.kernels.linear import linear
-from fastspec.kernels.reference import Parts
+from fastspec.kernels.linear.hopper import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
+from fastspec.kernels.linear.linear import linear
+from fastspec.kernels.linear.reference import Parts
 
 
 @triton.jit(do_not_specialize=["R"])

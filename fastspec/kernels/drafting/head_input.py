@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.rms_norm import MAX_SIZE, norm_row, row_warps
+from fastspec.kernels.layer.rms_norm import MAX_SIZE, norm_row, row_warps
 
 
 @triton.jit(do_not_specialize=["fed", "nodes", "children", "words", "slot", "stride_tokens", "stride_index"])

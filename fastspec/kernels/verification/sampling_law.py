@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.drafting.topk_expand import order_bits
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.reference import SamplingLaw
-from fastspec.kernels.topk_expand import order_bits
+from fastspec.kernels.verification.reference import SamplingLaw
 
 CHUNK, CHUNK_WARPS = 4096, 4
 DIGIT_WARPS = {False: 4, True: 8}  # of counts, of masses

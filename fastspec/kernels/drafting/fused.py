@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels import drafter_attention as mixing
-from fastspec.kernels import drafter_phases as phases
+from fastspec.kernels.drafting import fused_attention as mixing
+from fastspec.kernels.drafting import fused_phases as phases
 from fastspec.kernels.launch import stages_within
-from fastspec.kernels.rms_norm import summed
+from fastspec.kernels.layer.rms_norm import summed
 
 
 @triton.jit(do_not_specialize=["limit"])

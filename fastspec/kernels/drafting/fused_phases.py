@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastspec.kernels.rms_norm import summed
-from fastspec.kernels.topk_expand import key_index, key_value, log_total, sort_key
+from fastspec.kernels.drafting.topk_expand import key_index, key_value, log_total, sort_key
+from fastspec.kernels.layer.rms_norm import summed
 
 LEAST = tl.constexpr(-(2**63))
 

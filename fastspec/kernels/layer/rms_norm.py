@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.reference import Parts
+from fastspec.kernels.linear.reference import Parts
 
 MAX_SIZE = 32768
 

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.launch import dependent, has_descriptors, prefetch, prefetched, stages_within
-from fastspec.kernels.reference import Candidates
 
 EMPTY = tl.constexpr(-(2**63))  # below every key
 MAX_COUNT = 16

@@ -1,0 +1,61 @@
+"""Attention over a cache in plain torch: what the kernels beside it compute, and their specification.
+
+Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size, C cache slots, W
+64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op waits for the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """What N queries of each row may see, made once per forward pass and shared by its layers.
+
+    `visible` [B, 1, N, E] bool over the first E cache slots; `stacked` [B, 1, group * N, E] is the same, once for each of the
+    query heads that share a key head. `extent` is E.
+    """
+
+    visible: Tensor
+    stacked: Tensor
+    extent: int
+
+
+def attention_layout(
+    prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1
+) -> AttentionLayout:
+    """Lay out tree attention: prefix [B] int64 slots are seen by all, then `tail` slots by ancestor bits.
+
+    Bit j of words [B, N, W] int64 says whether the node sees tail slot j; words=None means a chain (slot j is seen by
+    nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent. `group` is the number
+    of query heads per key head.
+    """
+    slot = torch.arange(extent, device=prefix.device)
+    rel = slot[None, :] - prefix[:, None]  # [B, E], negative in the prefix
+    in_tail = (rel >= 0) & (rel < tail)
+    if words is None:
+        seen = rel[:, None, :] <= torch.arange(nodes, device=prefix.device)[None, :, None]
+    else:
+        where = rel.clamp(0, 64 * words.shape[2] - 1)[:, None, :].expand(-1, nodes, -1)
+        seen = (words.gather(2, where >> 6) >> (where & 63)) & 1 == 1
+    visible = ((rel < 0)[:, None, :] | (in_tail[:, None, :] & seen))[:, None]
+    return AttentionLayout(visible, visible.repeat(1, 1, group, 1) if group > 1 else visible, extent)
+
+
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+    """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout made for Hq / Hkv -> [B, N, Hq, D].
+
+    Grouped query heads are stacked as rows, so no key or value is repeated.
+    """
+    batch, nodes, heads, size = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    rows = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * nodes, size)
+    keys, values = k[:, :, : layout.extent], v[:, :, : layout.extent]
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=layout.stacked, scale=scale)
+    return out.view(batch, kv_heads, group, nodes, size).permute(0, 3, 1, 2, 4).reshape(batch, nodes, heads, size)

@@ -1,0 +1,1 @@
+"""Keys and values: their moves along the accepted path, and what a round commits and emits."""

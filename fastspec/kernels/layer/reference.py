@@ -1,0 +1,57 @@
+"""Norms and rotary embedding in plain torch: what the kernels beside it compute, and their specification.
+
+Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size, C cache slots, W
+64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op waits for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.cache.reference import cache_write
+from fastspec.kernels.linear.reference import Parts, joined
+
+
+def rms_norm(
+    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Root-mean-square norm of x [..., H], or of x + residual [..., H], by weight [H] -> the norm, and what was normed.
+
+    The sum is rounded to x's dtype before it is normed; the norm is computed in fp32 and rounded before the weight is applied, as the
+    Llama family does. `out` and `total` [..., H], whose last dimension is contiguous, receive the norm and what was normed where given.
+    """
+    x = joined(x)
+    summed = x if residual is None else x + residual
+    wide = summed.float()
+    normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return normed if out is None else out.copy_(normed), summed if total is None else total.copy_(summed)
+
+
+def rope_cache(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D].
+
+    qkv [B, N, (Hq + 2 * Hkv) * D] holds queries, keys, values; k_cache, v_cache [B, Hkv, C, D] of one layer take row b's node n at
+    slots [B, N] int64. cos, sin [P, R / 2] are tables by position, positions [B, N] int64 index them: the first R channels are
+    rotated in neox halves, computed in fp32 and rounded once. q_norm, k_norm [D] are the weights of an RMS norm over each head, with
+    `rms_norm`'s numerics, before the rotation.
+    """
+    kv_heads, size = k_cache.shape[1], k_cache.shape[3]
+    heads = qkv.unflatten(-1, (-1, size))
+    q, k, v = heads.split((heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps)[0], rms_norm(k, k_norm, eps)[0]
+    c, s = cos[positions][:, :, None].float(), sin[positions][:, :, None].float()
+    q, k = _rotate(q, c, s), _rotate(k, c, s)
+    cache_write(k_cache, v_cache, k, v, slots)
+    return q
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)

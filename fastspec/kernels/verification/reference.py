@@ -1,0 +1,90 @@
+"""The choice at every node and the walk down the tree in plain torch: the specification of the kernels beside it.
+
+Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size, C cache slots, W
+64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op waits for the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow picks from the root while they are children.
+
+    tokens, parents, picks [B, N]; steps is the longest path in nodes. Returns path [B, steps] (node ids; past the end the
+    last node repeats), accepted [B] (draft tokens on the path, root not counted) and bonus [B] (the pick at its end).
+    """
+    batch, nodes = tokens.shape
+    row = torch.arange(batch, device=tokens.device)
+    index = torch.arange(nodes, device=tokens.device)
+    node = torch.zeros(batch, dtype=torch.long, device=tokens.device)
+    accepted = torch.zeros_like(node)
+    path = [node]
+    for _ in range(steps - 1):
+        child = (parents == node[:, None]) & (tokens == picks[row, node][:, None]) & (index > 0)
+        found = child.any(1)
+        node = torch.where(found, child.int().argmax(1), node)
+        accepted = accepted + found
+        path.append(node)
+    return torch.stack(path, 1), accepted, picks[row, node]
+
+
+def categorical(logits: Tensor, uniform: Tensor) -> Tensor:
+    """One draw per row of logits [..., V] by inversion with uniform [...] in [0, 1): never a token of probability 0."""
+    mass = torch.softmax(logits.float(), dim=-1).double().cumsum(-1)
+    level = uniform.double()[..., None] * mass[..., -1:]
+    index = torch.searchsorted(mass, level.contiguous(), right=True).squeeze(-1)
+    last = logits.shape[-1] - 1 - torch.isfinite(logits).int().flip(-1).argmax(-1)
+    return torch.minimum(index, last)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingLaw:
+    """Temperature, then top-k, top-p and min-p as transformers' warpers define them; the defaults change nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def filters(self) -> bool:
+        """Whether it removes tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def under_law(scores: Tensor, law: SamplingLaw) -> Tensor:
+    """scores [..., V] in fp32 as transformers' warpers leave them: divided by the temperature, and -inf where a filter removes them.
+
+    Top-k keeps all that are equal to the k-th. Top-p removes the lowest first while their mass is at most 1 - top_p, and of equal ones the
+    lowest ids; the best stays. Min-p removes what has less than min_p times the best one's probability.
+    """
+    x = scores.float() / law.temperature
+    if law.top_k > 0:
+        x = x.masked_fill(x < x.topk(min(law.top_k, x.shape[-1])).values[..., -1:], -torch.inf)
+    if law.top_p < 1:
+        values = x.sort(-1).values
+        removed = (values.softmax(-1).cumsum(-1) <= 1 - law.top_p).sum(-1, keepdim=True).clamp(max=x.shape[-1] - 1)
+        low = values.gather(-1, removed)
+        below, equal = x < low, x == low
+        x = x.masked_fill(below | (equal & (equal.cumsum(-1) <= removed - below.sum(-1, keepdim=True))), -torch.inf)
+    if law.min_p > 0:
+        probs = x.softmax(-1)
+        x = x.masked_fill(probs < law.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return x
+
+
+def pick(scores: Tensor, uniform: Tensor | None, law: SamplingLaw | None = None) -> Tensor:
+    """One token per row of scores [..., V] -> [...] int64: the argmax, the lowest id among equals, or a draw by uniform [...] in [0, 1).
+
+    A draw is from the softmax of the scores, with a law from that of what it leaves of them (`under_law`); the argmax is the same under
+    every law.
+    """
+    if uniform is None:
+        return scores.argmax(-1)
+    return categorical(scores if law is None else under_law(scores, law), uniform)
