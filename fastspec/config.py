@@ -153,8 +153,11 @@ class _DynamicTree:
     depth: int | None = None
     top_k: int | None = None
     total_tokens: int | str | None = None
+    fused: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.fused is not None and not isinstance(self.fused, bool):
+            raise Unsupported(f"{type(self).__name__}: fused={self.fused!r}; accepted are True, False and None")
         if isinstance(self.total_tokens, str) and self.total_tokens != "auto":
             raise Unsupported(
                 f'{type(self).__name__}: total_tokens={self.total_tokens!r}; accepted are a whole number of nodes, "auto" and None'
@@ -191,7 +194,11 @@ class Eagle3(_DynamicTree):
     given, the published values (depth 7, top_k 10, total_tokens 60) for the rest.
 
     total_tokens="auto" measures once and takes the number of nodes with the most expected tokens per millisecond (docs/assistants.md);
-    depth and top_k are then the device's where they are not given. Raises `Unsupported` when the sizes do not fit each other.
+    depth and top_k are then the device's where they are not given.
+
+    fused=True drafts in one launch of a Triton kernel, and is refused, when the call is made, where the kernel cannot run; False drafts in
+    separate kernels; None leaves the choice to fastspec, which takes one launch for small heads at batch 1 on CUDA. Raises `Unsupported`
+    when the sizes do not fit each other.
     """
 
     name: ClassVar[str] = "eagle3"

@@ -81,6 +81,35 @@ def test_a_small_head_is_drafted_with_in_one_launch_at_batch_1(monkeypatch):
         assert drafter.fused == fused
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_user_chooses_how_a_draft_phase_is_launched(rows):
+    """In one launch, also in batches, in separate kernels, or as fastspec would; the tokens are the same."""
+    plain, model = tiny_model(), tiny_model()
+    inputs, options = prompts(*[4, 3][:rows]), {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None}
+    want = plain.generate(**inputs, **options).tolist()
+    fastspec.patch(model, eagle3=tiny_head(model), backend="triton")
+    for fused in (True, False, None):
+        assistant = fastspec.Eagle3(total_tokens=4, depth=1, top_k=2, fused=fused)
+        assert model.generate(**inputs, **options, assistant=assistant).tolist() == want
+        report = fastspec.report(model)
+        assert report.last.fused == bool(fused) == ("one launch" in str(report)) and report.last.drafted > 0
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"top_k": 17}, "top_k=17 is more than the 16 children"), ({"backend": "torch"}, "'torch' has no kernel for it"),
+    ({"qk_norm": True}, "this head is HeadConfig"),
+], ids=["top_k", "backend", "head"])  # fmt: skip
+def test_one_launch_that_cannot_be_is_refused_with_the_reason(change, reason):
+    model = tiny_model()
+    backend, top_k = change.pop("backend", "triton"), change.pop("top_k", 2)
+    fastspec.patch(model, eagle3=tiny_head(model, **change), backend=backend)
+    with pytest.raises(fastspec.Unsupported, match=rf"fused=True asks for: .*{reason}"):
+        model.generate(**prompts(4), max_new_tokens=3, assistant=fastspec.Eagle3(depth=1, top_k=top_k, fused=True))
+    for wrong in (1, "yes"):
+        with pytest.raises(fastspec.Unsupported, match=r"fused=.*; accepted are True, False and None"):
+            fastspec.Eagle2(fused=wrong)
+
+
 @ON_CUDA
 def test_one_row_is_drafted_for_in_one_launch(device):
     target, head = MAKERS["random"]

@@ -13,6 +13,7 @@ from fastspec.config import MANY_ROWS, Autoregressive, ContinuousBatch, Eagle1, 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding, adopt_decoding
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.drafters.eagle.fused import why_separate
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.drafters.eagle.static import StaticDrafter
 from fastspec.generation.drafters.ngram.drafter import NasdDecoding, check_tokens
@@ -54,6 +55,8 @@ class EagleDecoding(Decoding):
     """The config that leaves the number of nodes to a measurement; `shape` then has the most that it chooses from."""
     batched: TreeShape | None = None
     """The tree in batches of MANY_ROWS rows and more; None: `shape` there too."""
+    fused: bool | None = None
+    """Whether a draft phase is one launch; None: for small heads at batch 1 where rounds are captured."""
 
     @property
     def taps(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -70,10 +73,14 @@ class EagleDecoding(Decoding):
         return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None, batched=None)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
-        """The drafter of one call."""
+        """The drafter of one call. Raises Unsupported where it is to draft in one launch and cannot."""
         small = sum(weight.nbytes for weight in self.head.parameters()) <= FUSED_BYTES
         shape = self.shape if self.batched is None or rows < MANY_ROWS else self.batched
-        return EagleDrafter(self.head, shape, rows=rows, capacity=capacity, ops=ops, fused=small and ops.captures and rows == 1)
+        fused = small and ops.captures and rows == 1 if self.fused is None else self.fused
+        drafter = EagleDrafter(self.head, shape, rows=rows, capacity=capacity, ops=ops, fused=fused)
+        if self.fused and (reason := why_separate(drafter, shape)) is not None:
+            raise Unsupported(f"assistant {self.name!r} cannot draft in one launch, which fused=True asks for: {reason}")
+        return drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +198,8 @@ def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecod
 def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
     shape, batched = (config.shape(device_of(model).type, rows) for rows in (1, MANY_ROWS))
     auto = config if config.total_tokens == "auto" else None
-    return EagleDecoding(config.name, _head(config.name, resources, model, max(shape.top_k, batched.top_k)), shape, auto, batched)
+    head = _head(config.name, resources, model, max(shape.top_k, batched.top_k))
+    return EagleDecoding(config.name, head, shape, auto, batched, config.fused)
 
 
 def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:

@@ -1,4 +1,8 @@
-"""A head's draft phase as one launch."""
+"""A head's draft phase as one launch.
+
+It is what the project began with. Separate kernels in a captured graph were faster for every head that was measured, so it is left to small
+heads at batch 1, whose launches count more, and to who asks for it (`Eagle3(fused=True)`). Its output is that of the separate kernels.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +36,7 @@ class FusedPhase:
     @classmethod
     def of(cls, drafter: HeadDrafter, shape: TreeShape) -> FusedPhase | None:
         """The phase that grows trees of a shape, where the head, its weights and the backend allow it."""
-        kernel, program = drafter.ops.fused, drafter.program
-        fits = kernel is not None and shape.top_k <= FUSED_TOP_K and kernel.supports(program.config)
-        plain = type(program.head.__dict__["_embed_tokens"]) is torch.nn.Embedding
-        return cls(drafter, shape) if fits and plain and program.packed() is not None else None
+        return cls(drafter, shape) if why_separate(drafter, shape) is None else None
 
     def run(self, drafter: HeadDrafter) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates, as `EagleDrafter._grow`."""
@@ -44,3 +45,21 @@ class FusedPhase:
             self.weights, self.space, self.tokens, self.features, self.counts, drafter.last, drafter.readout, k, v,
             drafter.state.lengths, *drafter.tables, drafter.state.bound,
         )  # fmt: skip
+
+
+def why_separate(drafter: HeadDrafter, shape: TreeShape) -> str | None:
+    """Why a drafter's phase cannot be one launch, and what would let it; None where it can."""
+    kernel, program = drafter.ops.fused, drafter.program
+    if kernel is None:
+        return f'the backend {drafter.ops.name!r} has no kernel for it: fastspec.patch(model, backend="triton") has'
+    if shape.top_k > FUSED_TOP_K:
+        return f"top_k={shape.top_k} is more than the {FUSED_TOP_K} children of a node that it expands"
+    if not kernel.supports(program.config):
+        return (
+            "it runs one-layer EAGLE-3 heads with an LM head of their own, without biases and norms of queries, keys or features, of "
+            f"widths in multiples of 16 and a head size that is a power of 2, and this head is {program.config}"
+        )
+    embedding = program.head.__dict__["_embed_tokens"]
+    if type(embedding) is not torch.nn.Embedding:
+        return f"the target's embedding is a {type(embedding).__name__}, and no plain one"
+    return "the head's weights do not lie together in memory: load it anew" if program.packed() is None else None
