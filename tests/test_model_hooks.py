@@ -52,6 +52,7 @@ def test_what_fires_in_plain_calls_alone_is_listed(family):
     """With an adapter and in generic mode: whatever plain decoding calls and an assisted call does not is refused when overridden, or has
     its reason here."""
     model = fastspec.patch(tiny_model(family))
+    model.generate(**prompts(5), **OPTIONS, assistant="nasd")  # the first one tries a model without an adapter
     missing = called(model) - called(model, assistant="nasd")
     assert missing <= {*_PASSED_BY, *REASONED}
     assert {"prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample", "_prefill"} <= missing

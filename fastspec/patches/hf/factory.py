@@ -6,7 +6,7 @@ from typing import Any
 
 from fastspec.generation.ops import Ops
 from fastspec.generation.source import Source
-from fastspec.patches.hf.families import adapter_for
+from fastspec.patches.hf.families import adapter_for, check_decoder
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
@@ -21,6 +21,8 @@ def language_model(
     Raises Unsupported for a model without an adapter that cannot be relied on (`fastspec.patches.hf.trust`).
     """
     adapter = None if source is not None else adapter_for(model)
+    if source is not None:
+        check_decoder(model)  # by its hooks of now: what is found of trees is kept
     if adapter is None:
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
         check_trust(model, reads_source=source is not None)

@@ -21,7 +21,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.source import Source
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.compat import device_of, is_out_of_memory
+from fastspec.patches.hf.compat import device_of, has_global_hooks, is_out_of_memory
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 from fastspec.patches.hf.wrappers import autocast_inside
@@ -67,7 +67,8 @@ def _key(model: Any) -> Any:
     config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     parts = frozenset((type(module), getattr(module.__dict__.get("forward"), "__qualname__", None)) for module in model.modules())
     attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    return type(model), hash(config), parts, attention, _computed(model), device_of(model).type, torch.__version__, transformers.__version__
+    versions = torch.__version__, transformers.__version__
+    return type(model), hash(config), parts, attention, _computed(model), device_of(model).type, has_global_hooks(), versions
 
 
 def _computed(model: Any) -> torch.dtype:
