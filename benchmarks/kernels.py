@@ -37,7 +37,7 @@ from fastspec.kernels.linear import parts as linear_parts
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.verification import posterior_eval
 from fastspec.kernels.verification import reference as verification_reference
-from fastspec.kernels.verification.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingSettings
 
 DTYPE = torch.bfloat16
 HEADS = {"8B": (32, 8, 128), "1.5B": (12, 2, 128), "135M": (9, 3, 64)}  # query heads, key heads, head size
@@ -270,7 +270,7 @@ def layer_cases() -> Iterator[Case]:
 
 def law_cases(nodes: int, vocab: int, uniform: Tensor) -> Iterator[Case]:
     """Draws under a law, beside transformers' warpers and a plain draw from what they leave."""
-    for law in (SamplingLaw(0.8, 50, 0.95), SamplingLaw(top_p=0.95)):
+    for law in (SamplingSettings(0.8, 50, 0.95), SamplingSettings(top_p=0.95)):
         warpers = LogitsProcessorList([TemperatureLogitsWarper(law.temperature)] if law.temperature != 1 else [])
         warpers += [TopKLogitsWarper(law.top_k)] if law.top_k else []
         warpers += [TopPLogitsWarper(law.top_p)]

@@ -104,7 +104,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     from fastspec.kernels.linear import experts, linear, swiglu
     from fastspec.kernels.linear import parts as linear_parts
     from fastspec.kernels.verification import posterior_eval
-    from fastspec.kernels.verification.reference import SamplingLaw
+    from fastspec.kernels.verification.reference import SamplingSettings
 
     hidden, inner, heads, kv_heads, size, vocab = SHAPES[shape]
     group, draft_vocab, nodes = heads // kv_heads, min(vocab, 32000), 61
@@ -136,7 +136,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         yield f"pick, {rows} rows", lambda x=logits: posterior_eval.pick(x, None)
         drawn = floats(1, rows, dtype=torch.float32)
         yield f"pick, drawn, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u)
-        yield f"pick under a law, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u, SamplingLaw(0.8, 50, 0.9, 0.1))
+        yield f"pick under a law, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u, SamplingSettings(0.8, 50, 0.9, 0.1))
         tree, table = whole(1, rows), few(vocab, hidden)
         yield f"tree_input, {rows} rows", lambda t=tree, e=table: tree_input.tree_input(t, t, whole(1), 4000, e)
         path = whole(1, min(rows, 8))

@@ -15,8 +15,8 @@ from transformers.generation import logits_process as lp
 
 import fastspec
 from fastspec.generation.engine import verifier
-from fastspec.kernels.verification.reference import SamplingLaw
-from fastspec.patches.call.processors import read_law
+from fastspec.kernels.verification.reference import SamplingSettings
+from fastspec.patches.call.processors import read_settings
 from fastspec.patches.session import session_of
 
 
@@ -164,9 +164,9 @@ class Warmer(lp.TemperatureLogitsWarper):
     ("processors", "law"),
     [
         ([], None),
-        ([TEMPERATURE], SamplingLaw(0.7)),
-        ([TOP_K, MIN_P], SamplingLaw(top_k=5, min_p=0.1)),
-        ([TEMPERATURE, TOP_K, TOP_P, MIN_P], SamplingLaw(0.7, 5, 0.9, 0.1)),
+        ([TEMPERATURE], SamplingSettings(0.7)),
+        ([TOP_K, MIN_P], SamplingSettings(top_k=5, min_p=0.1)),
+        ([TEMPERATURE, TOP_K, TOP_P, MIN_P], SamplingSettings(0.7, 5, 0.9, 0.1)),
         ([TOP_P, TOP_K], None),
         ([TOP_P, TOP_P], None),
         ([Warmer(0.7), TOP_P], None),
@@ -179,13 +179,13 @@ class Warmer(lp.TemperatureLogitsWarper):
     ids=lambda value: "-".join(type(each).__name__ for each in value) if isinstance(value, list) else str(value),
 )
 def test_only_the_four_warpers_in_their_order_are_a_law(processors, law):
-    assert read_law(LogitsProcessorList(processors)) == law
+    assert read_settings(LogitsProcessorList(processors)) == law
 
 
 @pytest.fixture
 def laws(monkeypatch):
     """The laws that the rounds' choices were made under."""
-    seen: list[SamplingLaw | None] = []
+    seen: list[SamplingSettings | None] = []
     choose = verifier.choose
 
     def choosing(scores, uniform, ops, law=None):
@@ -213,7 +213,7 @@ def test_sampled_rounds_process_no_scores(pair, assistant, laws, monkeypatch):
     monkeypatch.setattr(lp.TopPLogitsWarper, "__call__", warping)
     texts = drawn(pair[1], assistant).tolist()
     count = stats(pair[1]).rounds
-    assert calls[0] == 1 and laws == [None] + [SamplingLaw(0.7, 5, 0.9)] * count and count > 1
+    assert calls[0] == 1 and laws == [None] + [SamplingSettings(0.7, 5, 0.9)] * count and count > 1
     out = drawn(pair[1], assistant, return_dict_in_generate=True, output_scores=True)
     assert out.sequences.tolist() == texts and laws[count + 1 :] == [None] * (1 + count) and calls[0] == 2 + count
 
@@ -233,7 +233,7 @@ def test_all_other_calls_process_their_scores(pair, assistant, laws, options):
     drawn(pair[1], assistant, **options)
     assert not any(laws)
     drawn(pair[1], assistant)
-    assert laws[-1] == SamplingLaw(0.7, 5, 0.9)
+    assert laws[-1] == SamplingSettings(0.7, 5, 0.9)
 
 
 def test_drafts_that_were_drawn_need_processed_scores(pair, monkeypatch):

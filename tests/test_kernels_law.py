@@ -17,11 +17,11 @@ from transformers.generation import logits_process as lp
 
 from fastspec.kernels.verification import reference
 from fastspec.kernels.verification.posterior_eval import pick
-from fastspec.kernels.verification.reference import SamplingLaw, under_law
-from fastspec.kernels.verification.sampling_law import CHUNK, cut, inverse_of
+from fastspec.kernels.verification.reference import SamplingSettings, under_settings
+from fastspec.kernels.verification.sampling import CHUNK, cut, inverse_of
 
 LAWS = st.builds(
-    SamplingLaw,
+    SamplingSettings,
     temperature=st.sampled_from([1.0, 0.01, 100.0]) | st.floats(0.05, 5),
     top_k=st.sampled_from([0, 1, 2, 50, 10**6]) | st.integers(0, 70),
     top_p=st.sampled_from([1.0, 0.0, 1e-6, 0.5, 0.9999]) | st.floats(0.01, 1),
@@ -43,12 +43,12 @@ def scores_of(rows: int, vocab: int, step: float | None, dtype: torch.dtype, see
     return scores.masked_fill(lost, -torch.inf).to(dtype)
 
 
-def warped(scores: Tensor, law: SamplingLaw) -> Tensor:
+def warped(scores: Tensor, law: SamplingSettings) -> Tensor:
     """What transformers' warpers leave of scores [R, V]."""
     makers = {
         "temperature": lp.TemperatureLogitsWarper, "top_k": lp.TopKLogitsWarper, "top_p": lp.TopPLogitsWarper, "min_p": lp.MinPLogitsWarper,
     }  # fmt: skip
-    given = {name: getattr(law, name) for name in makers if getattr(law, name) != getattr(SamplingLaw(), name)}
+    given = {name: getattr(law, name) for name in makers if getattr(law, name) != getattr(SamplingSettings(), name)}
     return LogitsProcessorList([makers[name](value) for name, value in given.items()])(None, scores.float())
 
 
@@ -57,7 +57,7 @@ def warped(scores: Tensor, law: SamplingLaw) -> Tensor:
 def test_the_reference_keeps_what_transformers_keeps(vocab, step, dtype, law, seed):
     """The same scores bit for bit; where top-p parts equal ones, as many, and the reference keeps the highest ids."""
     scores = scores_of(3, vocab, step, dtype, seed)
-    got, wanted = under_law(scores, law), warped(scores, law)
+    got, wanted = under_settings(scores, law), warped(scores, law)
     assert torch.equal(got.sort(-1).values, wanted.sort(-1).values)
     tempered = scores.float() / law.temperature
     low = torch.where(got > -torch.inf, got, torch.inf).amin(-1, keepdim=True)
@@ -67,7 +67,7 @@ def test_the_reference_keeps_what_transformers_keeps(vocab, step, dtype, law, se
     assert torch.equal(got == low, kept.bool())
 
 
-def check_cut(y: Tensor, keep: Tensor, law: SamplingLaw) -> Tensor:
+def check_cut(y: Tensor, keep: Tensor, law: SamplingSettings) -> Tensor:
     """Hold what is kept [R, V] of y [R, V], scores under the temperature, to the law in float64 -> rows where rounding has no say.
 
     Among what top-k leaves, in rising order of scores and then of ids, a token goes while the mass up to it is at most 1 - top_p, or where
@@ -91,7 +91,7 @@ def check_cut(y: Tensor, keep: Tensor, law: SamplingLaw) -> Tensor:
     return (must_go == may_go).all(-1)
 
 
-def check_pick(scores: Tensor, uniform: Tensor, law: SamplingLaw) -> tuple[Tensor, Tensor, Tensor]:
+def check_pick(scores: Tensor, uniform: Tensor, law: SamplingSettings) -> tuple[Tensor, Tensor, Tensor]:
     """Check the cut by itself, and draws from what it leaves; scores [B, N, V], uniform [B, N] -> scores [B * N, V] under the temperature,
     what is kept of them, and the rows where rounding has no say."""
     with poisoned():
@@ -114,7 +114,7 @@ def test_pick_under_a_law(device, leading, vocab, step, dtype, law, wide, seed):
     kind = torch.randint(0, 4, leading, generator=generator)
     uniform = torch.where(kind == 0, 0.0, torch.where(kind == 1, 1 - 2**-24, uniform)).to(device)
     y, keep, clear = check_pick(moved_as_is(strided(scores) if wide else scores, device), uniform, law)
-    wanted = under_law(y, SamplingLaw(1.0, law.top_k, law.top_p, law.min_p))
+    wanted = under_settings(y, SamplingSettings(1.0, law.top_k, law.top_p, law.min_p))
     assert torch.equal(keep[clear], wanted[clear] > -torch.inf)
 
 
@@ -127,9 +127,9 @@ def test_pick_under_a_law(device, leading, vocab, step, dtype, law, wide, seed):
 def test_of_equal_scores_top_p_removes_the_lowest_ids(device, vocab, top_p, value, dtype):
     """Shares that fp32 holds exactly: the mass up to the last one removed is 1 - top_p."""
     scores = torch.full((1, 1, vocab), value, dtype=dtype)
-    low, first = cut(scores.to(device), SamplingLaw(top_p=top_p))
+    low, first = cut(scores.to(device), SamplingSettings(top_p=top_p))
     assert (low.item(), first.item()) == (value, min(vocab - 1, round((1 - top_p) * vocab)))
-    kept = under_law(scores, SamplingLaw(top_p=top_p))[0, 0] == value
+    kept = under_settings(scores, SamplingSettings(top_p=top_p))[0, 0] == value
     assert torch.equal(kept, torch.arange(vocab) >= first.item())
 
 
@@ -140,11 +140,11 @@ def test_min_p_keeps_what_has_exactly_its_share(device, top, min_p):
     """As transformers does: probability min_p times the best one's stays, a thousandth less goes."""
     edge = torch.tensor(top) + torch.tensor(min_p).log()
     scores = torch.stack((edge - 1e-3, torch.tensor(top), edge, edge - 20))[None, None]
-    law, wanted = SamplingLaw(min_p=min_p), [False, True, True, False]
+    law, wanted = SamplingSettings(min_p=min_p), [False, True, True, False]
     probs = scores.softmax(-1)[0, 0]
     assert probs[2] == min_p * probs[1]
     assert (warped(scores[0], law)[0] > -torch.inf).tolist() == wanted
-    assert (under_law(scores, law)[0, 0] > -torch.inf).tolist() == wanted
+    assert (under_settings(scores, law)[0, 0] > -torch.inf).tolist() == wanted
     low, first = (part.cpu() for part in cut(scores.to(device), law))
     assert ((scores[0, 0] > low) | ((scores[0, 0] == low) & (torch.arange(4) >= first))).tolist() == wanted
     drawn = [pick(scores.to(device), torch.full((1, 1), uniform, device=device), law).item() for uniform in (0.0, 1 - 2**-24)]
@@ -154,14 +154,14 @@ def test_min_p_keeps_what_has_exactly_its_share(device, top, min_p):
 @EVERYWHERE
 def test_min_p_at_the_value_that_top_p_cuts_at_leaves_its_ids_removed(device):
     """Eight equal scores: top-p removes the lower four, min-p none of the others."""
-    scores, law = torch.full((1, 1, 8), 1.5), SamplingLaw(top_p=0.5, min_p=1.0)
+    scores, law = torch.full((1, 1, 8), 1.5), SamplingSettings(top_p=0.5, min_p=1.0)
     low, first = cut(scores.to(device), law)
     assert (low.item(), first.item()) == (1.5, 4)
-    assert (under_law(scores, law)[0, 0] > -torch.inf).tolist() == [False] * 4 + [True] * 4
+    assert (under_settings(scores, law)[0, 0] > -torch.inf).tolist() == [False] * 4 + [True] * 4
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("law", [SamplingLaw(0.01, 1), SamplingLaw(top_p=1e-6), SamplingLaw(100.0, min_p=1.0)], ids=str)
+@pytest.mark.parametrize("law", [SamplingSettings(0.01, 1), SamplingSettings(top_p=1e-6), SamplingSettings(100.0, min_p=1.0)], ids=str)
 def test_laws_that_leave_the_best_alone(device, law):
     """Scores that are all different, in rising and falling order, negative and positive."""
     scores = torch.stack((torch.arange(65.0) - 70, 30 - torch.arange(65.0)))[None]
@@ -174,12 +174,12 @@ def test_laws_that_leave_the_best_alone(device, law):
 def test_top_k_keeps_all_that_equal_the_last(device):
     scores = torch.tensor([[3.0, 1.0, 2.0, 1.0, -torch.inf, 1.0, 0.5]])[None]
     uniform = torch.arange(16)[None] / 16
-    got = pick(scores.expand(1, 16, 7).to(device), uniform.to(device), SamplingLaw(100.0, 3))
+    got = pick(scores.expand(1, 16, 7).to(device), uniform.to(device), SamplingSettings(100.0, 3))
     assert sorted(set(got.flatten().tolist())) == [0, 1, 2, 3, 5]
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("law", [SamplingLaw(0.7, 3, 0.9, 0.1), SamplingLaw()], ids=str)
+@pytest.mark.parametrize("law", [SamplingSettings(0.7, 3, 0.9, 0.1), SamplingSettings()], ids=str)
 def test_without_uniforms_every_law_takes_the_best(device, law):
     scores = torch.randn(2, 3, 65, generator=torch.Generator().manual_seed(0))
     assert torch.equal(pick(scores.to(device), None, law).cpu(), scores.argmax(-1))
@@ -189,7 +189,9 @@ def test_without_uniforms_every_law_takes_the_best(device, law):
 @ON_CUDA
 @ON_CUDA_DTYPES
 @pytest.mark.parametrize(("rows", "nodes", "vocab"), [(1, 1, 128256), (1, 60, 128256), (4, 60, 49152), (2, 7, 262144)])
-@pytest.mark.parametrize("law", [SamplingLaw(0.8, 50, 0.95), SamplingLaw(top_p=0.95), SamplingLaw(1.3, 5000, 0.9, 0.01)], ids=str)
+@pytest.mark.parametrize(
+    "law", [SamplingSettings(0.8, 50, 0.95), SamplingSettings(top_p=0.95), SamplingSettings(1.3, 5000, 0.9, 0.01)], ids=str
+)
 def test_pick_under_a_law_at_real_sizes(device, dtype, rows, nodes, vocab, law):
     generator = torch.Generator(device).manual_seed(0)
     scores = (3 * torch.randn(rows, nodes, vocab, generator=generator, device=device)).to(dtype)
@@ -199,7 +201,7 @@ def test_pick_under_a_law_at_real_sizes(device, dtype, rows, nodes, vocab, law):
 
 
 @ON_CUDA
-@pytest.mark.parametrize("law", [SamplingLaw(0.8, 50, 0.95), SamplingLaw(min_p=0.05), SamplingLaw(0.5)], ids=str)
+@pytest.mark.parametrize("law", [SamplingSettings(0.8, 50, 0.95), SamplingSettings(min_p=0.05), SamplingSettings(0.5)], ids=str)
 def test_a_draw_under_a_law_can_be_captured(device, law):
     """Replayed on other inputs, it gives what a plain call gives."""
     generator = torch.Generator(device).manual_seed(0)

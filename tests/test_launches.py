@@ -50,13 +50,13 @@ def launches(monkeypatch):
 
 CHOICE = "posterior_eval._chunk_best_kernel posterior_eval._best_kernel posterior_eval._walk_kernel"
 LAYER = f"{CHOICE} rms_norm._rms_norm rope_cache._rope_cache"
-PREFILL = "tree_attention._attention_kernel swiglu._swiglu"
+PREFILL = "tree._attention_kernel swiglu._swiglu"
 """Of 70 tokens: more than the products' launches take, so that cuBLAS multiplies and a kernel gates."""
-ROW = "linear_row._row_kernel linear_row._row_kernel:swiglu few_attention._few_kernel"
-NODES = "linear._linear_kernel:swiglu linear_parts._parts_kernel tree_attention._attention_kernel kv_block_copy._kv_block_copy"
+ROW = "row._row_kernel row._row_kernel:swiglu few._few_kernel"
+NODES = "linear._linear_kernel:swiglu parts._parts_kernel tree._attention_kernel kv_block_copy._kv_block_copy"
 """Of 48 nodes, two rows' trees."""
 GROWN = "topk_expand._product_kernel topk_expand._merge_kernel tree_build._tree_build_kernel"
-DRAFT = f"{GROWN} linear._linear_kernel few_attention._few_kernel"
+DRAFT = f"{GROWN} linear._linear_kernel few._few_kernel"
 EXPERTS = "experts._group experts._gate_up experts._down experts._weighted_sum"
 FUSED = "drafter.draft_kernel tree_build._tree_build_kernel kv_block_copy._kv_block_copy"
 CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...], str]] = {
@@ -130,5 +130,5 @@ def test_a_law_is_cut_and_drawn_from_by_kernels(device, launches):
     with fastspec.patched(model, backend="triton"):
         model.generate(**inputs, **options, assistant="autoregressive")
     wanted = {"posterior_eval._chunk_mass_kernel", "posterior_eval._draw_kernel"}
-    wanted |= {f"sampling_law.{name}" for name in ("_peaks_kernel", "_digit_kernel", "_close_kernel")}
+    wanted |= {f"sampling.{name}" for name in ("_peaks_kernel", "_digit_kernel", "_close_kernel")}
     assert {name for name in wanted if not launches[name]} == set()

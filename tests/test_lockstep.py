@@ -269,7 +269,7 @@ def test_a_mixture_of_two_models_laws_is_stopped_step_by_step(lengths):
     free = model.generate(**options)
     assert model.generate(**options, stopping_criteria=[Held(log, [NEVER])]).tolist() == free.tolist()
     assert [ids for _, ids, _ in log] == [free[:, : max(lengths) + step].tolist() for step in range(1, 13)]
-    with pytest.raises(Unsupported, match="a mixture of two models' laws takes no processors that may look"):
+    with pytest.raises(Unsupported, match="a mixture of two models' distributions takes no processors that may look"):
         model.generate(**options, logits_processor=[Watching(log)])
 
 

@@ -21,7 +21,7 @@ from fastspec.patches.call.processors import (
     make_processors,
     of_rows,
     process_rows,
-    read_law,
+    read_settings,
     signature,
     unknown_types,
 )
@@ -177,8 +177,8 @@ def test_a_law_keeps_one_token_and_removes_with_minus_infinity():
     warm = lp.TemperatureLogitsWarper(0.5)
     for change, law in (({}, True), ({"min_tokens_to_keep": 2}, False), ({"filter_value": -1e9}, False)):
         processors = LogitsProcessorList([warm, lp.TopPLogitsWarper(0.9, **change)])
-        assert (read_law(processors) is not None) == law
-    assert read_law(LogitsProcessorList([warm, lp.TopPLogitsWarper(0.9)])).top_p == 0.9
+        assert (read_settings(processors) is not None) == law
+    assert read_settings(LogitsProcessorList([warm, lp.TopPLogitsWarper(0.9)])).top_p == 0.9
 
 
 def test_signatures_tell_kinds_and_settings_apart():

@@ -17,7 +17,7 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import choose, measure, walk, walk_drawn, walk_with_history
 from fastspec.kernels.cache.reference import cache_write, kv_block_copy
 from fastspec.kernels.drafting.reference import ancestor_words
-from fastspec.kernels.verification.reference import SamplingLaw, categorical, pick, posterior_walk, under_law
+from fastspec.kernels.verification.reference import SamplingSettings, categorical, pick, posterior_walk, under_settings
 from fastspec.patches.backends import TORCH
 
 VOCAB = 3
@@ -243,16 +243,18 @@ def test_measures_are_those_of_the_definitions(rows, vocab, seed):
     torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("law", [SamplingLaw(top_k=3), SamplingLaw(top_p=0.6), SamplingLaw(min_p=0.2), SamplingLaw(0.7, 4, 0.8, 0.1)])
+@pytest.mark.parametrize("law", [
+    SamplingSettings(top_k=3), SamplingSettings(top_p=0.6), SamplingSettings(min_p=0.2), SamplingSettings(0.7, 4, 0.8, 0.1)
+])  # fmt: skip
 def test_a_law_is_of_each_node_by_itself(law):
     scores = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).half()
-    alone = torch.stack([torch.stack([under_law(node[None], law)[0] for node in row]) for row in scores])
-    assert torch.equal(under_law(scores, law), alone)
+    alone = torch.stack([torch.stack([under_settings(node[None], law)[0] for node in row]) for row in scores])
+    assert torch.equal(under_settings(scores, law), alone)
 
 
 def test_a_choice_under_a_law_is_the_laws():
-    scores, uniform, law = torch.randn(2, 5, 7), torch.rand(2, 5), SamplingLaw(top_k=2)
-    assert torch.equal(choose(scores, uniform, TORCH, law), pick(under_law(scores, law), uniform))
+    scores, uniform, law = torch.randn(2, 5, 7), torch.rand(2, 5), SamplingSettings(top_k=2)
+    assert torch.equal(choose(scores, uniform, TORCH, law), pick(under_settings(scores, law), uniform))
     assert torch.equal(choose(scores, uniform, TORCH), pick(scores, uniform))
     assert torch.equal(choose(scores, None, TORCH, law), scores.argmax(-1))
 

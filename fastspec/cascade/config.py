@@ -90,7 +90,7 @@ class Cascade:
       is in milliseconds. `thresholds`, one per stage below the last, replace the expected costs: a stage answers where its probability
       reaches its threshold. `risk` takes that lower quantile of the probability's posterior in place of its mean.
     - mode="token": the small model's tokens are accepted by a deferral `rule` ("chow", "diff", "opt", "token_v1", "token_v2", "token_v3")
-      with its trade-off `alpha`; every token follows the rule's mixed distribution. alpha="lossless" is the large model's own law.
+      with its trade-off `alpha`; every token follows the rule's mixed distribution. alpha="lossless" is the large model's own distribution.
     - mode="lossless": each stage drafts for the next, and the output is the large model's.
 
     `gamma` is the number of tokens drafted a round in the last two. `assistant` is what the large model decodes with in adaptive mode,

@@ -1,4 +1,5 @@
-"""The deferral rules of speculative cascades: which mixture pi of a small model's law q and a large model's law p is decoded.
+"""The deferral rules of speculative cascades: which mixture pi of a small model's distribution q and a large model's distribution p is
+decoded.
 
 Narasimhan et al., "Faster Cascades via Speculative Decoding" (arXiv 2405.19261), equations 2, 5, 10, 13, 14 and 15. Three rules take q or
 p as a whole, three take q on a set A of tokens and give the mass that q has outside it to p:
@@ -23,7 +24,7 @@ from fastspec.errors import Unsupported
 
 
 def mixed(rule: str, alpha: float | str, p: Tensor, q: Tensor, p_raw: Tensor, q_raw: Tensor) -> Tensor:
-    """The law pi that a rule decodes from -> [..., V], of the dtype of p.
+    """The distribution pi that a rule decodes from -> [..., V], of the dtype of p.
 
     p (large) and q (small) [..., V] are probabilities after the call's processors, one-hot in greedy calls; p_raw and q_raw [..., V] those
     before them, which the rules look at. alpha="lossless" is p itself, as is the lower end of the rule's range (`RANGES`), and the upper
@@ -52,5 +53,5 @@ def mixed(rule: str, alpha: float | str, p: Tensor, q: Tensor, p_raw: Tensor, q_
 
 
 def distance(p: Tensor, q: Tensor) -> Tensor:
-    """Total variation distance of laws [..., V] -> [..., 1]."""
+    """Total variation distance of distributions [..., V] -> [..., 1]."""
     return (q - p).clamp(min=0).sum(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """Choose one token per node and walk: lossless for every tree that is a function of its prefix, or that says what it was drawn from.
 
 At a node with target distribution p, accepting child x with probability p(x), else removing x and renormalising, is the
-same law as one draw y ~ p with a step to y where y is a child and y as the bonus token where it is not. So greedy and
+same distribution as one draw y ~ p with a step to y where y is a child and y as the bonus token where it is not. So greedy and
 sampled decoding differ in the pick alone. Randomness comes in as an argument: one uniform per node.
 """
 
@@ -14,15 +14,16 @@ from torch import Tensor
 
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.kernels.verification.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingSettings
 
 # processor(rows, ids [R, T], scores [R, V]) -> scores [R, V], for rows whose texts have the same length
 RowProcessor = Callable[[list[int], Tensor, Tensor], Tensor]
 
 
-def choose(scores: Tensor, uniform: Tensor | None, ops: Ops, law: SamplingLaw | None = None) -> Tensor:
-    """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N], under a law where one is given -> [B, N]."""
-    return ops.pick(scores, uniform) if law is None else ops.pick(scores, uniform, law)
+def choose(scores: Tensor, uniform: Tensor | None, ops: Ops, settings: SamplingSettings | None = None) -> Tensor:
+    """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N], under settings where some are given -> [B,
+    N]."""
+    return ops.pick(scores, uniform) if settings is None else ops.pick(scores, uniform, settings)
 
 
 def walk(tree: TokenTree, picks: Tensor, ops: Ops) -> Verdict:
@@ -109,7 +110,7 @@ def _pick(
 def measure(logits: Tensor, tokens: Tensor) -> Tensor:
     """What a model's raw logits [..., V] say of the tokens [...] that were emitted there -> [..., 3] fp32, in nats: a token's
     log-probability, the gap between the two largest log-probabilities, and the entropy of the distribution."""
-    law = torch.log_softmax(logits.float(), -1)
-    best = law.topk(2, -1).values
-    entropy = -(law.exp() * law.clamp(min=torch.finfo(law.dtype).min)).sum(-1)  # 0 * -inf is not 0
-    return torch.stack((law.gather(-1, tokens[..., None])[..., 0], best[..., 0] - best[..., 1], entropy), -1)
+    settings = torch.log_softmax(logits.float(), -1)
+    best = settings.topk(2, -1).values
+    entropy = -(settings.exp() * settings.clamp(min=torch.finfo(settings.dtype).min)).sum(-1)  # 0 * -inf is not 0
+    return torch.stack((settings.gather(-1, tokens[..., None])[..., 0], best[..., 0] - best[..., 1], entropy), -1)

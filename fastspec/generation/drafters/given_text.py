@@ -1,7 +1,7 @@
 """A text that another model wrote, verified as a draft before the rounds of a call's own drafter begin.
 
-The draws are the target's own at every position, and a token of the text is kept where it is what was drawn: so the call's law is the
-target's whatever the text is, and whoever wrote it.
+The draws are the target's own at every position, and a token of the text is kept where it is what was drawn: so the call's distribution is
+the target's whatever the text is, and whoever wrote it.
 """
 
 from __future__ import annotations

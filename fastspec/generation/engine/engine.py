@@ -19,7 +19,7 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Clock
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
-from fastspec.kernels.verification.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingSettings
 
 TargetT = TypeVar("TargetT", bound=Target)
 
@@ -27,16 +27,16 @@ TargetT = TypeVar("TargetT", bound=Target)
 class Engine(Generic[TargetT]):
     """A target and a drafter of `rows` rows, and all programs of their rounds, which share one state.
 
-    `sample`, `process`, `law` and `place` say how tokens are chosen, as for `Choice`; a drafter that mixes makes it a `MixedChoice`.
+    `sample`, `process`, `settings` and `place` say how tokens are chosen, as for `Choice`; a drafter that mixes makes it a `MixedChoice`.
     `measures` and `filler` are those of `RoundProgram`.
     """
 
     def __init__(
         self, target: TargetT, drafter: Drafter | None, ops: Ops, *, rows: int, sample: bool, process: Process | None,
-        law: SamplingLaw | None = None, place: Place = Place.DEVICE, measures: bool = False, filler: int | None = None,
+        settings: SamplingSettings | None = None, place: Place = Place.DEVICE, measures: bool = False, filler: int | None = None,
     ) -> None:  # fmt: skip
         self.target, self.ops, self.state = target, ops, RoundState(rows, target.lengths.device)
-        self.choice = Choice(ops, sample=sample, process=process, law=law, place=place)
+        self.choice = Choice(ops, sample=sample, process=process, settings=settings, place=place)
         if isinstance(drafter, MixingDrafter):
             self.choice = MixedChoice(ops, drafter, sample=sample, process=process)
         self.main, self.plain, self.given = (

@@ -16,7 +16,7 @@ from fastspec.generation.engine.round import Judged, Scored
 from fastspec.generation.lockstep import Steps, walk_in_step
 from fastspec.generation.ops import Ops
 from fastspec.generation.verify import RowProcessor, choose, walk, walk_drawn, walk_with_history
-from fastspec.kernels.verification.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingSettings
 
 Text = tuple[Tensor, Tensor]
 """Tokens [B, T] and how many of them are real in each row [B]."""
@@ -39,15 +39,15 @@ class Verifier(ABC):
 class Choice(Verifier):
     """The target's own choice at all nodes at once: the likeliest tokens, or with `sample` one draw per node.
 
-    `process` maps scores [R, V] as the call's processors do, None without any. With `law`, which is all that they do, tokens are drawn
-    under it from the logits and no scores are processed, unless drafts bring a distribution of their own. `place` is HOST where processors
-    wait for the device.
+    `process` maps scores [R, V] as the call's processors do, None without any. With `settings`, which is all that they do, tokens are drawn
+    under them from the logits and no scores are processed, unless drafts bring a distribution of their own. `place` is HOST where
+    processors wait for the device.
     """
 
     def __init__(
-        self, ops: Ops, *, sample: bool, process: Process | None, law: SamplingLaw | None = None, place: Place = Place.DEVICE
+        self, ops: Ops, *, sample: bool, process: Process | None, settings: SamplingSettings | None = None, place: Place = Place.DEVICE
     ) -> None:
-        self.ops, self.sample, self.process, self.law, self.place = ops, sample, process, law, place
+        self.ops, self.sample, self.process, self.settings, self.place = ops, sample, process, settings, place
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor | None:
         """Random numbers in [0, 1) where the call samples."""
@@ -70,15 +70,15 @@ class Choice(Verifier):
         """See `Verifier`."""
         tree, uniform = scored.tree, self.uniform(scored.tree.tokens.shape, scored.logits.device)
         drawn = tree.q is not None and uniform is not None
-        law = None if drawn else self.law
-        scores = self.processed(scored.logits) if law is None else scored.logits
-        return self._walked(scored, scores, uniform, law)
+        settings = None if drawn else self.settings
+        scores = self.processed(scored.logits) if settings is None else scored.logits
+        return self._walked(scored, scores, uniform, settings)
 
-    def _walked(self, scored: Scored, scores: Tensor, uniform: Tensor | None, law: SamplingLaw | None) -> Judged:
+    def _walked(self, scored: Scored, scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None) -> Judged:
         tree = scored.tree
         if tree.q is not None and uniform is not None:
             return Judged(scored, walk_drawn(tree, scores, tree.q, uniform, self.ops), scores)
-        return Judged(scored, walk(tree, choose(scores, uniform, self.ops, law), self.ops), scores)
+        return Judged(scored, walk(tree, choose(scores, uniform, self.ops, settings), self.ops), scores)
 
 
 class MixedChoice(Choice):
@@ -160,8 +160,8 @@ def verifier_of(choice: Choice, request: Request, batch: Batch) -> Verifier:
     Raises Unsupported for what a mixture cannot be combined with."""
     if isinstance(choice, MixedChoice) and (request.process_at is not None or request.answers is not None):
         raise Unsupported(
-            "a mixture of two models' laws takes no processors that look at the tokens so far (repetition_penalty, no_repeat_ngram_size, "
-            "...) and no answers to verify: leave them out, or decode the large model's own law"
+            "a mixture of two models' distributions takes no processors that look at the tokens so far (repetition_penalty, "
+            "no_repeat_ngram_size, ...) and no answers to verify: leave them out, or decode the large model's own distribution"
         )
     if request.steps is not None:
         return InLockstep(choice, request.steps)

@@ -1,7 +1,7 @@
 """Choose one token per node from the target's scores, and walk the tree by them.
 
 B rows (sequences), N nodes of a row's tree, R rows of scores, V vocabulary, T chunks of the vocabulary. `pick` reads the scores in chunks
-that fill the chip, then merges a row's chunks in one program; under a law it reads them as the law leaves them (`sampling_law`), which is
+that fill the chip, then merges a row's chunks in one program; under settings it reads them as these leave them (`sampling`), which is
 written nowhere. `posterior_walk` is one launch, one program per row.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed, sort_key, tile_mass
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.verification.reference import SamplingLaw
-from fastspec.kernels.verification.sampling_law import CHUNK, CHUNK_WARPS, cut, first_above, inverse_of, kept_chunk, row_chunk
+from fastspec.kernels.verification.reference import SamplingSettings
+from fastspec.kernels.verification.sampling import CHUNK, CHUNK_WARPS, cut, first_above, inverse_of, kept_chunk, row_chunk
 
 DRAW_WARPS = 8
 MAX_NODES = 4096
@@ -116,7 +116,7 @@ def _walk_kernel(
     tl.store(p_bonus + row, tl.sum(tl.where(o_n == node, b_pick, 0), 0))
 
 
-def pick(scores: Tensor, uniform: Tensor | None, law: SamplingLaw | None = None) -> Tensor:
+def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None = None) -> Tensor:
     """`reference.pick`: one token per row of scores [..., V] fp32, fp16 or bf16, the argmax or a draw by uniform [...] -> [...] int64.
 
     The last dimension of scores must be contiguous; up to two leading dimensions may have any strides (more are flattened, which copies
@@ -142,10 +142,10 @@ def pick(scores: Tensor, uniform: Tensor | None, law: SamplingLaw | None = None)
         _chunk_best_kernel[(chunks, rows)](x, keys, vocab, nodes, chunks, *strides, CHUNK, num_warps=CHUNK_WARPS, **pdl)
         _best_kernel[(rows,)](keys, ids, chunks, padded, num_warps=1, **pdl)
         return ids
-    u, law = _in_rows(uniform, 0), law or SamplingLaw()
-    low, first = cut(x, law) if law.filters else (None, None)
+    u, settings = _in_rows(uniform, 0), settings or SamplingSettings()
+    low, first = cut(x, settings) if settings.filters else (None, None)
     peak, mass = torch.empty(2, rows, chunks, dtype=torch.float32, device=scores.device)
-    sizes, kept = (vocab, nodes, chunks, inverse_of(law)), (law.temperature != 1, law.filters)
+    sizes, kept = (vocab, nodes, chunks, inverse_of(settings)), (settings.temperature != 1, settings.filters)
     _chunk_mass_kernel[(chunks, rows)](x, peak, mass, low, first, *sizes, *strides, CHUNK, *kept, num_warps=CHUNK_WARPS, **pdl)
     _draw_kernel[(rows,)](
         x, peak, mass, low, first, u, ids, *sizes, *strides, *u.stride(), padded, CHUNK, *kept, num_warps=DRAW_WARPS, **pdl

@@ -43,7 +43,7 @@ def categorical(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingLaw:
+class SamplingSettings:
     """Temperature, then top-k, top-p and min-p as transformers' warpers define them; the defaults change nothing."""
 
     temperature: float = 1.0
@@ -58,33 +58,33 @@ class SamplingLaw:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-def under_law(scores: Tensor, law: SamplingLaw) -> Tensor:
+def under_settings(scores: Tensor, settings: SamplingSettings) -> Tensor:
     """scores [..., V] in fp32 as transformers' warpers leave them: divided by the temperature, and -inf where a filter removes them.
 
     Top-k keeps all that are equal to the k-th. Top-p removes the lowest first while their mass is at most 1 - top_p, and of equal ones the
     lowest ids; the best stays. Min-p removes what has less than min_p times the best one's probability.
     """
-    x = scores.float() / law.temperature
-    if law.top_k > 0:
-        x = x.masked_fill(x < x.topk(min(law.top_k, x.shape[-1])).values[..., -1:], -torch.inf)
-    if law.top_p < 1:
+    x = scores.float() / settings.temperature
+    if settings.top_k > 0:
+        x = x.masked_fill(x < x.topk(min(settings.top_k, x.shape[-1])).values[..., -1:], -torch.inf)
+    if settings.top_p < 1:
         values = x.sort(-1).values
-        removed = (values.softmax(-1).cumsum(-1) <= 1 - law.top_p).sum(-1, keepdim=True).clamp(max=x.shape[-1] - 1)
+        removed = (values.softmax(-1).cumsum(-1) <= 1 - settings.top_p).sum(-1, keepdim=True).clamp(max=x.shape[-1] - 1)
         low = values.gather(-1, removed)
         below, equal = x < low, x == low
         x = x.masked_fill(below | (equal & (equal.cumsum(-1) <= removed - below.sum(-1, keepdim=True))), -torch.inf)
-    if law.min_p > 0:
+    if settings.min_p > 0:
         probs = x.softmax(-1)
-        x = x.masked_fill(probs < law.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+        x = x.masked_fill(probs < settings.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return x
 
 
-def pick(scores: Tensor, uniform: Tensor | None, law: SamplingLaw | None = None) -> Tensor:
+def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None = None) -> Tensor:
     """One token per row of scores [..., V] -> [...] int64: the argmax, the lowest id among equals, or a draw by uniform [...] in [0, 1).
 
-    A draw is from the softmax of the scores, with a law from that of what it leaves of them (`under_law`); the argmax is the same under
-    every law.
+    A draw is from the softmax of the scores, with settings from that of what these leave of them (`under_settings`); the argmax is the same
+    under all settings.
     """
     if uniform is None:
         return scores.argmax(-1)
-    return categorical(scores if law is None else under_law(scores, law), uniform)
+    return categorical(scores if settings is None else under_settings(scores, settings), uniform)

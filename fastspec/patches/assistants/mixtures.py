@@ -1,4 +1,5 @@
-"""The cascade's other two modes as decodings: a mixture of two models' laws token by token, and a chain of models that draft losslessly."""
+"""The cascade's other two modes as decodings: a mixture of two models' distributions token by token, and a chain of models that draft
+losslessly."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from fastspec.patches.hf.factory import language_model
 
 @dataclass(frozen=True, slots=True)
 class MixedDecoding(Decoding):
-    """Decoding whose every token follows a deferral rule's mixture of the target's law and the draft model's."""
+    """Decoding whose every token follows a deferral rule's mixture of the target's distribution and the draft model's."""
 
     config: Cascade
     draft: Any
@@ -43,7 +44,7 @@ class MixedDecoding(Decoding):
 
 @dataclass(frozen=True, slots=True)
 class StagedDecoding(Decoding):
-    """Decoding with drafts of a chain of models, the smallest first: the target's law exactly."""
+    """Decoding with drafts of a chain of models, the smallest first: the target's distribution exactly."""
 
     config: Cascade
     drafts: tuple[Any, ...]

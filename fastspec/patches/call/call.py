@@ -18,7 +18,7 @@ from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.loop import decode
 from fastspec.generation.profile import Clock
-from fastspec.kernels.verification.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.assistants.mixtures import MixedDecoding
 from fastspec.patches.assistants.registry import Continued, EagleDecoding
 from fastspec.patches.assistants.speculative import warn_if_refused
@@ -30,7 +30,7 @@ from fastspec.patches.call.processors import (
     Streaming,
     are_known,
     make_processors,
-    read_law,
+    read_settings,
     signature,
     unknown_types,
 )
@@ -93,8 +93,8 @@ class Call:
     def _steps(self, ids: Tensor, criteria: Any) -> PlainSteps:
         if isinstance(self.decoding, MixedDecoding) and not are_known(self.processors, ()):
             raise Unsupported(
-                f"a mixture of two models' laws takes no processors that may look at the tokens so far ({unknown_types(self.processors)}): "
-                "leave them out, or decode the large model's own law"
+                f"a mixture of two models' distributions takes no processors that may look at the tokens so far "
+                f"({unknown_types(self.processors)}): leave them out, or decode the large model's own distribution"
             )
         told = callable(getattr(self.streamer, "on_round", None))  # ours: a round before its tokens
         return PlainSteps(ids, self.processors, criteria, self.config, None if told else self.streamer)
@@ -155,7 +155,7 @@ class Call:
         )  # fmt: skip
         with self._memory(rows):
             self.decoding = self._sized(self.capacity, self.request)
-            self.engine, self.key = self._engine(rows, self.capacity, process_all, self._law(self.request.keep_scores))
+            self.engine, self.key = self._engine(rows, self.capacity, process_all, self._probs(self.request.keep_scores))
         if self.rows is not None:
             self.request.entry = partial(self._entry, self.engine, self.capacity, process_all if config.do_sample else None)
 
@@ -197,14 +197,14 @@ class Call:
             return None if self.decoding.reads_source else self.source.text(self.ids)
         return _compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
 
-    def _law(self, keep_scores: bool) -> SamplingLaw | None:
-        """The law that rounds draw under without processing scores, where the call samples and nobody asks for processed ones."""
-        return read_law(self.processors) if self.config.do_sample and not keep_scores else None
+    def _probs(self, keep_scores: bool) -> SamplingSettings | None:
+        """The settings that rounds draw under without processing scores, where the call samples and nobody asks for processed ones."""
+        return read_settings(self.processors) if self.config.do_sample and not keep_scores else None
 
-    def _engine(self, rows: int, capacity: int, process: Any, law: SamplingLaw | None) -> tuple[Engine[HFModel], Any]:
+    def _engine(self, rows: int, capacity: int, process: Any, settings: SamplingSettings | None) -> tuple[Engine[HFModel], Any]:
         """The engine of this call, from the pool where there is one of its kind, and the key to put it back under."""
         sample, engines = bool(self.config.do_sample), self.session.engines
-        key = self._key(rows, sample, process, law) if self.ops.captures else None
+        key = self._key(rows, sample, process, settings) if self.ops.captures else None
         engine = None if key is None else engines.take(key)
         drawn = process if sample else None
         if engine is None:
@@ -212,10 +212,12 @@ class Call:
             target, drafter = self._parts(rows, capacity, drawn)
             waits = process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
             engine = Engine(
-                target, drafter, self.ops, rows=rows, sample=sample, process=process, law=law, place=Place.HOST if waits else Place.DEVICE,
-                measures=self.given.measure, filler=None if self.steps is None else self.steps.filler,
+                target, drafter, self.ops, rows=rows, sample=sample, process=process, settings=settings,
+                place=Place.HOST if waits else Place.DEVICE, measures=self.given.measure,
+                filler=None if self.steps is None else self.steps.filler,
             )  # fmt: skip
-            key = None if key is None else self._key(rows, sample, process, law)  # making the drafter may have packed its head's weights
+            if key is not None:  # making the drafter may have packed its head's weights
+                key = self._key(rows, sample, process, settings)
         else:
             engine.drafter = self._opened(engine.target, engine.drafter, rows, capacity, drawn)
         self._restore(engine.target)
@@ -269,11 +271,12 @@ class Call:
         if self.past is not None:
             import_past(target.state, self.past, self.keep[:, : self.past_length])
 
-    def _key(self, rows: int, sample: bool, process: Any, law: SamplingLaw | None) -> Any:
+    def _key(self, rows: int, sample: bool, process: Any, settings: SamplingSettings | None) -> Any:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
         drawn = signature(self.processors) if process is not None else None
         extra = self.given.answers is not None, self.given.measure, None if self.steps is None else self.steps.filler
-        key = self.decoding, rows, sample, drawn, law, extra, tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
+        weights = tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
+        key = self.decoding, rows, sample, drawn, settings, extra, weights
         try:
             hash(key)
         except TypeError:

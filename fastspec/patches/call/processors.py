@@ -12,7 +12,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
 from fastspec.generation.verify import RowProcessor
-from fastspec.kernels.verification.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.pool import plain_value
 
 # Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at once.
@@ -81,20 +81,20 @@ def unknown_types(processors: Iterable[Any], criteria: Iterable[Any] = ()) -> st
     return ", ".join(dict.fromkeys(kind.__name__ for kind in kinds))
 
 
-# The filters of a sampling law: attribute of the law -> the warper, in transformers' order, with an attribute of the same name.
+# Sampling settings by their attribute -> the warper, in transformers' order, with an attribute of the same name.
 FILTERS = {
     "temperature": lp.TemperatureLogitsWarper, "top_k": lp.TopKLogitsWarper, "top_p": lp.TopPLogitsWarper, "min_p": lp.MinPLogitsWarper,
 }  # fmt: skip
 
 
-def read_law(processors: lp.LogitsProcessorList) -> SamplingLaw | None:
-    """The law that processors make of scores: temperature, top-k, top-p and min-p in transformers' order, each at most once and with its
+def read_settings(processors: lp.LogitsProcessorList) -> SamplingSettings | None:
+    """The settings that processors come to: temperature, top-k, top-p and min-p in transformers' order, each at most once and with its
     usual filter value and one token to keep; None where they are anything else, or none at all."""
     names = [name for kind in map(type, processors) for name, warper in FILTERS.items() if kind is warper]
     plain = all(getattr(p, "filter_value", -torch.inf) == -torch.inf and getattr(p, "min_tokens_to_keep", 1) == 1 for p in processors)
     if not names or not plain or len(names) != len(processors) or names != [name for name in FILTERS if name in names]:
         return None
-    return SamplingLaw(**{name: getattr(p, name) for name, p in zip(names, processors, strict=True)})
+    return SamplingSettings(**{name: getattr(p, name) for name, p in zip(names, processors, strict=True)})
 
 
 def signature(processors: lp.LogitsProcessorList) -> Hashable:

@@ -113,9 +113,9 @@ class ChainDrafter(Drafter):
         while True:
             scores = self._feed(fed, extent)
             scores = scores if self.process is None else self.process(scores)
-            law = torch.softmax(scores, -1)
-            if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its law
-                survival = survival * law.amax(-1)
+            probs = torch.softmax(scores, -1)
+            if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its distribution
+                survival = survival * probs.amax(-1)
             if not pace.allows(survival):
                 break
             chosen = self._choose(scores)
@@ -123,7 +123,7 @@ class ChainDrafter(Drafter):
             parents += [node] * self.branches
             node = len(parents) - self.branches
             if self.process is not None:
-                q.append(law)
+                q.append(probs)
             if not pace.take():
                 break
             fed = chosen[:, :1]

@@ -1,8 +1,9 @@
-"""Decode from a mixture of two models' laws: the small one drafts, and what is accepted follows the mixture, not the large one's law.
+"""Decode from a mixture of two models' distributions: the small one drafts, and what is accepted follows the mixture, not the large one's
+distribution.
 
-Speculative cascades (Narasimhan et al., arXiv 2405.19261, algorithm 5): with q the draft model's law, p the target's and pi their mixture,
-a draft x ~ q is accepted with probability min(1, pi(x) / q(x)), else norm(max(pi - q, 0)) gives the token. So every token follows pi where
-pi takes the place of p at every node, behind the last draft and behind the prompt too: q is needed there as well.
+Speculative cascades (Narasimhan et al., arXiv 2405.19261, algorithm 5): with q the draft model's distribution, p the target's and pi their
+mixture, a draft x ~ q is accepted with probability min(1, pi(x) / q(x)), else norm(max(pi - q, 0)) gives the token. So every token follows
+pi where pi takes the place of p at every node, behind the last draft and behind the prompt too: q is needed there as well.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ Blend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class MixedDrafter(ChainDrafter, MixingDrafter):
     """Chains of `gamma` drafts of a model with a cache of its own, and the mixture that judges them.
 
-    The loop asks `first` for the law of the first token, and says there how the call chooses; a round asks `mix` for the law at the nodes
-    of its tree. Both return log pi in place of the target's processed scores. The cache needs room for `gamma` + 2 tokens more than the
-    call has, and a tail of 2 nodes.
+    The loop asks `first` for the distribution of the first token, and says there how the call chooses; a round asks `mix` for the
+    distribution at the nodes of its tree. Both return log pi in place of the target's processed scores. The cache needs room for `gamma` +
+    2 tokens more than the call has, and a tail of 2 nodes.
     """
 
     def __init__(self, draft: Target, gamma: int, blend: Blend, *, vocab: int, draft_vocab: int, ops: Ops) -> None:
@@ -46,22 +47,22 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         self.shaped = process or _untouched
         self.process = self.shaped if sample else None
         draft, _ = self.draft.prefill(self._known(ids), counts)
-        return self._mixed(logits, scores, *self._laws(self._fitted(draft)))
+        return self._mixed(logits, scores, *self._all_probs(self._fitted(draft)))
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Take the first new token root [B] of the text that `first` has read."""
         self._restart(ids, counts, root)
 
     def propose(self, extent: int) -> TokenTree:
-        """A chain of drafts below the root; the draft model reads the last of them too, for its law of the token after."""
+        """A chain of drafts below the root; the draft model reads the last of them too, for its distribution of the token after."""
         self.base = self.draft.lengths.clone()
         extent += self.nodes + 2
-        tokens, laws = [self.root[:, None]], [self._laws(self._feed(self._unread(), extent))]
+        tokens, probs = [self.root[:, None]], [self._all_probs(self._feed(self._unread(), extent))]
         while len(tokens) <= self.length.most:
-            tokens.append(self._drawn(laws[-1][0]))
-            laws.append(self._laws(self._feed(tokens[-1], extent)))
-        self.q, self.q_raw = (torch.stack(each, 1) for each in zip(*laws, strict=True))
-        # the law of a node's token is its parent's; nothing reads the root's
+            tokens.append(self._drawn(probs[-1][0]))
+            probs.append(self._all_probs(self._feed(tokens[-1], extent)))
+        self.q, self.q_raw = (torch.stack(each, 1) for each in zip(*probs, strict=True))
+        # the distribution of a node's token is its parent's; nothing reads the root's
         q = None if self.process is None else torch.cat((self.q[:, :1], self.q[:, :-1]), 1)
         return TokenTree.chain(torch.cat(tokens, 1), self.max_path, q)
 
@@ -70,21 +71,21 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         return self._mixed(logits, scores, self.q, self.q_raw)
 
     def _mixed(self, logits: Tensor, scores: Tensor, q: Tensor, q_raw: Tensor) -> Tensor:
-        return self.blend(self._law(scores), q, torch.softmax(logits.float(), -1), q_raw).log()
+        return self.blend(self._probs(scores), q, torch.softmax(logits.float(), -1), q_raw).log()
 
-    def _laws(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft model's scores [B, V] -> its laws, processed and not."""
-        return self._law(self.shaped(scores)), torch.softmax(scores, -1)
+    def _all_probs(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The draft model's scores [B, V] -> its distributions, processed and not."""
+        return self._probs(self.shaped(scores)), torch.softmax(scores, -1)
 
-    def _law(self, scores: Tensor) -> Tensor:
-        """Processed scores [..., V] -> the law that a token is chosen by: all of it on one token in greedy calls."""
+    def _probs(self, scores: Tensor) -> Tensor:
+        """Processed scores [..., V] -> the distribution that a token is chosen by: all of it on one token in greedy calls."""
         if self.process is None:
             return one_hot(self.ops.pick(scores.float(), None), scores.shape[-1]).float()
         return torch.softmax(scores.float(), -1)
 
-    def _drawn(self, law: Tensor) -> Tensor:
-        """Drafts [B, 1] of laws [B, V]."""
-        return self.ops.pick(law.log(), None if self.process is None else torch.rand(len(law), device=law.device))[:, None]
+    def _drawn(self, probs: Tensor) -> Tensor:
+        """Drafts [B, 1] of distributions [B, V]."""
+        return self.ops.pick(probs.log(), None if self.process is None else torch.rand(len(probs), device=probs.device))[:, None]
 
 
 def _untouched(scores: Tensor) -> Tensor:

@@ -58,14 +58,14 @@ class SharedDrafter(Rereading):
             scores, share = self._scores(logits)
             going = going & (share >= SHARE) & (scores > -torch.inf).any(-1)
             scores = scores.masked_fill(~going[:, None], 0)
-            law = torch.softmax(scores, -1) * going[:, None]
-            if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its law
-                survival = survival * law.amax(-1) * share
+            probs = torch.softmax(scores, -1) * going[:, None]
+            if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its distribution
+                survival = survival * probs.amax(-1) * share
             if not pace.allows(survival) or not bool(going.any()):
                 break
             token = torch.where(going, self.ops.pick(scores, torch.rand(len(scores), device=self.device)), 0)
             tokens.append(token)
-            q.append(law)
+            q.append(probs)
             if not pace.take():
                 break
             own.append(self.own_id[token])

@@ -1,8 +1,8 @@
 """Staged speculative decoding: a chain of models, each of which drafts for the next, and the last of them for the target.
 
-Spector and Re (arXiv 2308.04623), for any number of models and with every stage's exact law. Stage 0 draws tokens of its own; stage k
-verifies those of stage k - 1 by p / q (Leviathan et al., arXiv 2211.17192), so that what it writes follows its own law, which is the q that
-stage k + 1 judges by. In calls that do not draw, every stage writes its most likely tokens.
+Spector and Re (arXiv 2308.04623), for any number of models and with every stage's exact distribution. Stage 0 draws tokens of its own;
+stage k verifies those of stage k - 1 by p / q (Leviathan et al., arXiv 2211.17192), so that what it writes follows its own distribution,
+which is the q that stage k + 1 judges by. In calls that do not draw, every stage writes its most likely tokens.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ class StagedDrafter(Drafter):
         self._cut(self.stages - 1, at)
 
     def _write(self, stage: int, at: Tensor, count: int, active: Tensor, extent: int) -> Tensor | None:
-        """Write `count` tokens of a stage behind texts that end before the tape's slots at [B] -> their laws [B, count, V], None where
-        tokens are not drawn. Rows that are not active [B] may get fewer, and are not waited for.
+        """Write `count` tokens of a stage behind texts that end before the tape's slots at [B] -> their distributions [B, count, V], None
+        where tokens are not drawn. Rows that are not active [B] may get fewer, and are not waited for.
 
         How many tokens the stage below is asked for depends on what was accepted so far, never on the tokens it is going to draw; so they
-        follow its law. A row always gets `count` tokens of this stage: none is left out for what it is.
+        follow its distribution. A row always gets `count` tokens of this stage: none is left out for what it is.
         """
         if stage == 0:
             return self._draw(at, count, extent)
-        goal, laws = at + count, at.new_zeros((len(at), count + 1, self.vocab), dtype=torch.float32)
+        goal, probs = at + count, at.new_zeros((len(at), count + 1, self.vocab), dtype=torch.float32)
         missing = count
         while missing > 0:
             ahead = max(missing - 1, 1)
@@ -110,12 +110,12 @@ class StagedDrafter(Drafter):
             if self.process is not None:
                 # what lies behind the accepted tokens is written again by the next round, and what lies behind the goal is not kept
                 place = (at + count - goal)[:, None] + torch.arange(ahead + 1, device=at.device)
-                laws.scatter_(1, place.clamp(max=count)[..., None].expand(-1, -1, self.vocab), torch.softmax(scores, -1))
+                probs.scatter_(1, place.clamp(max=count)[..., None].expand(-1, -1, self.vocab), torch.softmax(scores, -1))
             self._set(at, verdict)
             at = torch.where(going, torch.minimum(at + verdict.accepted + 1, goal), at)
             self._cut(stage, at)
             missing = int(torch.where(active, goal - at, 0).max())
-        return None if self.process is None else laws[:, :count]
+        return None if self.process is None else probs[:, :count]
 
     def _draw(self, at: Tensor, count: int, extent: int) -> Tensor | None:
         """Tokens of stage 0, one after another."""
@@ -149,7 +149,8 @@ class StagedDrafter(Drafter):
         return torch.nn.functional.pad(scores, (0, self.vocab - scores.shape[2]), value=-torch.inf)
 
     def _chain(self, at: Tensor, count: int, q: Tensor | None) -> TokenTree:
-        """The last token of texts that end before slots at [B], and the `count` drafts behind it with their laws q [B, count, V]."""
+        """The last token of texts that end before slots at [B], and the `count` drafts behind it with their distributions q [B, count,
+        V]."""
         tokens = self.tape.gather(1, (at - 1)[:, None] + torch.arange(count + 1, device=at.device))
         return TokenTree.chain(tokens, q=None if q is None else torch.cat((q[:, :1], q), 1))
 

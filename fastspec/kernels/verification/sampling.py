@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastspec.kernels.drafting.topk_expand import order_bits
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.verification.reference import SamplingLaw
+from fastspec.kernels.verification.reference import SamplingSettings
 
 CHUNK, CHUNK_WARPS = 4096, 4
 DIGIT_WARPS = {False: 4, True: 8}  # of counts, of masses
@@ -40,7 +40,7 @@ def row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV: tl.constexpr):
 def kept_chunk(
     p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV: tl.constexpr, LAW: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """The same under a law: times the inverse temperature, and -inf below the row's cut."""
+    """The same under settings: times the inverse temperature, and -inf below the row's cut."""
     o_v, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
     if LAW:
         b_x *= inverse
@@ -187,8 +187,8 @@ def _close_kernel(
     tl.store(p_first + row, first)
 
 
-def cut(x: Tensor, law: SamplingLaw) -> tuple[Tensor, Tensor]:
-    """Where a law cuts scores x [B, N, V] fp32, fp16 or bf16 with a contiguous last dimension -> low [B * N] fp32, first [B * N] int32.
+def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
+    """Where settings cut scores x [B, N, V] fp32, fp16 or bf16 with a contiguous last dimension -> low [B * N] fp32, first [B * N] int32.
 
     With y = x * (1 / temperature) in fp32, ids with y > low are kept, and those with y == low from id `first` on. Masses are summed in fp32
     within a chunk of 4096 ids, and in fp64 from there, always in the same order.
@@ -200,25 +200,26 @@ def cut(x: Tensor, law: SamplingLaw) -> tuple[Tensor, Tensor]:
     part = torch.empty(rows, chunks, 2**DIGIT_BITS, dtype=torch.float32, device=x.device)
     level = torch.empty(rows, dtype=torch.float64, device=x.device)
     rank, first, arrived = torch.empty(3, rows, dtype=torch.int32, device=x.device)
-    inverse, steps = inverse_of(law), STEPS[x.dtype]
+    inverse, steps = inverse_of(settings), STEPS[x.dtype]
     # Temperature can make neighbours in fp32 equal, and not in half precision, whose own few digits are then enough.
     before, after = (inverse, 1.0) if x.dtype == torch.float32 else (1.0, inverse)
     end, sizes = 32 - DIGIT_BITS * steps, (vocab, nodes, chunks)
-    below = max(0, vocab - law.top_k)  # the cut of top-k is the first value up to which there are more than so many
+    below = max(0, vocab - settings.top_k)  # the cut of top-k is the first value up to which there are more than so many
     _peaks_kernel[(chunks, rows)](x, peak, rank, level, low, arrived, *sizes, below, *strides, CHUNK, num_warps=CHUNK_WARPS, **pdl)
-    for wanted, mass in ((0 < law.top_k < vocab, False), (law.top_p < 1, True)):
+    for wanted, mass in ((0 < settings.top_k < vocab, False), (settings.top_p < 1, True)):
         for step in range(steps if wanted else 0):
             _digit_kernel[(chunks, rows)](
-                x, peak, part, rank, level, low, arrived, *sizes, 32 - DIGIT_BITS * (step + 1), before, after, 1 - law.top_p, *strides,
+                x, peak, part, rank, level, low, arrived, *sizes, 32 - DIGIT_BITS * (step + 1), before, after, 1 - settings.top_p, *strides,
                 mass, step == 0, step == steps - 1, CHUNK, padded, num_warps=DIGIT_WARPS[mass], **pdl,
             )  # fmt: skip
+    least = math.log(settings.min_p) if settings.min_p > 0 else 0.0
     _close_kernel[(rows,)](
-        x, peak, part, rank, level, low, first, *sizes, end, before, after, math.log(law.min_p) if law.min_p > 0 else 0.0, *strides,
-        law.top_p < 1, law.min_p > 0, CHUNK, padded, num_warps=CLOSE_WARPS, **pdl,
+        x, peak, part, rank, level, low, first, *sizes, end, before, after, least, *strides,
+        settings.top_p < 1, settings.min_p > 0, CHUNK, padded, num_warps=CLOSE_WARPS, **pdl,
     )  # fmt: skip
     return low[:, 0], first
 
 
-def inverse_of(law: SamplingLaw) -> float:
+def inverse_of(settings: SamplingSettings) -> float:
     """1 / temperature, in fp32."""
-    return torch.tensor(law.temperature, dtype=torch.float32).reciprocal().item()
+    return torch.tensor(settings.temperature, dtype=torch.float32).reciprocal().item()
