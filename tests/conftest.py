@@ -31,15 +31,15 @@ def seeded():
 
 @pytest.fixture(scope="module")
 def pairs():
-    """kind -> (the unpatched model, the same model patched); drafts are mostly wrong for "random" and all right for "bigram"."""
-    from helpers_generate import MAKERS
+    """kind -> (the unpatched model, only read, the same patched); drafts are mostly wrong for "random" and all right for "bigram"."""
+    from helpers_generate import MAKERS, SHALLOW, kept
 
     import fastspec
 
     made = {}
     for kind, (target, head) in MAKERS.items():
-        model = target()
-        made[kind] = (target(), fastspec.patch(model, eagle3=head(model)))
+        model = target(**SHALLOW)
+        made[kind] = (kept(target(**SHALLOW)), fastspec.patch(model, eagle3=head(model)))
     return made
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from helpers_generate import kept
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PretrainedConfig
 
@@ -76,10 +77,10 @@ def patched(target: Any, draft: Any = None) -> Any:
 
 @cache
 def pair_of(kind: str) -> tuple[Any, Any]:
-    """(the unpatched model, the same patched); "bart scale_embedding" sets this to True."""
+    """(the unpatched model, which is only read, the same patched); "bart scale_embedding" sets this to True."""
     kind, *settings = kind.split()
     over = dict.fromkeys(settings, True)
-    return tiny_seq2seq(kind, **over), patched(tiny_seq2seq(kind, **over))
+    return kept(tiny_seq2seq(kind, **over)), patched(tiny_seq2seq(kind, **over))
 
 
 def sources(*lengths: int, side: str = "right", seed: int = 0) -> dict[str, Tensor]:
