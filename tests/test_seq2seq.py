@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import NEVER, same, stats
+from helpers_generate import NEVER, answer, same, stats
 from helpers_seq2seq import pair_of, patched, sources, tiny_seq2seq
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,21 +29,40 @@ ASSISTANTS = ["autoregressive", "nasd", fastspec.Nasd(gamma=3, total_tokens=7, s
               fastspec.Speculative(gamma=4), fastspec.Speculative(gamma=3, branches=2)]  # fmt: skip
 
 
-@pytest.fixture(params=KINDS)
-def pair(request: Any) -> tuple[Any, Any]:
-    return pair_of(request.param)
+CROSSED = [(kind, assistant) for kind in KINDS for assistant in ASSISTANTS]
+IN_TURN = [
+    pytest.param(case, id=f"{case[0]}-{case[1]}", marks=[] if ASSISTANTS.index(case[1]) % 3 == KINDS.index(case[0]) else pytest.mark.slow)
+    for case in CROSSED
+]
+"""Each assistant with one family in turn; with the others, which score trees by the same adapter, only in `make test-slow`."""
 
 
-@pytest.fixture(params=ASSISTANTS, ids=str)
-def assistant(request: Any) -> Any:
+@pytest.fixture(params=IN_TURN)
+def case(request: Any) -> tuple[str, Any]:
     return request.param
+
+
+@pytest.fixture
+def pair(case: tuple[str, Any]) -> tuple[Any, Any]:
+    return pair_of(case[0])
+
+
+@pytest.fixture
+def assistant(case: tuple[str, Any]) -> Any:
+    return case[1]
+
+
+@pytest.fixture(params=KINDS)
+def each_pair(request: Any) -> tuple[Any, Any]:
+    return pair_of(request.param)
 
 
 def free(model: Any, inputs: dict[str, Tensor]) -> list[list[int]]:
     """What the unpatched model says when nothing ends it."""
-    return model.generate(**inputs, max_new_tokens=20, do_sample=False, eos_token_id=NEVER)[:, 1:].tolist()
+    return answer(model, inputs, max_new_tokens=20, do_sample=False, eos_token_id=NEVER)[:, 1:].tolist()
 
 
+@pytest.mark.parametrize("case", CROSSED, ids=str)
 @pytest.mark.parametrize("lengths, side", [((7,), "right"), ((7, 3, 11), "right"), ((7, 3, 11), "left")], ids=str)
 def test_greedy(pair, assistant, lengths, side):
     out = same(pair, assistant, sources(*lengths, side=side), max_new_tokens=30, eos_token_id=NEVER)
@@ -51,11 +70,11 @@ def test_greedy(pair, assistant, lengths, side):
     same(pair, assistant, sources(*lengths, side=side))
 
 
-def test_texts_vary_and_drafts_are_taken_and_refused(pair):
-    texts = free(pair[0], sources(7, 3, 11))
+def test_texts_vary_and_drafts_are_taken_and_refused(each_pair):
+    texts = free(each_pair[0], sources(7, 3, 11))
     assert len({token for text in texts for token in text}) > 15
-    same(pair, fastspec.Speculative(gamma=3), sources(7, 3, 11), max_new_tokens=40, eos_token_id=NEVER)
-    assert 1.2 < stats(pair[1]).acceptance_length < 4
+    same(each_pair, fastspec.Speculative(gamma=3), sources(7, 3, 11), max_new_tokens=40, eos_token_id=NEVER)
+    assert 1.2 < stats(each_pair[1]).acceptance_length < 4
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SEQ2SEQ if kind not in KINDS])
@@ -158,21 +177,21 @@ def test_prompts_of_the_decoder(pair, assistant):
 def test_num_return_sequences_and_inputs_without_a_mask(pair, assistant):
     out = same(pair, assistant, sources(7, 3), do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=NEVER)
     assert out.shape[0] == 6
-    expected = pair[0].generate(sources(7)["input_ids"], max_new_tokens=12, do_sample=False)
+    expected = answer(pair[0], {"input_ids": sources(7)["input_ids"]}, max_new_tokens=12, do_sample=False)
     assert torch.equal(pair[1].generate(sources(7)["input_ids"], max_new_tokens=12, do_sample=False, assistant=assistant), expected)
 
 
-def test_encoder_outputs_handed_in(pair):
+def test_encoder_outputs_handed_in(each_pair):
     inputs = sources(7, 3)
     mask = inputs["attention_mask"]
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     with torch.no_grad():
-        expected = pair[0].generate(encoder_outputs=pair[0].get_encoder()(**inputs, return_dict=True), **options)
-        outputs = pair[1].get_encoder()(**inputs, return_dict=True)
+        expected = each_pair[0].generate(encoder_outputs=each_pair[0].get_encoder()(**inputs, return_dict=True), **options)
+        outputs = each_pair[1].get_encoder()(**inputs, return_dict=True)
     for assistant in ("autoregressive", "nasd"):
-        assert torch.equal(pair[1].generate(encoder_outputs=outputs, **options, assistant=assistant), expected)
+        assert torch.equal(each_pair[1].generate(encoder_outputs=outputs, **options, assistant=assistant), expected)
     with pytest.raises(fastspec.Unsupported, match="reads the source itself: pass input_ids"):
-        pair[1].generate(encoder_outputs=outputs, **options, assistant="speculative")
+        each_pair[1].generate(encoder_outputs=outputs, **options, assistant="speculative")
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
@@ -325,8 +344,8 @@ def test_a_padding_token_has_no_position_in_m2m():
     same(pair, "nasd", inputs, **bias)
 
 
-def test_plain_calls_are_unchanged_and_unpatch_leaves_nothing(pair):
-    model, inputs = tiny_seq2seq(pair[0].config.model_type), sources(7, 3)
+def test_plain_calls_are_unchanged_and_unpatch_leaves_nothing(each_pair):
+    model, inputs = tiny_seq2seq(each_pair[0].config.model_type), sources(7, 3)
     before, weights = dict(vars(model)), {name: value.clone() for name, value in model.state_dict().items()}
     options = {"max_new_tokens": 12, "num_beams": 2, "do_sample": False}
     expected = model.generate(**inputs, **options)
