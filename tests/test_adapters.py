@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from helpers_generate import SHALLOW
 from helpers_models import tiny_config, tiny_head, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,20 +28,22 @@ ROPES = {
     "dynamic": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-    "longrope": {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": FACTORS, "original_max_position_embeddings": 128},
+    "longrope": {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": FACTORS, "original_max_position_embeddings": 64},
 }
+POSITIONS = {"dynamic": {"max_position_embeddings": 64}}  # beyond which dynamic and longrope depend on the length
 
 
 @cache
 def model_of(kind: str):
     """A shared model; tests that patch it undo that."""
     if kind == "hooked":
-        model = copy.deepcopy(tiny_model("llama"))
+        model = copy.deepcopy(tiny_model("llama", **SHALLOW))
         model.model.layers[1].register_forward_hook(lambda *_: None)
         return model
     if kind in ROPES:
-        return tiny_model("llama", rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]})
-    return tiny_model(kind)
+        rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
+        return tiny_model("llama", **SHALLOW, **POSITIONS.get(kind, {}), rope_parameters=rope)
+    return tiny_model(kind, **SHALLOW)
 
 
 def prompts(rows: int = 3, width: int = 9) -> dict[str, torch.Tensor]:
@@ -119,7 +122,7 @@ def test_drafts_past_the_position_table_do_no_harm(kind: str) -> None:
         assert torch.equal(model.generate(**inputs, assistant="eagle3"), expected)
 
 
-@pytest.mark.parametrize("kind, bound", [("dynamic", 512), ("longrope", 128)])
+@pytest.mark.parametrize("kind, bound", [("dynamic", 64), ("longrope", 64)])
 def test_rope_that_depends_on_the_length_is_refused_past_its_bound(kind: str, bound: int) -> None:
     model, ids = model_of(kind), prompts()["input_ids"][:1]
     with fastspec.patched(model, eagle3=tiny_head(model)):

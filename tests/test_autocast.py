@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import TREE, free, prompts
+from helpers_generate import SHALLOW, TREE, free, prompts
 from helpers_models import tiny_head, tiny_model
 from torch.nn.modules import module as modules
 
@@ -20,8 +20,8 @@ ROWS = prompts(5, 9)
 ASSISTANTS = "autoregressive", "nasd", "speculative", TREE
 
 
-def _patched(kind: str) -> Any:
-    model = tiny_model(kind)
+def _patched(kind: str, **over: Any) -> Any:
+    model = tiny_model(kind, **over)
     return fastspec.patch(model, speculative=tiny_model(kind, seed=1, num_hidden_layers=2), eagle3=tiny_head(model))
 
 
@@ -61,9 +61,10 @@ def test_bf16_autocast_computes_in_bf16(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
 def test_bf16_autocast_raises_nothing(kind: str, backend: str) -> None:
     """Heads of every kind included: on a GPU, and with plain torch here, their own products are cast too."""
-    model = tiny_model(kind)
+    model = tiny_model(kind, **SHALLOW)
     first = tiny_head(model, kind="eagle", taps=(), own_lm_head=False)
-    fastspec.patch(model, eagle3=tiny_head(model), eagle2=first, eagle=first, speculative=tiny_model(kind, seed=2), backend=backend)
+    draft = tiny_model(kind, seed=2, **SHALLOW)
+    fastspec.patch(model, eagle3=tiny_head(model), eagle2=first, eagle=first, speculative=draft, backend=backend)
     with torch.autocast("cpu", torch.bfloat16):
         for assistant in [*ASSISTANTS, "eagle", "eagle2", "speculative"]:
             assert [len(row) for row in free(model, ROWS, assistant=assistant)] == [20, 20]
@@ -92,7 +93,7 @@ def _halved(before: bool) -> Iterator[list[type]]:
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3"])
 def test_global_module_hooks_are_honoured(kind: str, before: bool) -> None:
-    model = _patched(kind)
+    model = _patched(kind, **SHALLOW)
     untouched = free(model, ROWS)
     with _halved(before) as seen:
         expected = free(model, ROWS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_examples import examples
-from helpers_generate import MAKERS, TREE, prompts
+from helpers_generate import MAKERS, SHALLOW, TREE, prompts
 from helpers_models import tiny_head, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +30,7 @@ LENGTH = 90  # more than a pass verifies at once
 @pytest.fixture(scope="module", params=sorted(MAKERS))
 def model(request: pytest.FixtureRequest) -> Any:
     make, head = MAKERS[request.param]
-    model = make()
+    model = make(**SHALLOW)
     model.generation_config.eos_token_id = 5
     return fastspec.patch(model, eagle3=head(model), speculative=tiny_model(seed=3, num_hidden_layers=2))
 
@@ -96,7 +96,7 @@ def test_measures_are_those_of_the_raw_distribution(model: Any, name: str) -> No
 
 def test_sampled_text_follows_the_plain_law_whatever_the_answer_is() -> None:
     """4,000 texts of two tokens over a vocabulary of 7: chi-square on the pairs at a significance of 1e-4."""
-    model = tiny_model(vocab_size=7, pad_token_id=None, bos_token_id=None, eos_token_id=None, initializer_range=0.2)
+    model = tiny_model(**SHALLOW, vocab_size=7, pad_token_id=None, bos_token_id=None, eos_token_id=None, initializer_range=0.2)
     rows, ids = 4000, torch.tensor([[1, 3, 2]])
     model.requires_grad_(False)
     first = torch.softmax(model(ids).logits[0, -1], -1)

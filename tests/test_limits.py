@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import free, prompts
+from helpers_generate import SHALLOW, free, prompts
 from helpers_models import tiny_model
 from transformers import (
     BltConfig,
@@ -30,7 +30,8 @@ ASSISTANTS = "autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3)
 
 
 def _patched(kind: str, **over: Any) -> Any:
-    return fastspec.patch(tiny_model(kind, **over), speculative=tiny_model(kind, seed=1, **{"num_hidden_layers": 2, **over}))
+    over = {**SHALLOW, **over}
+    return fastspec.patch(tiny_model(kind, **over), speculative=tiny_model(kind, seed=1, **{**over, "num_hidden_layers": 2}))
 
 
 @pytest.mark.parametrize("kind", ["phi3", "stablelm", "olmo2", "gpt_neox", "xglm"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import bigram, prompts, same, stats
+from helpers_generate import SHALLOW, bigram, kept, prompts, same, stats
 from helpers_models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,11 +50,12 @@ def patched(target: Any, draft: Any) -> Any:
 @pytest.fixture(scope="module", params=["itself", "another", "smaller vocabulary", "larger vocabulary", "generic"])
 def drafted(request):
     """(the unpatched target, the same patched) with drafts of a copy of the target, of another model, of other sizes."""
-    drafts = {
-        "itself": lambda: tiny_model(), "another": lambda: tiny_model(seed=3), "smaller vocabulary": lambda: tiny_model(vocab_size=90),
-        "larger vocabulary": lambda: tiny_model(vocab_size=128), "generic": lambda: tiny_model("gpt2"),
+    drafts: dict[str, dict[str, Any]] = {
+        "itself": {}, "another": {"seed": 3}, "smaller vocabulary": {"vocab_size": 90}, "larger vocabulary": {"vocab_size": 128},
+        "generic": {"model_type": "gpt2"},
     }  # fmt: skip
-    return tiny_model(), patched(tiny_model(), drafts[request.param]())
+    draft = tiny_model(**drafts[request.param], **SHALLOW)
+    return kept(tiny_model(**SHALLOW)), patched(tiny_model(**SHALLOW), draft)
 
 
 def test_a_draft_model_as_large_as_the_target_brings_a_warning_with_numbers():
