@@ -10,7 +10,6 @@ ARGS ?=
 
 test test-slow test-gpu test-clients mutants: export HF_HUB_OFFLINE = 1
 mutants: export OMP_NUM_THREADS = 1
-test-slow test-gpu: export FASTSPEC_EXAMPLES = 5
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint test-slow test-gpu test-clients mutants wheel clean
@@ -28,11 +27,11 @@ lint: $(VENV)/.test  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test-slow: $(VENV)/.test  ## the tests that take minutes, and property tests with five times the examples
-	$(BIN)/python -m pytest -m "(slow or hypothesis) and not gpu" $(ARGS)
+test-slow: $(VENV)/.test  ## the tests that take minutes, and property tests with ten times the examples
+	$(BIN)/python -m pytest --hypothesis-profile=deep -m "(slow or hypothesis) and not gpu" $(ARGS)
 
 test-gpu: $(VENV)/.test  ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m pytest --hypothesis-profile=deep -m gpu $(ARGS)
 
 test-clients: $(CLIENTS)/.clients  ## the tests with lm-eval, TRL, PEFT and other programs, in an environment of their own
 	$(CLIENTS)/bin/python -m pytest -m clients -n 2 --dist loadfile tests/clients $(ARGS)

@@ -9,9 +9,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from hypothesis import Phase, settings
+from helpers_examples import register
 
-settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None)  # no shrinking: to fail is enough
+register()
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is defined: the kernels' tests run on the CPU

@@ -1,15 +1,27 @@
-"""How many examples expensive property tests draw: few in `make test`, several times as many in `make test-slow` and `make test-gpu`."""
+"""How many examples property tests draw, and which: the profiles of hypothesis, by the command that loads them."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 
-TIMES = int(os.environ.get("FASTSPEC_EXAMPLES", "1"))
+OF = 100
+PROFILES: dict[str, dict[str, Any]] = {
+    "fast": {"max_examples": OF // 2, "derandomize": True, "deadline": None},  # `make test`: the same examples for the same code
+    "deep": {"max_examples": 5 * OF, "deadline": None},  # `make test-slow` and `make test-gpu`: others each time
+    "mutants": {"max_examples": OF, "phases": [Phase.explicit, Phase.generate], "database": None},  # not shrunk: to fail is enough
+}
+"""name -> settings; of what `examples(n)` names, max_examples is the percentage that is drawn."""
+
+
+def register() -> None:
+    """Make the profiles known to `--hypothesis-profile`, and "fast" the one without it."""
+    for name, row in PROFILES.items():
+        settings.register_profile(name, **row)
+    settings.load_profile("fast")
 
 
 def examples(count: int, **options: Any) -> settings:
-    """Settings of `count` drawn examples, times what the environment variable FASTSPEC_EXAMPLES says, without a deadline."""
-    return settings(max_examples=count * TIMES, deadline=None, **options)
+    """Settings of `count` drawn examples, times the profile's share, one at the least, without a deadline."""
+    return settings(max_examples=-(-count * settings().max_examples // OF), deadline=None, **options)
