@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_captured import stand_in
-from helpers_generate import LENGTH, MAKERS, NEVER, TREE, Oracle, free, stats
+from helpers_generate import LENGTH, MAKERS, NEVER, SHALLOW, TREE, Oracle, free, kept, stats
 from helpers_models import tiny_head, tiny_model
 from helpers_seq2seq import sources, tiny_seq2seq
 from test_sitting_out import ON_CUDA, prompts
@@ -77,10 +77,10 @@ def place(request):
 def both(request, place):
     """(the unpatched model, the same patched, with what every assistant needs)."""
     target, head = MAKERS[request.param]
-    plain, model = target().to(place), target()
+    plain, model = kept(target(**SHALLOW).to(place)), target(**SHALLOW)
     heads = {"eagle3": head(model), "eagle": tiny_head(model, kind="eagle", taps=(), own_lm_head=False)}
     resources = {name: each.to(place) for name, each in heads.items()}
-    return plain, fastspec.patch(model.to(place), **resources, speculative=target(seed=0).to(place))
+    return plain, fastspec.patch(model.to(place), **resources, speculative=target(seed=0, **SHALLOW).to(place))
 
 
 def recorded(model: Any, inputs: dict[str, Tensor], stops: list[int], streams: bool = False, **options: Any) -> tuple[Any, Log]:
@@ -90,6 +90,20 @@ def recorded(model: Any, inputs: dict[str, Tensor], stops: list[int], streams: b
     parts = {"logits_processor": [Watching(log)], "stopping_criteria": [Held(log, stops)], **({"streamer": Told(log)} if streams else {})}
     out = model.generate(**inputs, **{"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0, **options}, **parts)
     return out, log
+
+
+@pytest.fixture(scope="module")
+def plainly(both):
+    """`recorded` of the unpatched model, once for all assistants: the lengths of the prompts, and its other arguments, name a call."""
+    calls: dict[str, tuple[Any, Log]] = {}
+
+    def asked(inputs: dict[str, Tensor], stops: list[int], streams: bool = False, **options: Any) -> tuple[Any, Log]:
+        name = str((inputs["attention_mask"].sum(1).tolist(), stops, streams, options))
+        if name not in calls:
+            calls[name] = recorded(both[0], inputs, stops, streams, **options)
+        return calls[name]
+
+    return asked
 
 
 def agree(got: Log, wanted: Log) -> None:
@@ -110,28 +124,27 @@ def stopping(plain: Any, inputs: dict[str, Tensor]) -> list[int]:
 
 @pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
 @pytest.mark.parametrize("lengths", [(6,), (4, 9), (7, 3, 5, 5)], ids=len)
-def test_every_call_is_one_of_plain_decoding(both, place, lengths, assistant):
+def test_every_call_is_one_of_plain_decoding(both, plainly, place, lengths, assistant):
     """With end tokens, after which rows are padded, and without any, where rows go on until all have ended."""
-    plain, model = both
-    inputs = prompts(place, *lengths)
-    _, seen = recorded(plain, inputs, [NEVER], eos_token_id=NEVER)
+    model, inputs = both[1], prompts(place, *lengths)
+    _, seen = plainly(inputs, [NEVER], eos_token_id=NEVER)
     said = torch.tensor(seen[-1][1])[:, max(lengths) :].tolist()
     stops = [row[1 + 3 * index] for index, row in enumerate(said)]
     for options in ({"eos_token_id": stops[:1]}, {"eos_token_id": None}, {"eos_token_id": [NEVER]}):
-        want, calls = recorded(plain, inputs, stops[len(stops) // 2 :], len(lengths) == 1, **options)
+        want, calls = plainly(inputs, stops[len(stops) // 2 :], len(lengths) == 1, **options)
         got, ours = recorded(model, inputs, stops[len(stops) // 2 :], len(lengths) == 1, **options, assistant=assistant)
         assert got.tolist() == want.tolist()
         agree(ours, calls)
 
 
 @pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
-def test_scores_seeds_and_return_sequences(both, place, assistant):
+def test_scores_seeds_and_return_sequences(both, plainly, place, assistant):
     """Samples are plain decoding's own under a seed; scores are all of plain decoding's, those of ended rows included."""
     plain, model = both
     inputs, stops = prompts(place, 6, 3), stopping(plain, prompts(place, 6, 3))
     options: dict[str, Any] = {"num_return_sequences": 2, "do_sample": True, "temperature": 0.7, "top_k": 8, "eos_token_id": stops}
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    want, calls = recorded(plain, inputs, stops[:1], **options)
+    want, calls = plainly(inputs, stops[:1], **options)
     got, ours = recorded(model, inputs, stops[:1], **options, assistant=assistant)
     assert got.sequences.tolist() == want.sequences.tolist()
     agree(ours, calls)
