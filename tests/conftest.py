@@ -23,6 +23,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Where nothing is drafted, the pair whose drafts are right repeats the one whose drafts are wrong: only in `make test-slow`."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if params.get("pair") == "bigram" and params.get("assistant") == "autoregressive":
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """The same random numbers for a test in any order: a sample that happens to end early is no reason to fail."""
