@@ -29,7 +29,7 @@ def trained(stages: tuple[str, ...] = NAMED, items: int = 120, seed: int = 0) ->
 
 def stages(count: int = 3, **over: Any) -> list[Any]:
     """Tiny models, the smallest first; the last is the large one."""
-    depths = [2, 3, 6][-count:]
+    depths = [1, 2, 3][-count:]
     return [tiny_model(seed=index, num_hidden_layers=depth, **over) for index, depth in enumerate(depths)]
 
 
