@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+from functools import cache
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy as np
 import pytest
 import torch
 from helpers_examples import register
@@ -35,6 +38,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def seeded():
     """The same random numbers for a test in any order: a sample that happens to end early is no reason to fail."""
+    random.seed(0)
+    np.random.seed(0)
     torch.manual_seed(0)
 
 
@@ -69,6 +74,11 @@ def assistant(request):
 @pytest.fixture(scope="session")
 def smollm2():
     """(model, tokenizer) of SmolLM2-135M-Instruct in fp32 on the CPU. Shared: a test that patches it must unpatch it."""
+    import gguf
+
     from fastspec.models import load_smollm2
 
-    return load_smollm2("cpu", torch.float32)
+    with pytest.MonkeyPatch.context() as patch:  # transformers reads the file once for each part, and makes the map for each module
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+        patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+        return load_smollm2("cpu", torch.float32)
