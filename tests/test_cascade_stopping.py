@@ -212,9 +212,9 @@ def test_a_backward_pass_of_four_thousand_items_is_short_and_kept():
     scores = Scores((0.5, 0.6, 0.7), (30.0, 30.0))
     times = []
     for price in range(1, 80):
-        start = time.perf_counter()
+        start = time.process_time()
         solver.decide(0, scores, float(price))
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert sorted(times)[40] < 0.1
     assert solver._values.cache_info().currsize == 64
     before = solver._values.cache_info().misses

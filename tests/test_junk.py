@@ -75,10 +75,10 @@ FILES = [config_of_a_head, index_of_a_head, yaml_of_a_cascade, predictor_of_a_ca
 @pytest.mark.parametrize("file", FILES)
 def test_deep_files_are_refused_by_name_in_no_time(tmp_path: Path, file: Any, kind: str) -> None:
     path, read = file(tmp_path, DEEP[kind])
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(fastspec.FastSpecError, match=f"{path.name}.*"):
         read()
-    assert time.monotonic() - start < 3  # seconds; 17 and more without the bound
+    assert time.process_time() - start < 3  # seconds of the CPU; 17 and more without the bound
 
 
 def test_depth_and_size_are_bounded_where_they_are_said_to_be() -> None:

