@@ -22,6 +22,11 @@ SHALLOW = {"num_hidden_layers": 3}
 """Sizes of a target whose depth proves nothing: a first, a middle and a last layer, in half the time of six."""
 
 
+def shallow_model(model_type: str = "llama", seed: int = 0, **over: Any) -> Any:
+    """A `tiny_model` of three layers, unless `over` says how many."""
+    return tiny_model(model_type, seed, **{**SHALLOW, **over})
+
+
 def bigram(seed: int = 0, **over: Any) -> Any:
     """A target whose next token depends on the last one alone: its attention and feed-forward add nothing."""
     model = tiny_model(seed=seed, **over)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from helpers_cascade import NAMED, Told, cascaded, stages, trained
 from helpers_examples import examples
-from helpers_generate import prompts
-from helpers_models import tiny_model
+from helpers_generate import prompts, shallow_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_text_draft import DRAFT, TARGET
@@ -63,7 +62,7 @@ def test_every_row_is_answered_as_by_its_stage_alone(models: list[Any], seed: in
 
 def test_a_stage_takes_over_what_it_would_have_said_too() -> None:
     """Two stages with one set of weights: the second keeps the whole answer, and generates nothing."""
-    twins = [tiny_model(), tiny_model()]
+    twins = [shallow_model(), shallow_model()]
     model = cascaded(twins, price=HIGH)
     batch = prompts(7)
     out = model.generate(**batch, **GREEDY, assistant="cascade")
@@ -87,7 +86,7 @@ def test_a_higher_price_never_stops_earlier(models: list[Any]) -> None:
 
 def test_sampled_stages_follow_their_own_law() -> None:
     """4,000 tokens of a second stage that verified a first one's: chi-square at a significance of 1e-4, 6 degrees of freedom."""
-    small, large = (tiny_model(seed=seed, vocab_size=7, pad_token_id=None, bos_token_id=None, eos_token_id=None) for seed in (1, 2))
+    small, large = (shallow_model(seed=seed, vocab_size=7, pad_token_id=None, bos_token_id=None, eos_token_id=None) for seed in (1, 2))
     model = cascaded([small, large], thresholds=[1.0])
     ids, rows = torch.tensor([[1, 3, 2]]), 4000
     torch.manual_seed(7)
@@ -114,7 +113,7 @@ def test_features_are_of_the_answer(models: list[Any]) -> None:
 
 
 def test_stages_with_other_tokens_are_handed_texts() -> None:
-    small, large = tiny_model(seed=1, num_hidden_layers=2, vocab_size=len(DRAFT)), tiny_model(vocab_size=len(TARGET))
+    small, large = shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(DRAFT)), shallow_model(vocab_size=len(TARGET))
     stage = fastspec.Stage(small, tokenizer=DRAFT, name="medium")
     cascade = fastspec.Cascade(stages=[stage], tokenizer=TARGET, label="large", predictor=trained(NAMED[1:]), costs=[1.0, 2.0])
     fastspec.patch(large, cascade=cascade)
@@ -134,7 +133,7 @@ def test_stages_with_other_tokens_are_handed_texts() -> None:
 
 
 def test_a_stage_that_is_named_is_loaded_when_a_request_first_reaches_it(tmp_path: Any) -> None:
-    small, large = tiny_model(seed=1, num_hidden_layers=2, vocab_size=len(TARGET)), tiny_model(vocab_size=len(TARGET))
+    small, large = shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(TARGET)), shallow_model(vocab_size=len(TARGET))
     small.save_pretrained(tmp_path)
     TARGET.save_pretrained(tmp_path)
     text = f"stages:\n- model: {tmp_path}\n  name: medium\n  assistant: autoregressive\nlabel: large\nprice: 0\ncosts: [1, 2]\npredictor: "
@@ -149,7 +148,7 @@ def test_a_stage_that_is_named_is_loaded_when_a_request_first_reaches_it(tmp_pat
 
 
 def test_a_stage_whose_positions_end_is_left_out() -> None:
-    found = [tiny_model(seed=1, max_position_embeddings=16), tiny_model()]
+    found = [shallow_model(seed=1, max_position_embeddings=16), shallow_model()]
     model = cascaded(found, price=0.0)
     batch = prompts(20)
     assert model.generate(**batch, **GREEDY, assistant="cascade").tolist() == model.generate(**batch, **GREEDY).tolist()
@@ -213,7 +212,7 @@ def test_unpatching_restores_the_stages_and_leaves_those_of_the_user() -> None:
 def test_the_other_modes_say_what_the_large_model_says(models: list[Any], mode: str) -> None:
     batch = prompts(8, 5, 3)
     below = config(models[-1]).stages[: 2 if mode == "lossless" else 1]
-    large = tiny_model(seed=9)
+    large = shallow_model(seed=9)
     cascade = fastspec.Cascade(stages=below, mode=mode, alpha="lossless", gamma=4)
     fastspec.patch(large, cascade=cascade)
     more = {"repetition_penalty": 1.2} if mode == "lossless" else {}
@@ -225,7 +224,7 @@ def test_the_other_modes_say_what_the_large_model_says(models: list[Any], mode: 
 
 
 def test_token_mode_at_the_small_end_says_what_the_small_model_says(models: list[Any]) -> None:
-    large = tiny_model(seed=9)
+    large = shallow_model(seed=9)
     fastspec.patch(large, cascade=fastspec.Cascade(stages=models[:1], mode="token", rule="token_v2", alpha=1.0, gamma=3))
     batch = prompts(8, 5)
     for options in (GREEDY, {**GREEDY, "suppress_tokens": [7, 8, 9, 10, 11]}):
@@ -272,7 +271,7 @@ def test_bad_configurations_are_refused_and_change_nothing(tmp_path: Any) -> Non
             fastspec.Cascade.from_yaml(tmp_path / "c.yaml")
     for over, error, message in (
         ({"predictor": trained(NAMED)}, CheckpointError, "3 stages"), ({"predictor": tmp_path / "none"}, FastSpecError, "none"),
-        ({"stages": [large]}, Unsupported, "itself"), ({"stages": [tiny_model(vocab_size=3000)]}, Unsupported, "both tokenizers"),
+        ({"stages": [large]}, Unsupported, "itself"), ({"stages": [shallow_model(vocab_size=3000)]}, Unsupported, "both tokenizers"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             fastspec.patch(large, cascade=fastspec.Cascade(**{**good, **over}))
@@ -282,7 +281,7 @@ def test_bad_configurations_are_refused_and_change_nothing(tmp_path: Any) -> Non
     fastspec.unpatch(large)
     fastspec.patch(large, cascade=fastspec.Cascade(**good))
     with pytest.raises(Unsupported, match="patched with"):
-        large.generate(torch.tensor([[5, 6]]), assistant=fastspec.Cascade(**{**good, "stages": [tiny_model()]}))
+        large.generate(torch.tensor([[5, 6]]), assistant=fastspec.Cascade(**{**good, "stages": [shallow_model()]}))
 
 
 @pytest.mark.parametrize("options", [{"device_map": {"": "cpu"}}, {"quantization": "4bit"}, {"quantization": "8bit"}], ids=str)
@@ -290,9 +289,9 @@ def test_stages_are_loaded_as_asked(tmp_path: Any, options: dict[str, Any]) -> N
     if "quantization" in options:
         pytest.importorskip("bitsandbytes")
     sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": len(TARGET)}  # whole blocks of weights
-    tiny_model(seed=1, num_hidden_layers=2, **sizes).save_pretrained(tmp_path)
+    shallow_model(seed=1, num_hidden_layers=2, **sizes).save_pretrained(tmp_path)
     TARGET.save_pretrained(tmp_path)
-    stage, large = fastspec.Stage(str(tmp_path), name="medium", **options), tiny_model(vocab_size=len(TARGET))
+    stage, large = fastspec.Stage(str(tmp_path), name="medium", **options), shallow_model(vocab_size=len(TARGET))
     settings = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -305,7 +304,7 @@ def test_stages_are_loaded_as_asked(tmp_path: Any, options: dict[str, Any]) -> N
 
 def test_quantised_stages_need_bitsandbytes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    large = tiny_model(vocab_size=len(TARGET))
+    large = shallow_model(vocab_size=len(TARGET))
     stage = fastspec.Stage(str(tmp_path), name="medium", quantization="4bit")
     settings = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0]}
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_cascade import NAMED, cascaded, stages, trained
-from helpers_generate import prompts
-from helpers_models import tiny_model
+from helpers_generate import prompts, shallow_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -90,14 +89,14 @@ def test_tokenizers_by_name_are_loaded_when_first_needed(tmp_path: Path) -> None
     TARGET.save_pretrained(tmp_path / "target")
     out = []
     for given_ in ((DRAFT, TARGET), (str(tmp_path / "draft"), tmp_path / "target")):
-        small, large = tiny_model(seed=1, num_hidden_layers=2, vocab_size=len(DRAFT)), tiny_model(vocab_size=len(TARGET))
+        small, large = shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(DRAFT)), shallow_model(vocab_size=len(TARGET))
         stage = fastspec.Stage(small, tokenizer=given_[0], name="medium")
         more = {"predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
         fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], tokenizer=given_[1], label="large", **more))
         ids = torch.tensor([TARGET("abcdxyz", add_special_tokens=False)["input_ids"]])
         out.append(said(large, inputs=ids, **GREEDY, assistant="cascade"))
     assert out[0] == out[1]
-    large, gone = tiny_model(vocab_size=len(TARGET)), str(tmp_path / "gone")
+    large, gone = shallow_model(vocab_size=len(TARGET)), str(tmp_path / "gone")
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[fastspec.Stage(small, tokenizer=gone, name="medium")], tokenizer=gone,
                                                    label="large", **more))  # fmt: skip
     with pytest.raises(Unsupported, match="could not load the tokenizer"):
@@ -139,7 +138,7 @@ def test_settings_mean_what_they_mean_to_transformers(climbing: Any, form: dict[
 
 def test_end_tokens_of_a_generation_config_are_end_tokens(climbing: Any) -> None:
     """What was an end token of the call becomes one of the taker's, the first that it names."""
-    stage = StageModel(fastspec.Stage(tiny_model()), None, "cpu", Patching(fastspec.patch, fastspec.unpatch))
+    stage = StageModel(fastspec.Stage(shallow_model()), None, "cpu", Patching(fastspec.patch, fastspec.unpatch))
     stage.held.generation_config.eos_token_id = [9, 4]
     assert stage.ends() == (9, 4) and stage.ends(None) == () and stage.ends(7) == (7,) and stage.ends(torch.tensor([8, 2])) == (8, 2)
     heard: list[bool] = []
@@ -185,7 +184,7 @@ def test_assistants_and_resources_are_checked_before_a_request_needs_them() -> N
     with pytest.raises(Unsupported, match="unknown assistant 'nsad'"):
         cascaded([small, large], stages=[fastspec.Stage(small, name="medium", assistant="nsad")])
     fastspec.patch(small)
-    stage = fastspec.Stage(small, name="medium", assistant="speculative", resources={"speculative": tiny_model(num_hidden_layers=1)})
+    stage = fastspec.Stage(small, name="medium", assistant="speculative", resources={"speculative": shallow_model(num_hidden_layers=1)})
     model = cascaded([small, large], stages=[stage])
     with pytest.raises(Unsupported, match="patched already, without the speculative"):
         model.generate(**prompts(5), assistant="cascade")
@@ -196,7 +195,7 @@ def test_assistants_and_resources_are_checked_before_a_request_needs_them() -> N
 
 def test_rates_are_measured_where_a_stage_cannot_read_the_prompt() -> None:
     found = stages(3)
-    found[1] = tiny_model(seed=1, num_hidden_layers=3, max_position_embeddings=16)
+    found[1] = shallow_model(seed=1, num_hidden_layers=3, max_position_embeddings=16)
     model = cascaded(found, price=HIGH, costs=None)
     assert said(model, **prompts(40), **GREEDY, assistant="cascade") == said(model, **prompts(40), **GREEDY)
 
@@ -206,13 +205,13 @@ def test_prompts_of_a_stage_with_other_tokens() -> None:
     begins = tokenizer(LETTERS[::-1], [("b", "c")])
     begins.add_special_tokens({"bos_token": "<s>"})
     begins.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begins.bos_token_id)])
-    small, large = tiny_model(seed=1, num_hidden_layers=2, vocab_size=len(begins)), tiny_model(vocab_size=len(TARGET))
+    small, large = shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(begins)), shallow_model(vocab_size=len(TARGET))
     stage = fastspec.Stage(small, tokenizer=begins, name="medium")
     ids = TARGET("abc", add_special_tokens=False)["input_ids"]
     assert StageModel(stage, TARGET, "cpu", Patching(fastspec.patch, fastspec.unpatch)).read_prompt(ids) == begins("abc")["input_ids"]
     assert begins("abc")["input_ids"].count(begins.bos_token_id) == 1
     more = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
-    blind = fastspec.Stage(tiny_model(seed=1, vocab_size=len(DRAFT)), tokenizer=DRAFT, name="medium", prompt=lambda text: "")
+    blind = fastspec.Stage(shallow_model(seed=1, vocab_size=len(DRAFT)), tokenizer=DRAFT, name="medium", prompt=lambda text: "")
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[blind], **more))
     assert said(large, inputs=torch.tensor([ids]), **GREEDY, assistant="cascade") == said(large, inputs=torch.tensor([ids]), **GREEDY)
     assert "left out: the prompt has no tokens" in str(fastspec.report(large).last.explanations[0])
@@ -223,9 +222,9 @@ def test_prompts_of_a_stage_with_other_tokens() -> None:
 
 
 def test_a_stage_that_is_loaded_late_is_not_given_the_large_models_tokens(tmp_path: Path) -> None:
-    tiny_model(seed=1, num_hidden_layers=2, vocab_size=len(DRAFT)).save_pretrained(tmp_path)
+    shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(DRAFT)).save_pretrained(tmp_path)
     DRAFT.save_pretrained(tmp_path)
-    large = tiny_model(vocab_size=len(TARGET))
+    large = shallow_model(vocab_size=len(TARGET))
     cascade = fastspec.Cascade(
         stages=[fastspec.Stage(str(tmp_path), name="medium")], tokenizer=TARGET, label="large", predictor=trained(NAMED[1:]), costs=[1, 2]
     )

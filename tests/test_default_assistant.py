@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from helpers_cascade import trained
-from helpers_generate import TREE, prompts, stats
-from helpers_models import tiny_head, tiny_model
+from helpers_generate import TREE, prompts, shallow_model, stats
+from helpers_models import tiny_head
 from transformers import GenerationConfig
 
 import fastspec
@@ -23,12 +23,12 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 @pytest.fixture(scope="module")
 def plain():
-    return tiny_model()
+    return shallow_model()
 
 
 @pytest.fixture
 def model():
-    made = tiny_model()
+    made = shallow_model()
     return fastspec.patch(made, eagle3=tiny_head(made), assistant=TREE)
 
 
@@ -88,7 +88,7 @@ def test_a_dictionary_that_fits_nothing_is_refused(model, given, match):
 
 
 def test_a_default_that_no_call_could_have_is_refused_at_patch():
-    model = tiny_model()
+    model = shallow_model()
     with pytest.raises(Unsupported, match="assistant 'eagle3' has no head"):
         fastspec.patch(model, assistant="eagle3")
     with pytest.raises(Unsupported, match="is unknown"):
@@ -131,7 +131,7 @@ def test_what_it_cannot_serve_runs_plain(plain, model, name):
 
 
 def test_a_reason_that_differs_in_numbers_alone_is_told_once():
-    model, plain = (tiny_model("mistral", sliding_window=16) for _ in range(2))
+    model, plain = (shallow_model("mistral", sliding_window=16) for _ in range(2))
     fastspec.patch(model, assistant="nasd")
     with pytest.warns(UserWarning, match="default assistant") as told:
         for length in (9, 10):
@@ -142,7 +142,7 @@ def test_a_reason_that_differs_in_numbers_alone_is_told_once():
 
 def test_a_streamer_hears_a_call_once_that_is_left_to_transformers_late():
     """What is refused behind transformers' preparation goes on there: the streamer has the prompt already."""
-    model, plain = fastspec.patch(tiny_model(), assistant="nasd"), tiny_model()
+    model, plain = fastspec.patch(shallow_model(), assistant="nasd"), shallow_model()
     inputs, heard = prompts(6), []  # type: dict[str, torch.Tensor], list[Any]
     inputs["attention_mask"][0, -1] = 0  # padding on the right: seen when the call is made
 
@@ -199,8 +199,8 @@ def test_no_name_stands_for_the_default(model):
 
 def test_a_cascade_that_a_stage_refuses_runs_plain():
     """Late: the first stage has answered. The streamer hears the call once."""
-    large = tiny_model("mistral", sliding_window=16)
-    small = tiny_model(num_hidden_layers=2)
+    large = shallow_model("mistral", sliding_window=16)
+    small = shallow_model(num_hidden_layers=2)
     cascade = fastspec.Cascade(
         stages=[fastspec.Stage(small, name="small")], predictor=trained(("small", "large")), costs=[1.0, 2.0], label="large",
         thresholds=(1.0,),
@@ -216,7 +216,7 @@ def test_a_cascade_that_a_stage_refuses_runs_plain():
             heard.append("end")
 
     options = {**prompts(6), "max_new_tokens": 20, "do_sample": False}
-    want = tiny_model("mistral", sliding_window=16).generate(**options, streamer=Told())
+    want = shallow_model("mistral", sliding_window=16).generate(**options, streamer=Told())
     expected, heard = heard, []
     with pytest.warns(UserWarning, match="default assistant cannot serve this call.*window of 16 tokens"):
         assert large.generate(**options, streamer=Told()).tolist() == want.tolist()

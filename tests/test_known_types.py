@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import pytest
-from helpers_generate import LENGTH, TREE, free, prompts, stats
-from helpers_models import tiny_head, tiny_model
+from helpers_generate import LENGTH, TREE, free, prompts, shallow_model, stats
+from helpers_models import tiny_head
 from test_text_draft import TARGET
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as lp
@@ -50,8 +50,8 @@ MADE: dict[type, Any] = {
 @pytest.fixture(scope="module")
 def both():
     """(the unpatched model, the same patched)."""
-    model = tiny_model()
-    return tiny_model(), fastspec.patch(model, eagle3=tiny_head(model))
+    model = shallow_model()
+    return shallow_model(), fastspec.patch(model, eagle3=tiny_head(model))
 
 
 def test_every_type_of_the_table_is_here():

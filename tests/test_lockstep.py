@@ -123,7 +123,7 @@ def stopping(plain: Any, inputs: dict[str, Tensor]) -> list[int]:
 
 
 @pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
-@pytest.mark.parametrize("lengths", [(6,), (4, 9), (7, 3, 5, 5)], ids=len)
+@pytest.mark.parametrize("lengths", [(6,), pytest.param((4, 9), marks=pytest.mark.slow), (7, 3, 5, 5)], ids=len)
 def test_every_call_is_one_of_plain_decoding(both, plainly, place, lengths, assistant):
     """With end tokens, after which rows are padded, and without any, where rows go on until all have ended."""
     model, inputs = both[1], prompts(place, *lengths)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import TREE, prompts, stats
-from helpers_models import tiny_head, tiny_model
+from helpers_generate import TREE, prompts, shallow_model, stats
+from helpers_models import tiny_head
 from transformers import DynamicCache
 
 import fastspec
@@ -50,7 +50,7 @@ def behind(adapted: Adapted, inputs: dict[str, torch.Tensor]) -> Any:
     """Plain decoding behind the virtual tokens, as behind a cache: the mask counts them."""
     rows = len(inputs["input_ids"])
     mask = torch.cat((torch.ones(rows, 3, dtype=torch.long), inputs["attention_mask"]), 1)
-    return tiny_model().generate(inputs["input_ids"], attention_mask=mask, past_key_values=adapted.held(rows), **OPTIONS)
+    return shallow_model().generate(inputs["input_ids"], attention_mask=mask, past_key_values=adapted.held(rows), **OPTIONS)
 
 
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE], ids=str)
@@ -58,7 +58,7 @@ def behind(adapted: Adapted, inputs: dict[str, torch.Tensor]) -> Any:
     ("kind", "lengths"), [("PREFIX_TUNING", (6,)), ("PREFIX_TUNING", (5, 2, 3)), ("PROMPT_TUNING", (6,)), ("P_TUNING", (4, 4))]
 )  # fmt: skip
 def test_prompts_begin_behind_virtual_tokens(assistant, kind, lengths):
-    model, inputs = tiny_model(), prompts(*lengths)
+    model, inputs = shallow_model(), prompts(*lengths)
     fastspec.patch(model, eagle3=tiny_head(model))
     adapted = Adapted(model, kind)
     want = behind(adapted, inputs)
@@ -69,9 +69,9 @@ def test_prompts_begin_behind_virtual_tokens(assistant, kind, lengths):
 
 
 def test_an_adapter_of_weights_has_no_say_in_the_inputs():
-    model = fastspec.patch(tiny_model())
+    model = fastspec.patch(shallow_model())
     out = Adapted(model, "LORA", learns=False).generate(**prompts(6, 3), **OPTIONS, assistant="nasd")
-    assert out.tolist() == tiny_model().generate(**prompts(6, 3), **OPTIONS).tolist() and stats(model).assistant == "nasd"
+    assert out.tolist() == shallow_model().generate(**prompts(6, 3), **OPTIONS).tolist() and stats(model).assistant == "nasd"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_an_adapter_of_weights_has_no_say_in_the_inputs():
     ],
 )
 def test_what_would_differ_is_refused(kind, config, call, match):
-    model = fastspec.patch(tiny_model())
+    model = fastspec.patch(shallow_model())
     more = {"assistant": "nasd", **{name: value for name, value in call.items() if name != "past"}}
     if "past" in call:
         cache = DynamicCache(config=model.config)
@@ -101,7 +101,7 @@ def test_what_would_differ_is_refused(kind, config, call, match):
 @pytest.mark.parametrize("kind", ["PREFIX_TUNING", "PROMPT_TUNING"])
 def test_a_call_that_is_refused_late_leaves_the_cache_as_it_was(kind):
     """A default's call goes on in plain decoding with that cache."""
-    model = fastspec.patch(tiny_model("mistral", sliding_window=16))
+    model = fastspec.patch(shallow_model("mistral", sliding_window=16))
     cache = DynamicCache(config=model.config)
     with pytest.raises(Unsupported, match="window of 16 tokens"):
         Adapted(model, kind).generate(**prompts(6), max_new_tokens=30, past_key_values=cache, assistant="nasd")

@@ -262,8 +262,13 @@ def law(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], length: 
     return merged
 
 
-@pytest.mark.parametrize("kind", ["t5", "marian"])
-@pytest.mark.parametrize("case", ["all four", "history"])
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        ("t5", "all four"), ("marian", "history"), pytest.param("t5", "history", marks=pytest.mark.slow),
+        pytest.param("marian", "all four", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("assistant", ["nasd", fastspec.Speculative(gamma=2), fastspec.Speculative(gamma=2, branches=2)], ids=str)
 def test_the_law_of_short_texts(kind, case, assistant):
     model, inputs = pair_of(kind)[1], sources(5)

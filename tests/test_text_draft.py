@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import bigram, prompts, same, stats
-from helpers_models import tiny_model
+from helpers_generate import bigram, prompts, same, shallow_model, stats
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
@@ -46,11 +45,11 @@ DRAFT = tokenizer(LETTERS[::-1], [("b", "c"), ("a", "bc"), ("z", "z")])
 
 
 @pytest.mark.parametrize("config", [Speculative(gamma=3), Speculative(most=5)], ids=str)
-@pytest.mark.parametrize("make", [tiny_model, bigram])
+@pytest.mark.parametrize("make", [shallow_model, bigram])
 def test_the_tokens_are_the_targets(make, config):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
-        model = fastspec.patch(make(), speculative=(tiny_model(seed=2, vocab_size=93), DRAFT, TARGET))
+        model = fastspec.patch(make(), speculative=(shallow_model(seed=2, vocab_size=93), DRAFT, TARGET))
     for lengths in ((7,), (3, 9, 17)):
         same((make(), model), config, prompts(*lengths), eos_token_id=[5, 40])
     assert stats(model).drafted > 0
@@ -114,7 +113,7 @@ def test_the_continuation_is_encoded_with_the_text_before_it():
 
 def test_reading_texts_anew_is_part_of_the_price():
     """A round's, whatever it drafts; a number that was asked for is kept to."""
-    target, draft = tiny_model(), tiny_model(seed=2, num_hidden_layers=1, vocab_size=93)
+    target, draft = shallow_model(), shallow_model(seed=2, num_hidden_layers=1, vocab_size=93)
     decoding = TextDecoding(Speculative(most=5), target, Pair(draft, DRAFT, TARGET))
     length = decoding.drafter(rows=1, capacity=20, device="cpu", ops=TORCH, process=None).length
     price = check(target, "cpu", 1) + COSTS["cpu"].reread / pass_ms(COSTS["cpu"], target) + 2 * cost(draft, target, "cpu")
@@ -167,11 +166,11 @@ def test_a_text_beyond_the_room_is_not_drafted_for():
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(Unsupported, match="give both tokenizers"):
-        fastspec.patch(tiny_model(), speculative=tiny_model(vocab_size=3000))
+        fastspec.patch(shallow_model(), speculative=shallow_model(vocab_size=3000))
     with pytest.raises(Unsupported, match=r"speculative=\(draft_model, draft_tokenizer, tokenizer\)"):
-        fastspec.patch(tiny_model(), speculative=(tiny_model(), DRAFT))
+        fastspec.patch(shallow_model(), speculative=(shallow_model(), DRAFT))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
-        model = fastspec.patch(tiny_model(), speculative=(tiny_model(seed=2), DRAFT, TARGET))
+        model = fastspec.patch(shallow_model(), speculative=(shallow_model(seed=2), DRAFT, TARGET))
     with pytest.raises(Unsupported, match="chains"):
         model.generate(**prompts(3), assistant=Speculative(branches=2))

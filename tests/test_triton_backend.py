@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_generate import MAKERS, TREE, prompts, seer1
+from helpers_generate import MAKERS, SHALLOW, TREE, prompts, seer1
 from helpers_models import tiny_head, tiny_model
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def moved(inputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 def test_every_family_says_in_fp32_what_the_unpatched_model_says(family, device):
     model = tiny_model(family, num_hidden_layers=2, num_attention_heads=4).to(device)
     inputs = moved(prompts(3, 7), device)
-    options = {"do_sample": False, "max_new_tokens": 4}
+    options = {"do_sample": False, "max_new_tokens": 4 if device == "cuda" else 3}  # the second round reads what the first one kept
     expected = model.generate(**inputs, **options)
     with fastspec.patched(model, eagle3=tiny_head(model).to(device), backend="triton"):
         for assistant in ("autoregressive", SMALL) if device == "cuda" or family == "qwen2" else (SMALL,):
@@ -52,7 +52,7 @@ def test_every_family_says_in_fp32_what_the_unpatched_model_says(family, device)
 @EVERYWHERE
 def test_the_backend_s_ops_are_called(device):
     target, head = MAKERS["bigram"]
-    model = target().to(device)
+    model = target(**SHALLOW).to(device)
     inputs = moved(prompts(3, 5), device)
     options = {"do_sample": False, "max_new_tokens": 8 if device == "cpu" else 20}
     expected = model.generate(**inputs, **options)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import prompts, stats
-from helpers_models import tiny_model
+from helpers_generate import prompts, shallow_model, stats
 
 import fastspec
 
@@ -40,8 +39,8 @@ def as_trl(model: Any, module: str = "trl.trainer.utils") -> Any:
 
 
 def test_a_forward_that_calls_the_original_keeps_the_adapter():
-    plain = tiny_model().generate(**prompts(6, 3), **OPTIONS).tolist()
-    for model in (as_trl(tiny_model()), as_trl(as_trl(tiny_model()))):
+    plain = shallow_model().generate(**prompts(6, 3), **OPTIONS).tolist()
+    for model in (as_trl(shallow_model()), as_trl(as_trl(shallow_model()))):
         fastspec.patch(model)
         assert fastspec.report(model).mode == "adapter llama"
         with warnings.catch_warnings():
@@ -52,10 +51,10 @@ def test_a_forward_that_calls_the_original_keeps_the_adapter():
 def test_accelerates_conversion_keeps_the_adapter_and_its_autocast_does_not():
     from accelerate.utils import convert_outputs_to_fp32
 
-    model = tiny_model()
+    model = shallow_model()
     model.forward = convert_outputs_to_fp32(model.forward)
     assert fastspec.report(fastspec.patch(model)).mode == "adapter llama"
-    model = tiny_model()
+    model = shallow_model()
     model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
     assert fastspec.report(fastspec.patch(model)).mode.startswith("generic (LlamaForCausalLM has a forward of someone else's (")
 
@@ -65,7 +64,7 @@ def test_a_model_that_accelerate_runs_in_bf16_is_drafted_for():
     import torch
     from accelerate.utils import convert_outputs_to_fp32
 
-    model = tiny_model(num_hidden_layers=2)
+    model = shallow_model(num_hidden_layers=2)
     model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
     with fastspec.patched(model, assistant="nasd"):
         model.generate(**prompts(6), **OPTIONS)
@@ -80,20 +79,20 @@ def test_a_model_that_accelerate_unwrapped_keeps_the_adapter():
 
     try:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-        model = accelerator.unwrap_model(accelerator.prepare(as_trl(tiny_model())), keep_fp32_wrapper=False)
+        model = accelerator.unwrap_model(accelerator.prepare(as_trl(shallow_model())), keep_fp32_wrapper=False)
     finally:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
     assert model.forward.__func__ is not type(model).forward
     assert fastspec.report(fastspec.patch(model)).mode == "adapter llama"
-    plain = tiny_model().generate(**prompts(6), **OPTIONS)
+    plain = shallow_model().generate(**prompts(6), **OPTIONS)
     assert torch.equal(model.generate(**prompts(6), **OPTIONS, assistant="nasd"), plain)
 
 
 @pytest.mark.parametrize("level", ["of the same shape", "on an instance", "on a layer"])
 def test_a_forward_of_someone_elses_is_named_once(level):
     """Also one that looks like the original from outside: `functools.wraps` copies names."""
-    model, want = tiny_model(), tiny_model().generate(**prompts(6), **OPTIONS).tolist()
+    model, want = shallow_model(), shallow_model().generate(**prompts(6), **OPTIONS).tolist()
     if level == "of the same shape":
         as_trl(model, "mine")
     else:
@@ -121,7 +120,7 @@ def test_a_wrapped_model_is_patched_inside(wrap):
         def get_base_model(self) -> Any:
             return self.base
 
-    model = tiny_model()
+    model = shallow_model()
     wrapped = Peft(model) if wrap in ("peft", "both") else model
     wrapped = torch.compile(wrapped) if wrap in ("compile", "both") else wrapped
     wrapped = torch.nn.DataParallel(wrapped) if wrap == "data parallel" else wrapped
@@ -135,8 +134,8 @@ def test_a_wrapped_model_is_patched_inside(wrap):
 
 
 def test_a_compiled_model_generates_through_its_wrapper():
-    wrapped = fastspec.patch(torch.compile(tiny_model()), assistant="nasd")
-    assert wrapped.generate(**prompts(6, 3), **OPTIONS).tolist() == tiny_model().generate(**prompts(6, 3), **OPTIONS).tolist()
+    wrapped = fastspec.patch(torch.compile(shallow_model()), assistant="nasd")
+    assert wrapped.generate(**prompts(6, 3), **OPTIONS).tolist() == shallow_model().generate(**prompts(6, 3), **OPTIONS).tolist()
     assert fastspec.report(wrapped).last.rounds
 
 
