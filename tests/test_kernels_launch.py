@@ -28,8 +28,9 @@ ON_GPU = torch.cuda.is_available()
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="no CUDA device")])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 # The products let dependents start before their own wait: see the last paragraph of launch.py, and their tests.
-PRODUCTS = ("linear", "linear_row", "linear_parts", "hopper_linear")
-FILES = [p for p in sorted(Path(launch.__file__).parent.glob("*.py")) if "import dependent" in p.read_text() and p.stem not in PRODUCTS]
+KERNELS = Path(launch.__file__).parent
+PRODUCTS = {KERNELS / "linear" / f"{name}.py" for name in ("linear", "row", "parts", "hopper")}
+FILES = [path for path in sorted(KERNELS.rglob("*.py")) if "import dependent" in path.read_text() and path not in PRODUCTS]
 BEFORE_THE_WAIT = {"tl.load(p_weight"}  # the weights of a norm: the only memory that is read before
 
 
@@ -74,9 +75,10 @@ def test_every_kernel_waits_before_it_touches_memory(path):
 
 
 def test_the_rule_is_looked_for_in_all_files():
-    found = {path.stem for path in FILES}
-    assert {"rms_norm", "swiglu", "rope_cache", "kv_block_copy", "experts", "topk_expand", "tree_build"} < found
-    assert {"tree_attention", "few_attention", "attention_parts", "next_frontier", "head_input"} < found
+    found = {path.relative_to(KERNELS).as_posix().removesuffix(".py") for path in FILES}
+    assert {"layer/rms_norm", "linear/swiglu", "layer/rope_cache", "cache/kv_block_copy", "linear/experts", "drafting/topk_expand"} < found
+    assert {"attention/tree", "attention/few", "attention/parts", "drafting/next_frontier", "drafting/head_input"} < found
+    assert all(path.exists() for path in PRODUCTS)
 
 
 @pytest.mark.parametrize(("shape", "begin", "bytes_"), [((4, 64), 0, 128), ((4, 512), 0, 512), ((4, 60), 0, 0), ((4, 64), 1, 0)])
