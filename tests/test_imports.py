@@ -80,3 +80,14 @@ def within(path: Path, paths: dict[str, Path]) -> set[str]:
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     return {name if name in paths else name.rpartition(".")[0] for name in names} & set(paths)
+
+
+def test_what_runs_on_the_host_is_typed() -> None:
+    """Every function of the kernels but those that are compiled, which mypy cannot be asked about apart from them."""
+    for path in sorted((ROOT / "kernels").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and not any("jit" in ast.dump(each) for each in node.decorator_list):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                untyped = [each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")]
+                assert not untyped and node.returns is not None, f"{path}:{node.lineno}"

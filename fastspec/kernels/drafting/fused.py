@@ -228,7 +228,7 @@ def _multiprocessors(device: torch.device) -> tuple[int, int]:
 
 
 def _power(count: int, least: int = 1) -> int:
-    return max(least, triton.next_power_of_2(count))
+    return max(least, int(triton.next_power_of_2(count)))
 
 
 def _parts(tiles: int, steps: int, programs: int) -> int:

@@ -146,4 +146,4 @@ def rope_cache(
 
 def _warps(size: int) -> int:
     """16 bytes of half precision per thread in each half of HEADS heads."""
-    return min(8, max(1, HEADS * triton.next_power_of_2(size) // 2 // 256))
+    return min(8, max(1, HEADS * int(triton.next_power_of_2(size)) // 2 // 256))

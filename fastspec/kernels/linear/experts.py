@@ -251,4 +251,4 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: T
 
 
 def _depth(launch: Launch, depth: int) -> int:
-    return min(launch.depth, max(16, triton.next_power_of_2(depth)))
+    return min(launch.depth, max(16, int(triton.next_power_of_2(depth))))

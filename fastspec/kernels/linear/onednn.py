@@ -26,6 +26,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     product = torch.ops.mkldnn._linear_pointwise
     if len(rows) > FEW_ROWS:
-        return product(rows, weight, bias, "none", [], "").view(*x.shape[:-1], -1)
-    out = product(weight, rows, None, "none", [], "").t().view(*x.shape[:-1], -1)
+        many: Tensor = product(rows, weight, bias, "none", [], "").view(*x.shape[:-1], -1)
+        return many
+    out: Tensor = product(weight, rows, None, "none", [], "").t().view(*x.shape[:-1], -1)
     return out if bias is None else out + bias
