@@ -81,14 +81,14 @@ def test_a_small_head_is_drafted_with_in_one_launch_at_batch_1(monkeypatch):
         assert drafter.fused == fused
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_user_chooses_how_a_draft_phase_is_launched(rows):
+@pytest.mark.parametrize(("rows", "choices"), [(1, (True, False, None)), pytest.param(3, (True,), marks=pytest.mark.slow)])
+def test_a_user_chooses_how_a_draft_phase_is_launched(rows, choices):
     """In one launch, also in batches, in separate kernels, or as fastspec would; the tokens are the same."""
-    plain, model = tiny_model(), tiny_model()
-    inputs, options = prompts(*[4, 3][:rows]), {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None}
+    plain, model = tiny_model(num_hidden_layers=3), tiny_model(num_hidden_layers=3)
+    inputs, options = prompts(*[3, 4, 2][:rows]), {"do_sample": False, "max_new_tokens": 3, "eos_token_id": None}
     want = plain.generate(**inputs, **options).tolist()
     fastspec.patch(model, eagle3=tiny_head(model), backend="triton")
-    for fused in (True, False, None):
+    for fused in choices:
         assistant = fastspec.Eagle3(total_tokens=4, depth=1, top_k=2, fused=fused)
         assert model.generate(**inputs, **options, assistant=assistant).tolist() == want
         report = fastspec.report(model)
