@@ -147,6 +147,7 @@ def test_sampled_texts_follow_the_targets_law(sampled, case, assistant):
     assert evidence(sampled, CASES[case], assistant) > SIGNIFICANCE
 
 
+@pytest.mark.slow
 def test_a_wrong_q_is_found(sampled, monkeypatch):
     def wrong(probs: torch.Tensor, noise: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         ids, q = draw_distinct(probs, noise, count)

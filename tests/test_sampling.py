@@ -95,7 +95,13 @@ def padded(text: tuple[int, ...]) -> tuple[int, ...]:
     return text[: text.index(0)] + (0,) * (len(text) - text.index(0)) if 0 in text else text
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+APART = "top-p", "min-p"
+"""Parts of "all four", and enumerated in test_kernels_law.py: sampled in `make test-slow` alone."""
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param(options, id=name, marks=pytest.mark.slow if name in APART else []) for name, options in CASES.items()]
+)
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
 def test_the_law_of_short_texts(model, options, assistant):
     ids = torch.tensor([[17, 44, 61, 9]])
