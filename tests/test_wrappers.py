@@ -77,6 +77,8 @@ def test_a_model_that_accelerate_unwrapped_keeps_the_adapter():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    for state in (AcceleratorState, GradientState, PartialState):  # of the training tests, where one process runs them before
+        state._reset_state()
     try:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         model = accelerator.unwrap_model(accelerator.prepare(as_trl(shallow_model())), keep_fp32_wrapper=False)
