@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow  # of a script that is run by hand
 
 
 def test_rows_of_small_texts(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     storage = importlib.import_module("storage")
     out = tmp_path / "rows.jsonl"
     storage.main(["--sizes", "70", "700", "--out", str(out)])
@@ -27,7 +27,7 @@ def test_rows_of_small_texts(tmp_path, monkeypatch):
 
 
 def test_words_are_numbered_as_they_occur(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     storage = importlib.import_module("storage")
     (tmp_path / "a.md").write_text("one two, one")
     (tmp_path / "b.py").write_text("two\n  three")

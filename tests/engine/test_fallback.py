@@ -11,7 +11,7 @@ from helpers_captured import stand_in
 from helpers_generate import bigram, same, stats
 from helpers_generate import prompts as make_prompts
 from helpers_models import tiny_model
-from test_text_draft import DRAFT, TARGET
+from test_retokenized import DRAFT, TARGET
 
 import fastspec
 from fastspec import Speculative

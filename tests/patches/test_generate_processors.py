@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import test_captured
+import test_schedules as test_captured
 import torch
 from helpers_generate import LENGTH, NEVER, Oracle, free, prompts, same, stats
 from helpers_models import tiny_model

@@ -29,7 +29,7 @@ VERSIONS = {"torch", "triton", "transformers", "fastspec", "commit"}
 def script() -> Any:
     """The benchmark as a module, whose folder is on the path only while it is imported."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
         return importlib.import_module("acceptance")
 
 

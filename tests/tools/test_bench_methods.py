@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from test_bench import quick  # noqa: F401
-from test_text_draft import DRAFT, TARGET
+from test_retokenized import DRAFT, TARGET
 from typer.testing import CliRunner
 
 from fastspec.bench import measure, methods, run_bench

@@ -12,7 +12,7 @@ import pytest
 
 from fastspec.kernels import launch
 
-SCRIPT = Path(__file__).with_name("compile_targets.py")
+SCRIPT = Path(__file__).parents[1] / "compile_targets.py"
 TARGETS = [80, 86, 89, 90, 100, 120]
 TRITON = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 

@@ -13,7 +13,7 @@ from helpers_examples import examples
 from helpers_generate import prompts, shallow_model
 from hypothesis import given
 from hypothesis import strategies as st
-from test_text_draft import DRAFT, TARGET
+from test_retokenized import DRAFT, TARGET
 from transformers import GenerationConfig
 
 import fastspec

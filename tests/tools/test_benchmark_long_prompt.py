@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow  # of a script that is run by hand
 
 
 def test_rows_of_a_tiny_model(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     long_prompt = importlib.import_module("long_prompt")
     out = tmp_path / "rows.jsonl"
     long_prompt.main(["--shape", "tiny", "--prompts", "70", "33", "--tokens", "5", "--peer-most", "70", "--out", str(out)])

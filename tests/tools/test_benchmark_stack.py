@@ -19,7 +19,7 @@ from fastspec.patches.backends import TORCH, counted, triton_ops
 
 pytestmark = pytest.mark.slow  # of a script that is run by hand
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 LAYERS = 2
 TINY = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,

@@ -14,7 +14,7 @@ import torch
 from helpers_captured import Stand, stand_in
 from helpers_generate import EAGLE1, MAKERS, TREE, prompts
 from helpers_models import tiny_head, tiny_model
-from test_text_draft import DRAFT, TARGET
+from test_retokenized import DRAFT, TARGET
 
 import fastspec
 from fastspec.generation.drafters.base import Place

@@ -17,8 +17,8 @@ from helpers_generate import SHALLOW, bigram, kept, prompts, same, stats
 from helpers_models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from test_retokenized import DRAFT, TARGET
 from test_sampling import CASES, check_law
-from test_text_draft import DRAFT, TARGET
 
 import fastspec
 from fastspec import Speculative

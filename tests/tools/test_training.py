@@ -195,7 +195,7 @@ def test_two_processes_share_the_batches_and_the_weights(tmp_path: Path) -> None
     (tmp_path / "two.py").write_text(TWO)
     whole_run(tmp_path, "head")  # writes the prompts before two processes do
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(tmp_path / "two.py"), str(Path(__file__).parent), str(tmp_path)]
+    command = [*launch, str(tmp_path / "two.py"), str(Path(__file__).parents[1]), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "ACCELERATE_USE_CPU": "true"})
     assert ended.returncode == 0, ended.stderr[-3000:]
     (seen0, losses0, head0, _), (seen1, _, head1, where) = (torch.load(tmp_path / f"rank{i}.pt") for i in (0, 1))

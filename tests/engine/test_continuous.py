@@ -13,8 +13,8 @@ from helpers_cascade import cascaded, stages
 from helpers_generate import MAKERS, TREE, free, stats
 from helpers_models import tiny_head, tiny_model
 from helpers_seq2seq import sources, tiny_seq2seq
+from test_fallback import ON_CUDA, prompts, soon_out
 from test_generate_streams import Recorder
-from test_sitting_out import ON_CUDA, prompts, soon_out
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported

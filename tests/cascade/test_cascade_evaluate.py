@@ -35,7 +35,7 @@ from fastspec.cascade.evaluate import (
 from fastspec.cascade.records import Record, Records, Writer, read, rewrite, table
 from fastspec.errors import CheckpointError, Unsupported
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Sums of at most some hundred float64 numbers below 1e4: an error of about n * eps * 1e4 < 1e-9.
 NEAR = {"rtol": 0, "atol": 1e-9}
 

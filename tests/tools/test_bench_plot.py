@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fastspec.bench.methods import PEERS
 
 pytest.importorskip("matplotlib")
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 METHODS = (*PEERS, "autoregressive", "speculative", "nasd", "eagle", "eagle2", "eagle3", "someones-own")
 WHERE = {"model": "m", "device": "cpu", "dtype": "float32", "threads": 2, "batch": 1, "max_new_tokens": 9}
 

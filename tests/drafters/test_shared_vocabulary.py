@@ -16,8 +16,8 @@ from helpers_generate import prompts, stats
 from helpers_models import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_retokenized import DRAFT, TARGET, tokenizer
 from test_sampling import CASES, check_law
-from test_text_draft import DRAFT, TARGET, tokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor

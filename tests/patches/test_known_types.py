@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers_generate import LENGTH, TREE, free, prompts, shallow_model, stats
 from helpers_models import tiny_head
-from test_text_draft import TARGET
+from test_retokenized import TARGET
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc

@@ -25,7 +25,7 @@ TOP_K = 4
 """So few texts that begin alike are many then, and a position is judged after each of them."""
 SIGNIFICANCE = 1e-4
 """Under which a position fails: 23 cases of three to five positions, so that a right build fails a fresh seed in one of a hundred runs."""
-FOLDER = str(Path(__file__).parents[1] / "benchmarks")
+FOLDER = str(Path(__file__).parents[2] / "benchmarks")
 with pytest.MonkeyPatch.context() as path:
     path.syspath_prepend(FOLDER)
     lossless, drafts = (importlib.import_module(name) for name in ("lossless", "drafts"))

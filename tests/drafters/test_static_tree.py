@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_drafter import EXACT, drawn, forward, head_of
+from test_dynamic_tree import EXACT, drawn, forward, head_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

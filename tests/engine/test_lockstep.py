@@ -10,7 +10,7 @@ from helpers_captured import stand_in
 from helpers_generate import LENGTH, MAKERS, NEVER, SHALLOW, TREE, Oracle, free, kept, stats
 from helpers_models import tiny_head, tiny_model
 from helpers_seq2seq import sources, tiny_seq2seq
-from test_sitting_out import ON_CUDA, prompts
+from test_fallback import ON_CUDA, prompts
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria, SynthIDTextWatermarkingConfig, WatermarkingConfig
 

@@ -11,7 +11,7 @@ from helpers_generate import NEVER, answer, same, stats
 from helpers_seq2seq import pair_of, patched, sources, tiny_seq2seq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_adapters import trees
+from test_families import trees
 from test_sampling import CASES, SIGNIFICANCE, p_value, padded, processors
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer

@@ -15,7 +15,7 @@ from helpers_generate import prompts, shallow_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from test_text_draft import DRAFT, LETTERS, TARGET, tokenizer
+from test_retokenized import DRAFT, LETTERS, TARGET, tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 

@@ -25,7 +25,7 @@ EXPERTS = 6 * 8 * 3 * 64 * 96 * 4  # layers, experts, gate, up and down, fp32
 def script() -> Any:
     """The benchmark as a module, whose folder is on the path only while it is imported."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
         return importlib.import_module("full_size")
 
 
