@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,3 +92,14 @@ def test_what_runs_on_the_host_is_typed() -> None:
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 untyped = [each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")]
                 assert not untyped and node.returns is not None, f"{path}:{node.lineno}"
+
+
+def test_files_that_the_sources_name_are_there() -> None:
+    """Beside the file that names them, in the package, or in the repository."""
+    missing = [
+        f"{path.relative_to(ROOT)} names {name}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for name in re.findall(r"(?<![\w/.{*])[\w/]*\w\.py\b", path.read_text(encoding="utf-8"))
+        if not any((where / name).exists() for where in (path.parent, ROOT, ROOT.parent))
+    ]
+    assert not missing, "\n".join(missing)

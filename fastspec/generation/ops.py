@@ -22,7 +22,7 @@ class FusedDrafting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The kernels of one backend; the `reference.py` of their group in `fastspec.kernels` says what each computes."""
+    """The kernels of one backend; the reference of their group in `fastspec.kernels` says what each computes."""
 
     name: str
     attention_layout: Callable[..., object]

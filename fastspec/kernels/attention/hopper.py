@@ -1,13 +1,13 @@
 """Tree attention over a long prefix on Hopper, at the speed of its tensor cores: warps that load, and two groups of warps that compute.
 
-Names are those of tree_attention.py. A tile has two halves of BLOCK_M matrix rows, each with a group of four warps; one more warp brings
+Names are those of tree.py. A tile has two halves of BLOCK_M matrix rows, each with a group of four warps; one more warp brings
 the full blocks of the prefix through tensor descriptors (a line is a slot, so a cache of any strides that are multiples of a slot's will
 do), and both halves read them from shared memory. Within a half the sums of the block before run while the softmax of this one is taken.
 What is masked, the end of the prefix and the tail, goes to the last program of a tile, whose halves load it by pointers: slots that nobody
 sees may hold anything, and 0 * nan is nan.
 
 The division of work is that of Shah et al., FlashAttention-3 (2024), without its turns between the groups; Triton alone waits for a block's
-scores before it does anything else. Gluon has no interpreter: this kernel is tested on the GPU alone, tree_attention.py is its reference.
+scores before it does anything else. Gluon has no interpreter: this kernel is tested on the GPU alone, tree.py is its reference.
 """
 
 from __future__ import annotations

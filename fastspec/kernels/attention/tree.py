@@ -4,9 +4,8 @@ B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq
 words. A pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g, cut into tiles of BLOCK_M. A tile's
 slots are cut into blocks of BLOCK_N that are aligned to the end of the prefix, so that a tail block starts at a bit that is a multiple
 of 32: first the full blocks of the prefix (no mask), then the rest at its start and the tail (masked). Up to S programs share the blocks
-of one tile and leave parts for attention_parts.py to merge. All lengths are read on the device: the shares follow them.
-Few queries, plain decoding above all, have a kernel of their own, few_attention.py, and so have trees behind a long prefix on Hopper,
-hopper_attention.py.
+of one tile and leave parts for parts.py to merge. All lengths are read on the device: the shares follow them.
+Few queries, plain decoding above all, have a kernel of their own, few.py, and so have trees behind a long prefix on Hopper, hopper.py.
 """
 
 from __future__ import annotations

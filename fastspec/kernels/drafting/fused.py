@@ -2,7 +2,7 @@
 
 B batch rows, P accepted pairs per row, H hidden size, H_t target width, taps per feature, I feed-forward size, Hq / Hkv query / key
 heads, D head size, E = (Hq + 2 * Hkv) * D, C cache slots, V draft vocabulary, TOP children per node, M = TOP + depth * TOP ** 2
-candidates. Every weight is read once per pass, in tiles dealt to all programs; grid barriers part the phases (drafter_phases.py).
+candidates. Every weight is read once per pass, in tiles dealt to all programs; grid barriers part the phases (fused_phases.py).
 """
 
 from __future__ import annotations

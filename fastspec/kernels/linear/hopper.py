@@ -3,7 +3,7 @@
 R rows, K input channels, M output channels, S parts; weights [M, K], or [2 * M, K] with a gate and an up-projection. A program takes BM
 output channels and one part of the depth, in steps of BK. Nobody writes weights, so a program asks for its first AHEAD steps of them,
 through tensor descriptors and into shared memory, while it still waits for its rows; Triton cannot part the two, so this is in Gluon. The
-sums are those of linear.py and linear_parts.py in their order, to the bit. Gluon has no interpreter: tested on the GPU alone.
+sums are those of linear.py and parts.py in their order, to the bit. Gluon has no interpreter: tested on the GPU alone.
 """
 
 from __future__ import annotations

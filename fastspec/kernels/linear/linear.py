@@ -2,8 +2,7 @@
 
 R rows, K input channels, M output channels. A program takes BM output channels and their whole depth, in steps of BK. A tile [BM, BK] of
 the weights is the left operand of the product, so that the tensor cores' 64 (or 16) lines are output channels and their narrow side is BR,
-the rows padded to a power of 2. One row has a kernel of its own, linear_row.py, and so have few rows or few weights on
-Hopper, hopper_linear.py.
+the rows padded to a power of 2. One row has a kernel of its own, row.py, and so have few rows or few weights on Hopper, hopper.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""EAGLE-1's drafting: a static tree, the same in every round, on the cache of true features of `drafter.py`.
+"""EAGLE-1's drafting: a static tree, the same in every round, on the cache of true features of `head_drafter.py`.
 
 EAGLE (arXiv 2401.15077, section 4). Which nodes the tree has is fixed by their child ranks; only their tokens
 change. A level costs one pass of the head over just those of its nodes that have children; the root's children come from the
