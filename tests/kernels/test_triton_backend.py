@@ -96,15 +96,15 @@ def test_a_user_chooses_how_a_draft_phase_is_launched(rows, choices):
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    ({"top_k": 17}, "top_k=17 is more than the 16 children"), ({"backend": "torch"}, "'torch' has no kernel for it"),
+    ({"top_k": 17}, "up to 16 children of a node, not top_k=17"), ({"backend": "torch"}, "'torch' has no kernel for it"),
     ({"qk_norm": True}, "this head is HeadConfig"),
 ], ids=["top_k", "backend", "head"])  # fmt: skip
 def test_one_launch_that_cannot_be_is_refused_with_the_reason(change, reason):
     model = tiny_model()
-    backend, top_k = change.pop("backend", "triton"), change.pop("top_k", 2)
-    fastspec.patch(model, eagle3=tiny_head(model, **change), backend=backend)
+    sizes = {name: value for name, value in change.items() if name == "qk_norm"}
+    fastspec.patch(model, eagle3=tiny_head(model, **sizes), backend=change.get("backend", "triton"))
     with pytest.raises(fastspec.Unsupported, match=rf"fused=True asks for: .*{reason}"):
-        model.generate(**prompts(4), max_new_tokens=3, assistant=fastspec.Eagle3(depth=1, top_k=top_k, fused=True))
+        model.generate(**prompts(4), max_new_tokens=3, assistant=fastspec.Eagle3(depth=1, top_k=change.get("top_k", 2), fused=True))
     for wrong in (1, "yes"):
         with pytest.raises(fastspec.Unsupported, match=r"fused=.*; accepted are True, False and None"):
             fastspec.Eagle2(fused=wrong)

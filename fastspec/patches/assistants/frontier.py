@@ -10,7 +10,7 @@ from torch import Tensor
 from fastspec.config import TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
-from fastspec.generation.drafters.eagle.fused import FUSED_TOP_K
+from fastspec.generation.drafters.eagle.fused import why_separate
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import choose_backend
@@ -42,18 +42,10 @@ def frontier_generate(
         )
     if shape.top_k > config.draft_vocab_size:
         raise Unsupported(f"frontier_generate: top_k={shape.top_k} exceeds the draft vocabulary of {config.draft_vocab_size}")
-    if backend == "triton" and shape.top_k > FUSED_TOP_K:
-        raise Unsupported(
-            f'frontier_generate: backend="triton" expands up to {FUSED_TOP_K} children a node, not top_k={shape.top_k}: use backend="torch"'
-        )
     ops = choose_backend(backend, input_ids.device.type)
     drafter = EagleDrafter(head, shape, rows=rows, capacity=tokens, ops=ops, fused=backend == "triton")
-    if backend == "triton" and not drafter.fused:
-        raise Unsupported(
-            'frontier_generate: backend="triton" runs one-layer EAGLE-3 heads with an LM head of their own, without biases and norms of '
-            "queries, keys or features, of widths in multiples of 16 and a head size that is a power of 2, bound to a plain embedding; "
-            f'this head is {config}: use backend="torch"'
-        )
+    if backend == "triton" and (reason := why_separate(drafter, shape)) is not None:
+        raise Unsupported(f'frontier_generate: backend="triton" grows the tree in one launch, and {reason}: use backend="torch"')
     counts = torch.full((rows,), tokens - 1, dtype=torch.long, device=input_ids.device)
     drafter.begin(input_ids[:, :-1], counts, features, input_ids[:, -1])
     return drafter.propose(tokens)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastspec.config import TreeShape
 from fastspec.generation.drafters.eagle.head_drafter import HeadDrafter
+from fastspec.generation.layers.decoder import is_plain
 
 FUSED_TOP_K = 16
 """Children of a node that the draft phase in one launch expands at most."""
@@ -53,13 +54,15 @@ def why_separate(drafter: HeadDrafter, shape: TreeShape) -> str | None:
     if kernel is None:
         return f'the backend {drafter.ops.name!r} has no kernel for it: fastspec.patch(model, backend="triton") has'
     if shape.top_k > FUSED_TOP_K:
-        return f"top_k={shape.top_k} is more than the {FUSED_TOP_K} children of a node that it expands"
+        return f"it expands up to {FUSED_TOP_K} children of a node, not top_k={shape.top_k}"
     if not kernel.supports(program.config):
         return (
             "it runs one-layer EAGLE-3 heads with an LM head of their own, without biases and norms of queries, keys or features, of "
             f"widths in multiples of 16 and a head size that is a power of 2, and this head is {program.config}"
         )
     embedding = program.head.__dict__["_embed_tokens"]
-    if type(embedding) is not torch.nn.Embedding:
-        return f"the target's embedding is a {type(embedding).__name__}, and no plain one"
+    if embedding is None or not is_plain(embedding, torch.nn.Embedding) or embedding.max_norm is not None:
+        return f"it reads the table of a plain torch.nn.Embedding, without hooks and max_norm, and the target's is {embedding}"
+    if program.weight is None:
+        return f"it reads the weight of a plain LM head, a torch.nn.Linear without hooks, and this head's is {program.vocabulary}"
     return "the head's weights do not lie together in memory: load it anew" if program.packed() is None else None
