@@ -188,17 +188,20 @@ class Launch:
     large_stages: int
 
 
+# By whether elements are fp32, which has no tensor cores (small tiles for the registers' sake): for at most so many tokens; the last takes
+# the rest. For up to 64 tokens an expert's pairs fit in one pass, and two programs' stages (100 KB each) on a multiprocessor.
+_LAUNCHES: dict[bool, tuple[tuple[int, Launch], ...]] = {
+    True: ((16, Launch(32, 32, 16, 16, 4, 3, 3)), (0, Launch(32, 32, 16, 32, 4, 3, 3))),
+    False: (
+        (16, Launch(64, 128, 16, 16, 4, 5, 5)), (32, Launch(64, 128, 16, 32, 4, 5, 4)), (64, Launch(64, 128, 16, 64, 4, 5, 3)),
+        (0, Launch(128, 64, 16, 128, 8, 4, 3)),
+    ),
+}  # fmt: skip
+
+
 def launch_for(tokens: int, dtype: torch.dtype) -> Launch:
-    """For up to 64 tokens an expert's pairs fit in one pass, and two programs' stages (100 KB each) on a multiprocessor."""
-    if dtype == torch.float32:  # no tensor cores: small tiles for the registers' sake
-        return Launch(tile=32, depth=32, small=16, large=16 if tokens <= 16 else 32, warps=4, small_stages=3, large_stages=3)
-    if tokens <= 16:
-        return Launch(tile=64, depth=128, small=16, large=16, warps=4, small_stages=5, large_stages=5)
-    if tokens <= 32:
-        return Launch(tile=64, depth=128, small=16, large=32, warps=4, small_stages=5, large_stages=4)
-    if tokens <= 64:
-        return Launch(tile=64, depth=128, small=16, large=64, warps=4, small_stages=5, large_stages=3)
-    return Launch(tile=128, depth=64, small=16, large=128, warps=8, small_stages=4, large_stages=3)
+    """The launch for so many tokens of a dtype."""
+    return next(launch for most, launch in _LAUNCHES[dtype == torch.float32] if tokens <= most or not most)
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

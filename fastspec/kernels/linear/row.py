@@ -92,13 +92,17 @@ class RowLaunch:
     warps: int
 
 
+# With SwiGLU: for a depth of at most so much; the last takes the rest.
+_GATED = ((1024, RowLaunch(4, 1024, 4)), (2048, RowLaunch(2, 512, 1)), (0, RowLaunch(2, 2048, 4)))
+
+
 def row_launch_for(channels: int, depth: int, swiglu: bool = False) -> RowLaunch:
     """The launch of a row [depth] times `channels` output channels (twice as many weights with swiglu) in half precision.
 
     Found on an H200 by the time of whole stacks of layers, in which kernels overlap (benchmarks/results/stack_h200.jsonl).
     """
     if swiglu:
-        return RowLaunch(4, 1024, 4) if depth <= 1024 else RowLaunch(2, 512, 1) if depth <= 2048 else RowLaunch(2, 2048, 4)
+        return next(launch for most, launch in _GATED if depth <= most or not most)
     if channels >= 65536:
         return RowLaunch(4, 512, 2)
     if depth <= 2048:  # a line at once
