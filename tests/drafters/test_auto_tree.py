@@ -19,7 +19,7 @@ from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.assistants import tree_size
 from fastspec.patches.assistants.tree_size import MOST_POWER, PRIOR, TreeChoice, choose_size, expected_tokens, monotone, power_of
 from fastspec.patches.backends import TORCH
-from fastspec.patches.call import call
+from fastspec.patches.call import assembly
 from fastspec.patches.session import session_of
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
@@ -51,7 +51,7 @@ def measured(monkeypatch) -> list[int]:
         rows.append(request.prompts.shape[0])
         return tree_size.choose_tree(fresh, ops, request, sizes)
 
-    monkeypatch.setattr(call, "choose_tree", spy)
+    monkeypatch.setattr(assembly, "choose_tree", spy)
     return rows
 
 

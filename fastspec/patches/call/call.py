@@ -12,37 +12,28 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.drafters.base import Place
-from fastspec.generation.drafters.given_text import CHUNKS
+from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.engine.call import Request
-from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.loop import decode
-from fastspec.generation.profile import Clock
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.assistants.mixtures import MixedDecoding
-from fastspec.patches.assistants.registry import Continued, EagleDecoding
+from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.assistants.speculative import warn_if_refused
-from fastspec.patches.assistants.tree_size import choose_tree
+from fastspec.patches.call.assembly import Assembly
 from fastspec.patches.call.output import output_of
 from fastspec.patches.call.processors import (
-    CAPTURABLE,
     Ending,
     Streaming,
     are_known,
     make_processors,
     read_settings,
-    signature,
     unknown_types,
 )
 from fastspec.patches.call.refusals import refuse_prompts
 from fastspec.patches.call.steps import PlainSteps
-from fastspec.patches.hf.cache import import_past
 from fastspec.patches.hf.compat import device_of, fill_cache, is_out_of_memory, read_cache
-from fastspec.patches.hf.factory import language_model
-from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
-from fastspec.patches.pool import weights_of
 from fastspec.patches.session import PatchSession
 
 
@@ -53,8 +44,8 @@ class Call:
     """
 
     def __init__(
-        self, model: Any, session: PatchSession, decoding: Any, given: dict[str, Any], ids: Tensor, processors: LogitsProcessorList,
-        criteria: Any, config: Any, model_kwargs: dict[str, Any],
+        self, model: Any, session: PatchSession, decoding: Decoding | Continued, given: dict[str, Any], ids: Tensor,
+        processors: LogitsProcessorList, criteria: Any, config: Any, model_kwargs: dict[str, Any],
     ) -> None:  # fmt: skip
         self.given = decoding if isinstance(decoding, Continued) else Continued(decoding)
         self.model, self.session, self.decoding, self.config, self.processors = model, session, self.given.decoding, config, processors
@@ -153,11 +144,17 @@ class Call:
             keep_scores=bool(wanted and config.output_scores), keep_logits=bool(wanted and config.output_logits),
             answers=self.given.answers, measure=self.given.measure, rows=self.rows, steps=steps,
         )  # fmt: skip
+        assembly = Assembly(
+            self.model, self.session, self.decoding, self.source, self.ops, rows=rows, capacity=self.capacity, ends=self.ending.ends,
+            sample=bool(config.do_sample), process=process_all, processors=self.processors,
+            settings=self._settings(self.request.keep_scores), answers=self.given.answers is not None, measures=self.given.measure,
+            filler=None if steps is None else steps.filler, past=self.past, keep=self.keep[:, : self.past_length],
+        )  # fmt: skip
         with self._memory(rows):
-            self.decoding = self._sized(self.capacity, self.request)
-            self.engine, self.key = self._engine(rows, self.capacity, process_all, self._probs(self.request.keep_scores))
+            self.decoding = assembly.size_trees(self.request)
+            self.engine, self.key = assembly.engine()
         if self.rows is not None:
-            self.request.entry = partial(self._entry, self.engine, self.capacity, process_all if config.do_sample else None)
+            self.request.entry = partial(assembly.entry, self.engine)
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
@@ -197,108 +194,9 @@ class Call:
             return None if self.decoding.reads_source else self.source.text(self.ids)
         return _compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
 
-    def _probs(self, keep_scores: bool) -> SamplingSettings | None:
+    def _settings(self, keep_scores: bool) -> SamplingSettings | None:
         """The settings that rounds draw under without processing scores, where the call samples and nobody asks for processed ones."""
         return read_settings(self.processors) if self.config.do_sample and not keep_scores else None
-
-    def _engine(self, rows: int, capacity: int, process: Any, settings: SamplingSettings | None) -> tuple[Engine[HFModel], Any]:
-        """The engine of this call, from the pool where there is one of its kind, and the key to put it back under."""
-        sample, engines = bool(self.config.do_sample), self.session.engines
-        key = self._key(rows, sample, process, settings) if self.ops.captures else None
-        engine = None if key is None else engines.take(key)
-        drawn = process if sample else None
-        if engine is None:
-            engines.make_room()
-            target, drafter = self._parts(rows, capacity, drawn)
-            waits = process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
-            engine = Engine(
-                target, drafter, self.ops, rows=rows, sample=sample, process=process, settings=settings,
-                place=Place.HOST if waits else Place.DEVICE, measures=self.given.measure,
-                filler=None if self.steps is None else self.steps.filler,
-            )  # fmt: skip
-            if key is not None:  # making the drafter may have packed its head's weights
-                key = self._key(rows, sample, process, settings)
-        else:
-            engine.drafter = self._opened(engine.target, engine.drafter, rows, capacity, drawn)
-        self._restore(engine.target)
-        engine.profile(None if self.session.profile is None else Clock(self.session.profile, self.device))
-        return engine, key
-
-    def _opened(self, target: HFModel, drafter: Any, rows: int, capacity: int, process: Any) -> Any:
-        """Begin a call on a target and a drafter that were kept -> the drafter, which may be another."""
-        target.open(capacity)
-        if drafter is None:
-            return None
-        if not drafter.traits.reusable:
-            drafter = self._drafter(rows, capacity, process)
-            drafter.bind(target)
-        else:
-            drafter.open(capacity)
-            drafter.ends = self.ending.ends
-        return drafter
-
-    def _entry(self, engine: Engine[HFModel], capacity: int, process: Any) -> tuple[HFModel, Any]:
-        """A target and a drafter of one row, for a prompt to begin in: the same ones for all prompts."""
-        if engine.entry is None:
-            engine.entry = self._parts(1, capacity, process)
-        else:
-            target, drafter = engine.entry
-            engine.entry = target, self._opened(target, drafter, 1, capacity, process)
-        if engine.drafter is not None and engine.entry[1] is engine.drafter:
-            raise Unsupported(f"assistant {self.decoding.name!r} is continuous, and made one drafter twice: each must be its own")
-        return engine.entry
-
-    def _sized(self, capacity: int, request: Request) -> Any:
-        """The call's decoding, the size of its trees chosen where that is left to a measurement: once for calls of one kind."""
-        decoding, model, trees = self.decoding, self.model, self.session.trees
-        if not isinstance(decoding, EagleDecoding) or decoding.auto is None:
-            return decoding
-        rows = len(request.prompts) if self.rows is None else self.rows
-        key = decoding.auto, rows, self.device, model.dtype
-        if key not in trees:
-
-            def fresh() -> tuple[HFModel, Any]:
-                target, drafter = self._parts(rows, capacity, None)
-                self._restore(target)
-                return target, drafter
-
-            self.session.engines.make_room()
-            trees[key] = choose_tree(fresh, self.ops, request.begins(), decoding.auto.sizes(self.device.type))
-        return decoding.sized(trees[key].chosen)
-
-    def _restore(self, target: HFModel) -> None:
-        """Begin where the caller's cache ends."""
-        if self.past is not None:
-            import_past(target.state, self.past, self.keep[:, : self.past_length])
-
-    def _key(self, rows: int, sample: bool, process: Any, settings: SamplingSettings | None) -> Any:
-        """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
-        drawn = signature(self.processors) if process is not None else None
-        extra = self.given.answers is not None, self.given.measure, None if self.steps is None else self.steps.filler
-        weights = tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
-        key = self.decoding, rows, sample, drawn, settings, extra, weights
-        try:
-            hash(key)
-        except TypeError:
-            return None
-        return key
-
-    def _drafter(self, rows: int, capacity: int, process: Any) -> Any:
-        drafter = self.decoding.drafter(rows=rows, capacity=capacity, device=self.device, ops=self.ops, process=process)
-        if drafter is not None:
-            drafter.ends = self.ending.ends
-        return drafter
-
-    def _parts(self, rows: int, capacity: int, process: Any) -> tuple[HFModel, Any]:
-        drafter = self._drafter(rows, capacity, process)
-        nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
-        nodes = nodes if self.given.answers is None else max(nodes, *CHUNKS.get(self.device.type, CHUNKS["cuda"]))
-        target = language_model(
-            self.model, self.source, rows=rows, capacity=capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
-        )  # fmt: skip
-        if drafter is not None:
-            drafter.bind(target)
-        return target, drafter
 
 
 def _compact(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:

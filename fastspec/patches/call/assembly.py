@@ -1,0 +1,165 @@
+"""The engine that decodes a call: from the pool, or made anew of a target and a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+
+from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import Decoding, Drafter, Place, Process
+from fastspec.generation.drafters.given_text import CHUNKS
+from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.ops import Ops
+from fastspec.generation.profile import Clock
+from fastspec.generation.source import Source
+from fastspec.kernels.verification.reference import SamplingSettings
+from fastspec.patches.assistants.registry import EagleDecoding
+from fastspec.patches.assistants.tree_size import choose_tree
+from fastspec.patches.call.processors import CAPTURABLE, signature
+from fastspec.patches.hf.cache import import_past
+from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.factory import language_model
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.pool import weights_of
+from fastspec.patches.session import PatchSession
+
+
+@dataclass(slots=True)
+class Assembly:
+    """What the engine of a call is made of.
+
+    `rows` sequences of at most `capacity` tokens; `ends` are the call's end tokens. The call samples or not, under `process`, which maps
+    scores [R, V] as its `processors` do where these look at no history, or under `settings` alone. `answers` says whether given texts are
+    verified first; `measures` and `filler` are those of `RoundProgram`. The target begins behind `past`, keys and values [B, Hkv, T, D] of
+    each layer, of which keep [B, T] bool says what is real.
+    """
+
+    model: PreTrainedModel
+    session: PatchSession
+    decoding: Decoding
+    source: Source | None
+    ops: Ops
+    _: KW_ONLY
+    rows: int
+    capacity: int
+    ends: frozenset[int]
+    sample: bool
+    process: Process | None
+    processors: LogitsProcessorList
+    settings: SamplingSettings | None
+    answers: bool
+    measures: bool
+    filler: int | None
+    past: list[tuple[Tensor, Tensor]] | None
+    keep: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return device_of(self.model)
+
+    def size_trees(self, request: Request) -> Decoding:
+        """The call's decoding, the size of its trees chosen where that is left to a measurement: once for calls of one kind."""
+        decoding, trees = self.decoding, self.session.trees
+        if isinstance(decoding, EagleDecoding) and decoding.auto is not None:
+            key = decoding.auto, self.rows, self.device, self.model.dtype
+            if key not in trees:
+                self.session.engines.make_room()
+                trees[key] = choose_tree(self._fresh, self.ops, request.begins(), decoding.auto.sizes(self.device.type))
+            self.decoding = decoding.sized(trees[key].chosen)
+        return self.decoding
+
+    def engine(self) -> tuple[Engine[HFModel], Hashable]:
+        """The engine of the call, and the key to keep it under; None for one that is not kept."""
+        engines, key = self.session.engines, self._key() if self.ops.captures else None
+        engine: Engine[HFModel] | None = None if key is None else engines.take(key)
+        if engine is None:
+            engines.make_room()
+            target, drafter = self._made(self.rows, self._drawn)
+            waits = self.process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
+            engine = Engine(
+                target, drafter, self.ops, rows=self.rows, sample=self.sample, process=self.process, settings=self.settings,
+                place=Place.HOST if waits else Place.DEVICE, measures=self.measures, filler=self.filler,
+            )  # fmt: skip
+            key = None if key is None else self._key()  # making the drafter may have packed its head's weights
+        else:
+            engine.drafter = self._opened(engine.target, engine.drafter, self.rows)
+        self._restore(engine.target)
+        engine.profile(None if self.session.profile is None else Clock(self.session.profile, self.device))
+        return engine, key
+
+    def entry(self, engine: Engine[HFModel]) -> tuple[HFModel, Drafter | None]:
+        """A target and a drafter of one row, for a prompt to begin in: the same ones for all prompts."""
+        if engine.entry is None:
+            engine.entry = self._made(1, self._drawn)
+        else:
+            target, drafter = engine.entry
+            engine.entry = target, self._opened(target, drafter, 1)
+        if engine.drafter is not None and engine.entry[1] is engine.drafter:
+            raise Unsupported(f"assistant {self.decoding.name!r} is continuous, and made one drafter twice: each must be its own")
+        return engine.entry
+
+    @property
+    def _drawn(self) -> Process | None:
+        """What drafts are drawn under."""
+        return self.process if self.sample else None
+
+    def _key(self) -> Hashable:
+        """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
+        drawn = signature(self.processors) if self.process is not None else None
+        weights = tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
+        key = self.decoding, self.rows, self.sample, drawn, self.settings, self.answers, self.measures, self.filler, weights
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _made(self, rows: int, process: Process | None) -> tuple[HFModel, Drafter | None]:
+        """A target and a drafter; drafts may be drawn under `process`."""
+        drafter = self._drafter(rows, process)
+        nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
+        nodes = max(nodes, *CHUNKS.get(self.device.type, CHUNKS["cuda"])) if self.answers else nodes
+        target = language_model(
+            self.model, self.source, rows=rows, capacity=self.capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
+        )  # fmt: skip
+        if drafter is not None:
+            drafter.bind(target)
+        return target, drafter
+
+    def _drafter(self, rows: int, process: Process | None) -> Drafter | None:
+        drafter = self.decoding.drafter(rows=rows, capacity=self.capacity, device=self.device, ops=self.ops, process=process)
+        if drafter is not None:
+            drafter.ends = self.ends
+        return drafter
+
+    def _opened(self, target: HFModel, drafter: Drafter | None, rows: int) -> Drafter | None:
+        """Begin a call on a target and a drafter that were kept -> the drafter, which may be another."""
+        target.open(self.capacity)
+        if drafter is None:
+            return None
+        if not drafter.traits.reusable:
+            drafter = self._drafter(rows, self._drawn)
+            if drafter is not None:
+                drafter.bind(target)
+            return drafter
+        drafter.open(self.capacity)
+        drafter.ends = self.ends
+        return drafter
+
+    def _fresh(self) -> tuple[HFModel, Drafter | None]:
+        """A target that stands behind the past, and a drafter whose drafts are not drawn."""
+        target, drafter = self._made(self.rows, None)
+        self._restore(target)
+        return target, drafter
+
+    def _restore(self, target: HFModel) -> None:
+        """Begin where the caller's cache ends."""
+        if self.past is not None:
+            import_past(target.state, self.past, self.keep)
