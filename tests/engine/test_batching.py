@@ -192,6 +192,7 @@ def test_first_tokens_are_read_with_what_the_call_keeps():
         assert [torch.equal(part, measure(logits, torch.tensor([3]))) for part in run.out.measures] == [True] * 2 * measured
 
 
+PACKAGE = str(Path(fastspec.__file__).parent)
 FACTORIES = {torch.tensor, torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.rand, torch.randint}
 
 
@@ -204,7 +205,7 @@ class Placed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         caller = sys._getframe(1)
-        if func in FACTORIES and (kwargs or {}).get("device") is None and "/fastspec/" in caller.f_code.co_filename:
+        if func in FACTORIES and (kwargs or {}).get("device") is None and caller.f_code.co_filename.startswith(PACKAGE):
             self.without.add(f"{Path(caller.f_code.co_filename).stem}.{caller.f_code.co_name}")
         return func(*args, **(kwargs or {}))
 
