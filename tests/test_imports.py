@@ -89,7 +89,8 @@ def test_what_runs_on_the_host_is_typed() -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and not any("jit" in ast.dump(each) for each in node.decorator_list):
-                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                more = [each for each in (node.args.vararg, node.args.kwarg) if each is not None]
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, *more]
                 untyped = [each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")]
                 assert not untyped and node.returns is not None, f"{path}:{node.lineno}"
 
