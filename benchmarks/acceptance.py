@@ -12,6 +12,7 @@ next (`fastspec.ContinuousBatch`). A row holds
 
 - `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls, a call being one batch;
 - `rounds`, summed over the calls, `rows`, those of a round, and `rows_running`: the share of them that had not ended in a round;
+- `answers_sha256` of all answers' tokens in order, by which two versions of the code are held against each other;
 - `backend`, the kernels that ran, `head`, the head that drafted, and `drafter`, whether in one launch or one per step;
 - `differences`: every answer that is not transformers', by prompt (its place among those taken from the file), position of the first new
   token that differs, the two tokens (transformers' first), and the gap of their logits in one forward pass over the common text, in the
@@ -22,6 +23,7 @@ next (`fastspec.ContinuousBatch`). A row holds
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass, field
@@ -65,6 +67,7 @@ class Tally:
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
     differences: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -152,6 +155,7 @@ def on_file(model: Any, prompts: list[list[int]], chosen: dict[str, Any], option
             answers[name] = generate(model, part, assistant, options.tokens, pad)
             tally.seconds.append(time.perf_counter() - began)
             tally.tokens.append(sum(map(len, answers[name])))
+            tally.answers += answers[name]
             if name in chosen:
                 tally.stats.append(fastspec.report(model).last)
         for name in () if options.no_plain else chosen:
@@ -171,6 +175,7 @@ def row_of(name: str, mine: Tally, plain: Tally | None, count: int) -> dict[str,
         "tokens_per_second": mine.speed, "tokens_per_second_quantiles": mine.speeds,
         "rounds": sum(each.rounds for each in mine.stats), "rows": mine.stats[0].rows,
         "rows_running": round(running / room, 3) if room else None,
+        "answers_sha256": hashlib.sha256(json.dumps(mine.answers).encode()).hexdigest(),
     }  # fmt: skip
     if name == "eagle3":
         row["drafter"] = "fused" if any(each.fused for each in mine.stats) else "kernels"

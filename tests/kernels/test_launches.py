@@ -58,7 +58,7 @@ NODES = "linear._linear_kernel:swiglu parts._parts_kernel tree._attention_kernel
 GROWN = "topk_expand._product_kernel topk_expand._merge_kernel tree_build._tree_build_kernel"
 DRAFT = f"{GROWN} linear._linear_kernel few._few_kernel"
 EXPERTS = "experts._group experts._gate_up experts._down experts._weighted_sum"
-FUSED = "drafter.draft_kernel tree_build._tree_build_kernel kv_block_copy._kv_block_copy"
+FUSED = "fused.draft_kernel tree_build._tree_build_kernel kv_block_copy._kv_block_copy"
 CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...], str]] = {
     "one row": ("llama", WIDE, "autoregressive", (70,), f"{LAYER} {PREFILL} {ROW}"),
     "one row, biases": ("qwen2", WIDE, "autoregressive", (9,), f"{LAYER} {ROW}"),
