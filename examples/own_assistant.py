@@ -22,17 +22,17 @@ class Repeat:
         return self
 
     def begin(self, ids, counts, features, root) -> None:
-        self.said = [*ids[0, : counts[0]].tolist(), int(root[0])]
+        self.tokens = [*ids[0, : counts[0]].tolist(), int(root[0])]
 
     def propose(self, extent: int) -> TokenTree:
-        last, wanted = self.said[-1], self.nodes - 1
-        earlier = [i for i, token in enumerate(self.said[:-1]) if token == last]
-        draft = self.said[earlier[-1] + 1 :][:wanted] if earlier else []
+        last, wanted = self.tokens[-1], self.nodes - 1
+        earlier = [i for i, token in enumerate(self.tokens[:-1]) if token == last]
+        draft = self.tokens[earlier[-1] + 1 :][:wanted] if earlier else []
         chain = [last, *draft, *[0] * (wanted - len(draft))]  # the tree's size never changes
         return TokenTree.from_parents(torch.tensor([chain]), torch.arange(-1, wanted).clamp(min=0)[None])
 
     def observe(self, tree, verdict, logits, features, active, extent) -> None:
-        self.said += verdict.tokens(tree)[0, : int(verdict.accepted[0]) + 1].tolist()
+        self.tokens += verdict.tokens(tree)[0, : int(verdict.accepted[0]) + 1].tolist()
 
 
 model, tokenizer = load_smollm2()

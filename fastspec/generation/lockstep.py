@@ -23,31 +23,31 @@ class Steps(Protocol):
     over: bool
     """Whether the call has ended."""
     lengths: list[int | None]
-    """How many tokens each row had when it ended; None for a row that goes on. A row that has ended says `filler` from then on."""
-    filler: int
+    """How many tokens each row had when it ended; None for a row that goes on. A row that has ended emits `pad_token` from then on."""
+    pad_token: int
 
     def __call__(self, logits: Tensor, scores: Tensor | None = None) -> list[int]:
         """Take the next step from raw logits [B, V] -> the token of every row. `scores` [B, V] stand in for the processed logits."""
 
 
-def fill_ended(tree: TokenTree, root: Tensor, ended: Tensor, filler: int) -> TokenTree:
-    """The tree with `filler` at every draft node of the rows that have ended [B] bool, below root [B]: what these rows will say."""
-    tokens = torch.where(ended[:, None], filler, tree.tokens)
+def fill_ended(tree: TokenTree, root: Tensor, ended: Tensor, pad_token: int) -> TokenTree:
+    """The tree with `pad_token` at every draft node of the rows that have ended [B] bool, below root [B]: what these rows will emit."""
+    tokens = torch.where(ended[:, None], pad_token, tree.tokens)
     return replace(tree, tokens=torch.cat((torch.where(ended, root, tokens[:, 0])[:, None], tokens[:, 1:]), 1))
 
 
 def walk_in_step(tree: TokenTree, logits: Tensor, steps: Steps, scores: Tensor | None = None) -> Verdict:
     """Walk all rows down their trees together, a step of plain decoding at a time; logits and scores are [B, N, V].
 
-    Every token is what `steps` says of the row's own logits, so the output is plain decoding's whatever the trees hold.
+    Every token is what `steps` chooses from the row's own logits, so the output is plain decoding's whatever the trees hold.
     """
     rows = torch.arange(len(tree.tokens), device=logits.device)
     children = _children(tree)
     paths = [[0] for _ in children]
     while True:
         at = torch.tensor([path[-1] for path in paths], device=logits.device)
-        said = steps(logits[rows, at], None if scores is None else scores[rows, at])
-        found = [below.get((path[-1], token)) for below, path, token in zip(children, paths, said, strict=True)]
+        chosen = steps(logits[rows, at], None if scores is None else scores[rows, at])
+        found = [below.get((path[-1], token)) for below, path, token in zip(children, paths, chosen, strict=True)]
         below = [node for node in found if node is not None]
         if steps.over or len(below) < len(found) or len(paths[0]) == tree.max_path:
             break
@@ -55,7 +55,7 @@ def walk_in_step(tree: TokenTree, logits: Tensor, steps: Steps, scores: Tensor |
             path.append(node)
     accepted = len(paths[0]) - 1
     full = [path + [path[-1]] * (tree.max_path - len(path)) for path in paths]
-    made = [torch.tensor(values, device=logits.device) for values in (full, [accepted] * len(paths), said)]
+    made = [torch.tensor(values, device=logits.device) for values in (full, [accepted] * len(paths), chosen)]
     return Verdict(made[0], made[1], made[2])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastspec.kernels.cache.reference import said
+from fastspec.kernels.cache.reference import emitted
 from fastspec.kernels.drafting.reference import ancestor_words
 
 
@@ -69,13 +69,13 @@ class TokenTree:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the walk decided: `path` [B, P] node ids from the root on (the last one repeats), `accepted` [B] draft tokens on
-    it, `bonus` [B] the target's own token after it, which is the next root; `said` [B, P] what `tokens` gives, where a round has it."""
+    it, `bonus` [B] the target's own token after it, which is the next root; `emitted` [B, P] what `tokens` gives, where a round has it."""
 
     path: Tensor
     accepted: Tensor
     bonus: Tensor
-    said: Tensor | None = None
+    emitted: Tensor | None = None
 
     def tokens(self, tree: TokenTree) -> Tensor:
-        """The tokens this round emits, [B, P]: accepted draft tokens, then the bonus token; the rest is filler."""
-        return said(tree.tokens, self.path, self.accepted, self.bonus) if self.said is None else self.said
+        """The tokens this round emits, [B, P]: accepted draft tokens, then the bonus token; the rest is padding."""
+        return emitted(tree.tokens, self.path, self.accepted, self.bonus) if self.emitted is None else self.emitted

@@ -87,7 +87,7 @@ def walk_with_history(
             still.append(b)
         going = still
     full = [path + [path[-1]] * (tree.max_path - len(path)) for path in paths]
-    bonus = [said[-1] if said else row[0] for said, row in zip(picks, tokens, strict=True)]
+    bonus = [picked[-1] if picked else row[0] for picked, row in zip(picks, tokens, strict=True)]
     device = tree.tokens.device
     return Verdict(*(torch.tensor(x, device=device) for x in (full, [len(path) - 1 for path in paths], bonus))), scores
 

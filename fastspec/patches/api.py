@@ -218,13 +218,14 @@ class Report:
 
 def _stages_reached(calls: list[tuple[Any, ...]]) -> list[str]:
     """A line for every stage of the cascade: how many requests it answered, and what was taken over."""
-    told = [explanation for call in calls for explanation in call]
-    visits = [visit for explanation in told for visit in explanation.visits]
+    explanations = [explanation for call in calls for explanation in call]
+    visits = [visit for explanation in explanations for visit in explanation.visits]
     lines = []
     for stage, name in sorted({(visit.stage, visit.name) for visit in visits}):
         mine = [visit for visit in visits if visit.stage == stage]
-        answered = sum(explanation.stage == stage for explanation in told)
-        line = f"    stage {stage}, {name}: answered {answered} of {len(told)} requests, {sum(v.new_tokens for v in mine)} new tokens"
+        answered = sum(explanation.stage == stage for explanation in explanations)
+        tokens = sum(visit.new_tokens for visit in mine)
+        line = f"    stage {stage}, {name}: answered {answered} of {len(explanations)} requests, {tokens} new tokens"
         handed = sum(visit.handed_tokens for visit in mine)
         lines.append(line + (f", {sum(v.kept_tokens for v in mine)} of {handed} taken over" if handed else ""))
     return lines

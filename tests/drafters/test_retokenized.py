@@ -106,7 +106,7 @@ def test_the_continuation_is_encoded_with_the_text_before_it():
     before = list(script.fed)
     verdict = Verdict(torch.tensor([[0, 1, *[1] * (tree.max_path - 2)]]), torch.tensor([1]), torch.tensor([LETTERS.index("x")]))
     drafter.observe(tree, verdict, torch.zeros(1, 1, 97), torch.zeros(1, 1, 0), torch.tensor([True]), 0)
-    assert TARGET.decode(drafter.said[0]) == "Qxyabcdx"
+    assert TARGET.decode(drafter.history[0]) == "Qxyabcdx"
     drafter.propose(0)
     assert script.fed[: len(before) - 1] == before[:-1]  # what was read is not read again
 
@@ -147,12 +147,12 @@ def test_a_long_text_is_encoded_as_a_whole_a_part_at_a_time(kind, monkeypatch):
     spent = []
     monkeypatch.setattr(rereading, "encoded", lambda tokenizer, text: (spent.append(len(text)), encoded(tokenizer, text))[1])
     for count in range(1, 300):
-        drafter.said = [said[0][: 300 + count], said[1][: 200 + count]]
-        for row, text in enumerate(drafter.said):
+        drafter.history = [said[0][: 300 + count], said[1][: 200 + count]]
+        for row, text in enumerate(drafter.history):
             assert drafter._encoded(row) == encoded(DRAFT, decoded(target, text))
     settled = [start for start, _ in drafter.settled]
     if kind == "plain":
-        assert all(len(text) - 3 * ANEW < start < len(text) - ANEW + 1 for text, start in zip(drafter.said, settled, strict=True))
+        assert all(len(text) - 3 * ANEW < start < len(text) - ANEW + 1 for text, start in zip(drafter.history, settled, strict=True))
         assert sum(spent) / len(spent) < 3 * ANEW  # letters: a token has one or two
     else:
         assert settled == [0, 0] and len(spent) < 2 * 299 + 2 * 2 * TRIES * 6  # tried a few times, each time twice as late

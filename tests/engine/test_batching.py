@@ -103,7 +103,7 @@ class Ended:
     """Steps of which a test says when rows end."""
 
     def __init__(self, lengths: list[int | None], over: bool) -> None:
-        self.lengths, self.over, self.filler = lengths, over, 0
+        self.lengths, self.over, self.pad_token = lengths, over, 0
 
 
 def test_rows_in_lockstep_are_cut_at_their_ends_and_all_go_on_until_the_call_is_over():

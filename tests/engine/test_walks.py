@@ -37,7 +37,7 @@ class Table:
     """Steps whose tokens are the argmax of what they are given; the call is over after `count` of them."""
 
     lengths: tuple[()] = ()
-    filler = 0
+    pad_token = 0
 
     def __init__(self, count: int) -> None:
         self.left, self.over = count, False

@@ -69,7 +69,7 @@ def test_steps_pad_what_has_ended_and_end_when_all_have(texts, pads, length):
     ids = torch.zeros(rows, 2, dtype=torch.long)
     ends = criteria(*([4] if pads else []), length=length)
     steps = PlainSteps(ids, LogitsProcessorList([Doubling()]), ends, config(_pad_token_tensor=torch.tensor(3)), streamer)
-    assert (steps.filler, steps.lengths, steps.over) == (3, [None] * rows, False)
+    assert (steps.pad_token, steps.lengths, steps.over) == (3, [None] * rows, False)
     want: list[list[int]] = [[] for _ in texts]
     ended: list[int | None] = [None] * rows
     for step in range(min(6, length - 2)):
@@ -96,7 +96,7 @@ def test_steps_keep_what_the_call_asks_for():
         steps = PlainSteps(ids, LogitsProcessorList(), criteria(), asked, None)
         steps(logits)
         assert (steps.scores is None, steps.logits is None) == (not (scores and returned), not (raw and returned))
-        assert steps.filler == 0 and not steps.pads
+        assert steps.pad_token == 0 and not steps.pads
 
 
 def test_a_sample_is_generates_own_and_scores_may_stand_in():

@@ -1,1 +1,1 @@
-"""What drafts: `base.py` says what a drafter is, the others are one way of drafting each."""
+"""What drafts: `base.py` defines a drafter, the others are one way of drafting each."""

@@ -4,7 +4,7 @@ A drafter of one's own has three methods and two numbers:
 
     begin     take the prompt and the first new token
     propose   the next tree of draft tokens
-    observe   what the target said of it
+    observe   what the target chose in it
     nodes, max_path   the largest tree, and the longest path in it
 
 All else has a default here, which is that of a drafter that needs nothing of the kind. The engine calls these methods, and asks no object
@@ -52,7 +52,7 @@ class Traits:
 
 
 class Drafter(ABC):
-    """Proposes a tree after the last emitted token and learns from what the target said of it."""
+    """Proposes a tree after the last emitted token and learns from what the target chose in it."""
 
     traits: Traits = Traits()
     nodes: int
@@ -111,10 +111,10 @@ class Drafter(ABC):
         return 0
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:  # noqa: B027
-        """Take what the rows said in rounds without drafts [B, n]; a row that ended meanwhile said the first counts[b] (int)."""
+        """Take what the rows emitted in rounds without drafts [B, n]; a row that ended meanwhile emitted the first counts[b] (int)."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
-        """Take a text per row that is no part of what the row says, such as another model's answer; before `begin`."""
+        """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""
 
     @property
     def fused(self) -> bool:
@@ -143,7 +143,7 @@ class HostDrafter(Drafter):
 
 
 class MixingDrafter(Drafter):
-    """A drafter whose distribution is mixed into the target's: what the call says follows the mixture."""
+    """A drafter whose distribution is mixed into the target's: what the call emits follows the mixture."""
 
     @abstractmethod
     def first(self, ids: Tensor, counts: Tensor, logits: Tensor, scores: Tensor, *, process: Process | None, sample: bool) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SMOLLM2_BYTES = 269_030_016
-"""What a pass of SmolLM2-135M reads in bf16; a drafter that is not told of a model takes it for this one."""
+"""What a pass of SmolLM2-135M reads in bf16; a drafter that is not given a model takes it for this one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ CHUNKS = {"cpu": (8, 16, 32, 64), "cuda": (64,)}
 
 
 class GivenText(Drafter):
-    """Chains of the next tokens of each row's text, as long as the target says the same. Rows that have left their text go on token by
+    """Chains of the next tokens of each row's text, as long as the target emits the same. Rows that have left their text go on token by
     token, with guesses as drafts, until every row has."""
 
     def __init__(self, texts: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -29,7 +29,7 @@ class GivenText(Drafter):
         self.chunks = CHUNKS.get(device.type, CHUNKS["cuda"])
         self.nodes = self.max_path = self.chunks[-1]
         self.kept = [0] * len(self.texts)
-        """Tokens of each row's text that the target has said too, from its beginning."""
+        """Tokens of each row's text that the target has emitted too, from its beginning."""
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Take each row's first new token root [B]."""
@@ -54,18 +54,18 @@ class GivenText(Drafter):
         return TokenTree.chain(torch.tensor(rows, device=self.device))
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """Follow every running row as far as the target said its text."""
+        """Follow every running row as far as the target emitted its text."""
         read_back = torch.cat((active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1).tolist()
-        for row, (goes_on, accepted, *said) in enumerate(read_back):
+        for row, (goes_on, accepted, *emitted) in enumerate(read_back):
             if goes_on:
-                self.roots[row] = said[accepted]
-                self._follow(row, said[: accepted + 1])
+                self.roots[row] = emitted[accepted]
+                self._follow(row, emitted[: accepted + 1])
             else:
                 self.following[row] = False
 
-    def _follow(self, row: int, said: list[int]) -> None:
+    def _follow(self, row: int, emitted: list[int]) -> None:
         text = self.texts[row]
-        for token in said:
+        for token in emitted:
             if not self.following[row]:
                 return
             same = self.kept[row] < len(text) and text[self.kept[row]] == token
@@ -75,7 +75,7 @@ class GivenText(Drafter):
 
 class Read:
     """What a drafter is to be shown of every row: the prompts ids [B, T], counts [B] and their features [B, T, F], and then what the target
-    has said and is in its cache."""
+    has emitted and is in its cache."""
 
     def __init__(self, ids: Tensor, counts: Tensor, features: Tensor) -> None:
         real = counts.tolist()

@@ -1,7 +1,7 @@
 """How far a round drafts with a draft model, and whether it drafts at all: by cost and by what became of earlier drafts.
 
 All of it is decided before the token in question is drawn, by rounds that are over and by drafts that stand already. Whatever is decided
-so, a round says what the target says: drafts that are judged follow the q that judges them, and a round without any draws one token from
+so, a round emits what the target would: drafts that are judged follow the q that judges them, and a round without any draws one token from
 the target's own distribution. A rule that looked at the token to come would break that. `tests/drafters/test_chain_law.py` enumerates it.
 """
 
@@ -89,7 +89,7 @@ class Trust:
 
 
 class Pace:
-    """How far one round drafts, token by token: it is asked before a token is drawn and told that it was. `rows` are still running."""
+    """How far one round drafts, token by token: it is asked before a token is drawn and notified when it was. `rows` are still running."""
 
     def __init__(self, length: Length, trust: Trust, rows: Tensor | int) -> None:
         self.length, self.trust, self.rows = length, trust, rows

@@ -1,4 +1,4 @@
-"""Which prompt each row of the rounds holds, what its answer says so far, and when it ends."""
+"""Which prompt each row of the rounds holds, its answer so far, and when it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AHEAD_AFTER = 8
 
 
 class Batch:
-    """The prompts of a call on the host: what each answer says and whether it goes on. Prompts are counted through the whole call, and
+    """The prompts of a call on the host: each answer and whether it goes on. Prompts are counted through the whole call, and
     rows of the rounds hold them in turns, where there are fewer."""
 
     def __init__(self, request: Request, stats: Stats) -> None:
@@ -33,8 +33,8 @@ class Batch:
         self.limit = request.limit
         self.alone = bool(request.ends) or request.rows is not None
         """Whether an answer that `stop` stops is over, or goes on until all were stopped."""
-        self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens said) -> what `stop` said of it
-        self.stops: dict[int, int] = {}  # prompt -> tokens it had said when it was stopped, where they go on
+        self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens of its answer) -> what `stop` answered
+        self.stops: dict[int, int] = {}  # prompt -> length of its answer when it was stopped, where they go on
         self.measures: list[list[Tensor]] = [[] for _ in range(rows)]
 
     @property
@@ -46,27 +46,27 @@ class Batch:
         """Rows whose prompts have ended, as many as there are prompts that wait."""
         return [row for row, goes_on in enumerate(self.running) if not goes_on][: len(self.waiting)]
 
-    def read(self, prompt: int, said: list[int], scores: Tensor, logits: Tensor) -> None:
+    def read(self, prompt: int, tokens: list[int], scores: Tensor, logits: Tensor) -> None:
         """Take a prompt's first token, of scores and logits [1, V]."""
         if self.request.measure:
-            self.measures[prompt].append(measure(logits, torch.tensor(said, device=logits.device)))
-        self.take(prompt, said, 0, scores if self.request.keep_scores else None, logits if self.request.keep_logits else None)
+            self.measures[prompt].append(measure(logits, torch.tensor(tokens, device=logits.device)))
+        self.take(prompt, tokens, 0, scores if self.request.keep_scores else None, logits if self.request.keep_logits else None)
 
     def take(self, prompt: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
         """Append tokens to a prompt's answer until it ends; scores and logits are [len(tokens), V]."""
-        request, said = self.request, self.out.tokens[prompt]
+        request, answer = self.request, self.out.tokens[prompt]
         if request.steps is not None:
             self._take_steps(request.steps, prompt, tokens, accepted)
             return
         count = 0
         for token in tokens:
-            said.append(token)
+            answer.append(token)
             count += 1
-            stopped = self.stopped(prompt, said)
+            stopped = self.stopped(prompt, answer)
             if stopped and not self.alone:
                 self._wait(prompt)
                 stopped = False
-            if token in request.ends or len(said) >= self.limit or stopped:
+            if token in request.ends or len(answer) >= self.limit or stopped:
                 self.active[prompt] = False
                 break
         if scores is not None:
@@ -78,12 +78,12 @@ class Batch:
 
     def _take_steps(self, steps: Steps, prompt: int, tokens: list[int], accepted: int) -> None:
         """`take` in lockstep: `steps` has ended rows and call already, and rows that have ended stay in the batch."""
-        said = self.out.tokens[prompt]
-        more = until_end(tokens, steps.lengths[prompt], len(said))
-        said += more
+        answer = self.out.tokens[prompt]
+        more = until_end(tokens, steps.lengths[prompt], len(answer))
+        answer += more
         self.active[prompt] = not steps.over
         if self.request.emit is not None and more:
-            self.request.emit(prompt, more, min(accepted, len(more)), steps.over or steps.lengths[prompt] == len(said))
+            self.request.emit(prompt, more, min(accepted, len(more)), steps.over or steps.lengths[prompt] == len(answer))
 
     @property
     def padded(self) -> list[bool]:
@@ -91,11 +91,11 @@ class Batch:
         steps = self.request.steps
         return [False] * len(self.places) if steps is None else [length is not None for length in steps.lengths]
 
-    def stopped(self, prompt: int, said: list[int]) -> bool:
-        """What `stop` says of a prompt whose answer says this; it is asked once, by the walk or after it."""
-        key = prompt, len(said)
+    def stopped(self, prompt: int, answer: list[int]) -> bool:
+        """Whether `stop` ends a prompt at this answer; it is asked once, by the walk or after it."""
+        key = prompt, len(answer)
         if self.request.stop is not None and key not in self.asked:
-            self.asked[key] = self.request.stop(prompt, list(said))
+            self.asked[key] = self.request.stop(prompt, list(answer))
         return self.asked.get(key, False)
 
     def over(self, prompt: int, more: list[int]) -> bool:
@@ -107,8 +107,8 @@ class Batch:
         lengths tell, not all rows end before it, since a round emits `longest` tokens at most. A round launched in vain takes its time, so
         calls of a few rounds never do it."""
         request = self.request
-        told = request.watch is None and not (request.keep_scores or request.keep_logits or request.measure)
-        if not told or self.stats.rounds < AHEAD_AFTER:
+        plain = request.watch is None and not (request.keep_scores or request.keep_logits or request.measure)
+        if not plain or self.stats.rounds < AHEAD_AFTER:
             return False
         return any(self.active[prompt] and len(self.out.tokens[prompt]) + longest < self.limit for prompt in self.places)
 
@@ -117,14 +117,14 @@ class Batch:
         self.stops.setdefault(prompt, len(self.out.tokens[prompt]))
         if len(self.stops) == len(self.active):
             self.limit = min(self.limit, max(self.stops.values()))
-            self.active = [len(said) < self.limit for said in self.out.tokens]
+            self.active = [len(answer) < self.limit for answer in self.out.tokens]
 
     def finish(self) -> None:
-        """Cut what a row said beyond the common end, and count."""
+        """Cut what a row emitted beyond the common end, and count."""
         for kept in (self.out.tokens, self.out.scores, self.out.logits):
             for row in kept:
                 del row[self.limit :]
         self.stats.emitted = sum(map(len, self.out.tokens))
         if self.request.measure:
-            parts = [torch.cat(row)[: len(said)] for row, said in zip(self.measures, self.out.tokens, strict=True)]
+            parts = [torch.cat(row)[: len(answer)] for row, answer in zip(self.measures, self.out.tokens, strict=True)]
             self.out.measures = [part.cpu() for part in parts]

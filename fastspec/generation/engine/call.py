@@ -26,7 +26,7 @@ class Request:
     they are over. `process_at` is called level by level of the walk where processors look at the history; all others
     belong to the rounds. With `steps` the rows decode in lockstep, and these choose every token and say when a row has ended: `ends`,
     `stop`, `process_at` and `keep_scores` are not used. `stop(row, new_tokens)` is asked after every token, and
-    `emit(row, tokens, accepted, done)` is told of every round; before that `watch(tree, verdict, logits)` sees the round's tree and
+    `emit(row, tokens, accepted, done)` is called for every round; before that `watch(tree, verdict, logits)` sees the round's tree and
     the target's raw logits [B, N, V] of its nodes, on the device. `answers`, a text per row that another model wrote, are verified as
     drafts first. `measure` asks for `fastspec.generation.verify.measure` of every new token.
 
@@ -63,7 +63,7 @@ class Request:
 @dataclass(slots=True)
 class Outcome:
     """New tokens per row, trimmed; per row and new token its processed scores and raw logits [V] where asked for, and per row the
-    measures [T, 3] of its new tokens. `kept` counts the tokens of each row's given answer that the target has said too."""
+    measures [T, 3] of its new tokens. `kept` counts the tokens of each row's given answer that the target has emitted too."""
 
     tokens: list[list[int]]
     scores: list[list[Tensor]] = field(default_factory=list)

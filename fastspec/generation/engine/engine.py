@@ -28,19 +28,19 @@ class Engine(Generic[TargetT]):
     """A target and a drafter of `rows` rows, and all programs of their rounds, which share one state.
 
     `sample`, `process`, `settings` and `place` say how tokens are chosen, as for `Choice`; a drafter that mixes makes it a `MixedChoice`.
-    `measures` and `filler` are those of `RoundProgram`.
+    `measures` and `pad_token` are those of `RoundProgram`.
     """
 
     def __init__(
         self, target: TargetT, drafter: Drafter | None, ops: Ops, *, rows: int, sample: bool, process: Process | None,
-        settings: SamplingSettings | None = None, place: Place = Place.DEVICE, measures: bool = False, filler: int | None = None,
+        settings: SamplingSettings | None = None, place: Place = Place.DEVICE, measures: bool = False, pad_token: int | None = None,
     ) -> None:  # fmt: skip
         self.target, self.ops, self.state = target, ops, RoundState(rows, target.lengths.device)
         self.choice = Choice(ops, sample=sample, process=process, settings=settings, place=place)
         if isinstance(drafter, MixingDrafter):
             self.choice = MixedChoice(ops, drafter, sample=sample, process=process)
         self.main, self.plain, self.given = (
-            RoundProgram(target, each, ops, self.state, measures=measures, filler=filler) for each in (drafter, None, None)
+            RoundProgram(target, each, ops, self.state, measures=measures, pad_token=pad_token) for each in (drafter, None, None)
         )
         """The call's own rounds, those without its drafter, and those that verify a given text."""
         self.current = self.main
@@ -130,12 +130,12 @@ class Engine(Generic[TargetT]):
         return any(isinstance(each, WholeGraph) and each.in_flight is not None for each in self.schedules.values())
 
     def drain(self) -> None:
-        """Wait for a round that was launched ahead, and forget what it says."""
+        """Wait for a round that was launched ahead, and drop its result."""
         for each in self.schedules.values():
             if isinstance(each, WholeGraph):
                 each.drain()
 
     def end(self) -> None:
-        """The call is over: nothing is in flight, and the drafter has heard all of it."""
+        """The call is over: nothing is in flight, and the drafter has observed all of it."""
         self.drain()
         self.fallback.tell(self.drafter)

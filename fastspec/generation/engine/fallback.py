@@ -1,4 +1,4 @@
-"""Rounds without drafts, where drafts do not pay: how many are left, and what the drafter has not heard yet."""
+"""Rounds without drafts, where drafts do not pay: how many are left, and what the drafter has not observed yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Fallback:
         self.left = 0
         """How many follow."""
         self.missed: list[list[int]] = []
-        """What the rows said in those that were, a list for each round."""
+        """What the rows emitted in those that were, a list for each round."""
         self.counts: list[int] = []
         """In how many of them each row went on."""
 
@@ -40,7 +40,7 @@ class Fallback:
         self.left -= 1
 
     def tell(self, drafter: Drafter | None) -> None:
-        """Let the drafter hear what was said without it."""
+        """Show the drafter what was emitted without it."""
         if self.missed and drafter is not None:
             drafter.catch_up(torch.tensor(self.missed, device=self.device).T, self.counts)
             self.missed = []

@@ -67,7 +67,7 @@ def _verify_answers(engine: Engine[TargetT], verifier: Verifier, batch: Batch, r
             read.add(engine.last.tree, engine.last.verdict, engine.last.features, running)
         batch.stats = stats
     # a row's last round may go on in its text behind the end
-    batch.out.kept = [min(kept, len(said)) for kept, said in zip(given.kept, batch.out.tokens, strict=True)]
+    batch.out.kept = [min(kept, len(answer)) for kept, answer in zip(given.kept, batch.out.tokens, strict=True)]
     if drafter is not None:
         drafter.hint(request.answers)
         drafter.begin(*read.whole(), root.clone())
@@ -87,9 +87,9 @@ def _admit(engine: Engine[TargetT], verifier: Verifier, batch: Batch, row: int) 
         if drafter is not None:
             drafter.begin(*text, features, root)
         engine.admit(row, target, drafter, root, count)
-        said = root.tolist()
+        tokens = root.tolist()
     batch.lengths[row] = count
-    batch.read(prompt, said, scores, logits)
+    batch.read(prompt, tokens, scores, logits)
     batch.stats.joined += 1
 
 
@@ -100,11 +100,11 @@ def _take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> No
         request.watch(last.tree, last.verdict, last.logits)
     measures = None if last.committed.measures is None else last.committed.measures.clone()  # the next replay writes over them
     nodes, drafted = last.tree.tokens.shape[1] - 1, last.tree.drafted
-    for row, (prompt, (accepted, *said)) in enumerate(zip(batch.places, emitted, strict=True)):
+    for row, (prompt, (accepted, *tokens)) in enumerate(zip(batch.places, emitted, strict=True)):
         if not batch.active[prompt]:
             continue
         if engine.state.padded[row]:
-            batch.take(prompt, said[: accepted + 1], accepted, None, None)
+            batch.take(prompt, tokens[: accepted + 1], accepted, None, None)
             continue
         stats.count_round(accepted, nodes if drafted is None else drafted[row], nodes > 0)
         scores: Tensor | None = None
@@ -115,6 +115,6 @@ def _take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> No
             logits = last.logits[row, path].float() if request.keep_logits else None
         if measures is not None:
             batch.measures[prompt].append(measures[row, : accepted + 1])
-        batch.take(prompt, said[: accepted + 1], accepted, scores, logits)
+        batch.take(prompt, tokens[: accepted + 1], accepted, scores, logits)
     batch.lengths = [length + accepted + 1 for length, (accepted, *_) in zip(batch.lengths, emitted, strict=True)]
     stats.rounds += 1

@@ -4,7 +4,7 @@
     scored  = score(tree, extent)    one forward over the N nodes of every row                            [B, N, V]
     judged  = verifier(scored)       which path of the tree the call takes, and the token after it        (verifier.py)
     round   = commit(judged)         its keys and values are kept, and its tokens emitted                 [B, 1 + P]
-    observe(round, extent)           what the target said of the tree goes to the drafter
+    observe(round, extent)           what the target chose in the tree goes to the drafter
 
 Nothing here knows whether it is captured, and nothing is read back: `schedule.py` runs these phases. What a round leaves is valid until
 the next one.
@@ -126,14 +126,14 @@ class Round:
 class RoundProgram:
     """The phases of a round of one target and one drafter; None drafts nothing, and every round is one token.
 
-    With `measures` a round leaves what `measure` says of its tokens. With `filler`, in a call that decodes in lockstep, rows that have
-    ended go on and say this token, and the drafter hears nothing of it.
+    With `measures` a round keeps `measure` of its tokens. With `pad_token`, in a call that decodes in lockstep, rows that have
+    ended go on and emit this token, which the drafter does not observe.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, ops: Ops, state: RoundState, *, measures: bool = False, filler: int | None = None
+        self, target: Target, drafter: Drafter | None, ops: Ops, state: RoundState, *, measures: bool = False, pad_token: int | None = None
     ) -> None:
-        self.target, self.drafter, self.ops, self.state, self.measures, self.filler = target, drafter, ops, state, measures, filler
+        self.target, self.drafter, self.ops, self.state, self.measures, self.pad_token = target, drafter, ops, state, measures, pad_token
         self.clock: Clock | None = None
         """Takes the phases of every round down where a profile is wanted."""
 
@@ -182,8 +182,8 @@ class RoundProgram:
         else:
             drafter.mark = unmarked if self.clock is None else self.clock.mark
             tree = drafter.propose(extent)
-            if self.filler is not None:
-                tree = fill_ended(tree, state.root, state.ended, self.filler)
+            if self.pad_token is not None:
+                tree = fill_ended(tree, state.root, state.ended, self.pad_token)
         self.mark("draft")
         return tree
 
@@ -198,19 +198,19 @@ class RoundProgram:
         scored, verdict, state = judged.scored, judged.verdict, self.state
         self.target.commit(verdict, state.active)
         emitted = self.ops.emit(scored.tree.tokens, verdict.path, verdict.accepted, verdict.bonus, state.active, state.root)
-        said, measures = emitted[:, 1:], None
+        tokens, measures = emitted[:, 1:], None
         if self.measures:
             at = verdict.path[..., None].expand(-1, -1, scored.logits.shape[-1])
-            measures = measure(scored.logits.gather(1, at), said)
+            measures = measure(scored.logits.gather(1, at), tokens)
         self.mark("commit")
-        return Committed(replace(verdict, said=said), emitted, measures)
+        return Committed(replace(verdict, emitted=tokens), emitted, measures)
 
     def observe(self, done: Round, extent: int) -> None:
         """Let the drafter hear of the rows that go on."""
         state = self.state
         if self.drafter is not None:
-            heard = state.active if self.filler is None else state.active & ~state.ended
-            self.drafter.observe(done.tree, done.verdict, done.logits, done.features, heard, extent)
+            observed = state.active if self.pad_token is None else state.active & ~state.ended
+            self.drafter.observe(done.tree, done.verdict, done.logits, done.features, observed, extent)
         self.mark("observe")
 
     def with_digest(self, done: Round) -> Round:
@@ -218,5 +218,5 @@ class RoundProgram:
         drafter, committed = self.digests, done.committed
         if drafter is None:
             return done
-        told = drafter.digest(done.tree, done.verdict, done.logits, self.state.active, done.tree.max_path)
-        return replace(done, committed=replace(committed, emitted=torch.cat((committed.emitted, told), 1)))
+        digest = drafter.digest(done.tree, done.verdict, done.logits, self.state.active, done.tree.max_path)
+        return replace(done, committed=replace(committed, emitted=torch.cat((committed.emitted, digest), 1)))

@@ -57,7 +57,7 @@ class InFlightRound:
     landed: torch.cuda.Event | None
 
     def wait(self) -> Emitted:
-        """What it says, when it has ended."""
+        """Its result, when it has ended."""
         if self.landed is not None:
             self.landed.synchronize()
         emitted: Emitted = self.emitted.tolist()
@@ -132,7 +132,7 @@ class WholeGraph:
         return InFlightRound(done, host, landed)
 
     def drain(self) -> None:
-        """Wait for a round that was launched ahead, and forget what it says."""
+        """Wait for a round that was launched ahead, and drop its result."""
         this, self.in_flight = self.in_flight, None
         if this is not None:
             this.wait()

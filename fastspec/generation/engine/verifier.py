@@ -1,4 +1,4 @@
-"""Who decides which tokens a call says: on the device in one go, or on the host where processors, criteria or a mixture ask for it."""
+"""Who decides which tokens a call emits: on the device in one go, or on the host where processors, criteria or a mixture ask for it."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ class WithHistory(Verifier):
     def __call__(self, scored: Scored) -> Judged:
         """See `Verifier`."""
         batch, tree = self.batch, scored.tree
-        places, said = batch.places, batch.out.tokens
-        history = [torch.cat((h := self.history[prompt], h.new_tensor(said[prompt]))) for prompt in places]
-        left = [batch.limit - len(said[prompt]) if batch.active[prompt] else 0 for prompt in places]
+        places, answers = batch.places, batch.out.tokens
+        history = [torch.cat((h := self.history[prompt], h.new_tensor(answers[prompt]))) for prompt in places]
+        left = [batch.limit - len(answers[prompt]) if batch.active[prompt] else 0 for prompt in places]
         uniform = self.choice.uniform(tree.tokens.shape, scored.logits.device)
 
         def process(rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:

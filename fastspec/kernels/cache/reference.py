@@ -40,14 +40,14 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
     return moves
 
 
-def said(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
+def emitted(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
     """What a verdict emits of a tree's tokens [B, N], [B, P]: the accepted drafts' tokens, then the bonus token; the rest is filler."""
     following = torch.cat((path[:, 1:], path[:, -1:]), 1)
     return tokens.gather(1, following).scatter_(1, accepted[:, None], bonus[:, None])
 
 
 def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor) -> Tensor:
-    """What the host reads of a round, [B, 1 + P]: accepted [B], then `said`. root [B] becomes the bonus token where active [B] is true."""
-    packed = torch.cat((accepted[:, None], said(tokens, path, accepted, bonus)), 1)
+    """What the host reads of a round, [B, 1 + P]: accepted [B], then `emitted`. root [B] becomes the bonus token where active [B] is true."""
+    packed = torch.cat((accepted[:, None], emitted(tokens, path, accepted, bonus)), 1)
     root.copy_(torch.where(active, bonus, root))
     return packed

@@ -107,7 +107,7 @@ class StaticDecoding(Decoding):
 @dataclass(frozen=True, slots=True)
 class Continued:
     """An assistant that goes on from given answers: they are verified as drafts first. `answers` holds a text per row, and `hear` is
-    told the call's outcome, with the measures of every token where `measure` asks for them. `rows` prompts are decoded at a time, None:
+    given the call's outcome, with the measures of every token where `measure` asks for them. `rows` prompts are decoded at a time, None:
     all of them."""
 
     decoding: Any

@@ -235,10 +235,10 @@ def _compare_tokens(draft: Any, target: Any) -> None:
     """Warn where two models that are to share a tokenizer have no token in common for one role: their ids mean other texts then."""
     apart = [(role, own, other) for role in ROLES if (own := _ids(draft, role)) and (other := _ids(target, role)) and not own & other]
     if apart:
-        told = "; ".join(f"{role} {sorted(own)} and {sorted(other)}" for role, own, other in apart)
+        differences = "; ".join(f"{role} {sorted(own)} and {sorted(other)}" for role, own, other in apart)
         warnings.warn(
-            f"the draft model and the target differ in special tokens ({told}): if their tokenizers differ, drafts will not be accepted; "
-            "give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
+            f"the draft model and the target differ in special tokens ({differences}): if their tokenizers differ, drafts will not be "
+            "accepted; give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
             stacklevel=4,
         )
 
@@ -257,7 +257,7 @@ def warn_if_refused(decoding: Any, stats: Stats) -> bool:
     if stats.draft_rounds < MANY_ROUNDS or accepted >= SELDOM * stats.draft_rounds:
         return False
     warnings.warn(
-        f"drafts of the draft model were accepted in {accepted} of {stats.draft_rounds} rounds: it knows little of what the target says, "
+        f"drafts of the draft model were accepted in {accepted} of {stats.draft_rounds} rounds: it predicts little of the target, "
         "or has another tokenizer; then give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
         stacklevel=2,
     )

@@ -100,7 +100,7 @@ def choose_tree(fresh: Callable[[], tuple[Any, Any]], ops: Ops, request: Request
     """Measure greedy rounds of a call with trees of these sizes, ascending, and choose.
 
     `fresh` makes a target, in which what comes before the request's prompts is committed, and an `EagleDrafter` of the largest size; both
-    are thrown away. Nothing is drawn at random, and nothing is said.
+    are thrown away. Nothing is drawn at random, and nothing is emitted.
     """
     trial = _Trial(*fresh(), ops, request)
     drafting, verifying, expected, power = [], [], [1.0] * len(sizes), 1.0

@@ -35,9 +35,9 @@ class Assembly:
     """What the engine of a call is made of.
 
     `rows` sequences of at most `capacity` tokens; `ends` are the call's end tokens. The call samples or not, under `process`, which maps
-    scores [R, V] as its `processors` do where these look at no history, or under `settings` alone. `answers` says whether given texts are
-    verified first; `measures` and `filler` are those of `RoundProgram`. The target begins behind `past`, keys and values [B, Hkv, T, D] of
-    each layer, of which keep [B, T] bool says what is real.
+    scores [R, V] as its `processors` do where these look at no history, or under `settings` alone. `answers` tells whether given texts are
+    verified first; `measures` and `pad_token` are those of `RoundProgram`. The target begins behind `past`, keys and values
+    [B, Hkv, T, D] of each layer, where keep [B, T] bool is True for what is real.
     """
 
     model: PreTrainedModel
@@ -55,7 +55,7 @@ class Assembly:
     settings: SamplingSettings | None
     answers: bool
     measures: bool
-    filler: int | None
+    pad_token: int | None
     past: list[tuple[Tensor, Tensor]] | None
     keep: Tensor
 
@@ -85,7 +85,7 @@ class Assembly:
             waits = self.process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
             engine = Engine(
                 target, drafter, self.ops, rows=self.rows, sample=self.sample, process=self.process, settings=self.settings,
-                place=Place.HOST if waits else Place.DEVICE, measures=self.measures, filler=self.filler,
+                place=Place.HOST if waits else Place.DEVICE, measures=self.measures, pad_token=self.pad_token,
             )  # fmt: skip
             key = None if key is None else self._key()  # making the drafter may have packed its head's weights
         else:
@@ -114,7 +114,7 @@ class Assembly:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
         drawn = signature(self.processors) if self.process is not None else None
         weights = tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
-        key = self.decoding, self.rows, self.sample, drawn, self.settings, self.answers, self.measures, self.filler, weights
+        key = self.decoding, self.rows, self.sample, drawn, self.settings, self.answers, self.measures, self.pad_token, weights
         try:
             hash(key)
         except TypeError:

@@ -87,8 +87,8 @@ class Call:
                 f"a mixture of two models' distributions takes no processors that may look at the tokens so far "
                 f"({unknown_types(self.processors)}): leave them out, or decode the large model's own distribution"
             )
-        told = callable(getattr(self.streamer, "on_round", None))  # ours: a round before its tokens
-        return PlainSteps(ids, self.processors, criteria, self.config, None if told else self.streamer)
+        on_round = callable(getattr(self.streamer, "on_round", None))  # ours: a round before its tokens
+        return PlainSteps(ids, self.processors, criteria, self.config, None if on_round else self.streamer)
 
     def _keep(self, mask: Tensor | None, rows: int) -> Tensor:
         """Which of the past and prompt tokens are real, [B, past + new] bool."""
@@ -148,7 +148,7 @@ class Call:
             self.model, self.session, self.decoding, self.source, self.ops, rows=rows, capacity=self.capacity, ends=self.ending.ends,
             sample=bool(config.do_sample), process=process_all, processors=self.processors,
             settings=self._settings(self.request.keep_scores), answers=self.given.answers is not None, measures=self.given.measure,
-            filler=None if steps is None else steps.filler, past=self.past, keep=self.keep[:, : self.past_length],
+            pad_token=None if steps is None else steps.pad_token, past=self.past, keep=self.keep[:, : self.past_length],
         )  # fmt: skip
         with self._memory(rows):
             self.decoding = assembly.size_trees(self.request)

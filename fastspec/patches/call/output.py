@@ -49,8 +49,8 @@ def output_of(call: Asked, outcome: Outcome, target: HFModel, counts: Tensor) ->
     wants = returned and bool(config.output_scores or config.output_logits)
     first = call.keep[:, : call.past_length].sum(1)
     if steps is None and call.rows is None and (wants or wants_past):
-        said = torch.tensor([len(row) for row in outcome.tokens], device=first.device)
-        target.state.lengths.copy_(first + counts + said - 1)  # a row's last round may have gone on behind its end
+        emitted = torch.tensor([len(row) for row in outcome.tokens], device=first.device)
+        target.state.lengths.copy_(first + counts + emitted - 1)  # a row's last round may have gone on behind its end
         _add_padding(call, outcome, target, longest)
     if wants_past:
         width = call.keep.shape[1] - call.past_length

@@ -113,9 +113,9 @@ class Ending:
         self.others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
         self.stop = self._stop if self.others else None
 
-    def _stop(self, row: int, said: list[int]) -> bool:
+    def _stop(self, row: int, answer: list[int]) -> bool:
         rows = self.ids.shape[0]
-        ids = torch.cat((self.ids[row], self.ids.new_tensor(said))).expand(rows, -1)
+        ids = torch.cat((self.ids[row], self.ids.new_tensor(answer))).expand(rows, -1)
         verdicts = [c(ids, None) for c in self.others]  # all are asked: a criterion may count its calls
         return any(bool(torch.as_tensor(v).expand(rows)[row]) for v in verdicts)
 
@@ -125,23 +125,23 @@ class Streaming:
 
     def __init__(self, streamer: Any, rows: int, pad: int) -> None:
         self.streamer, self.pad = streamer, pad
-        self.said: list[list[int]] = [[] for _ in range(rows)]
+        self.emitted: list[list[int]] = [[] for _ in range(rows)]
         self.done = [False] * rows
         self.shown = 0
         self.watch = getattr(streamer, "on_tree", None) if rows == 1 else None
-        """A streamer's `on_tree(tree, verdict, logits)`, told of each round's draft tree before its tokens are emitted."""
+        """A streamer's `on_tree(tree, verdict, logits)`, which gets each round's draft tree before its tokens are emitted."""
 
     def emit(self, row: int, tokens: list[int], accepted: int, done: bool) -> None:
-        """Take a round's tokens of a row; a streamer with `on_round(tokens, accepted)` is told of the round first."""
-        self.said[row] += tokens
+        """Take a round's tokens of a row; a streamer with `on_round(tokens, accepted)` gets the round first."""
+        self.emitted[row] += tokens
         self.done[row] = done
-        told = getattr(self.streamer, "on_round", None)
-        if told is not None and len(self.said) == 1:
-            told(tokens, accepted)
-        while any(len(s) > self.shown for s in self.said) and all(
-            len(s) > self.shown or d for s, d in zip(self.said, self.done, strict=True)
+        on_round = getattr(self.streamer, "on_round", None)
+        if on_round is not None and len(self.emitted) == 1:
+            on_round(tokens, accepted)
+        while any(len(s) > self.shown for s in self.emitted) and all(
+            len(s) > self.shown or d for s, d in zip(self.emitted, self.done, strict=True)
         ):
-            self.streamer.put(torch.tensor([s[self.shown] if len(s) > self.shown else self.pad for s in self.said], device="cpu"))
+            self.streamer.put(torch.tensor([s[self.shown] if len(s) > self.shown else self.pad for s in self.emitted], device="cpu"))
             self.shown += 1
 
     def end(self) -> None:

@@ -24,7 +24,7 @@ class PlainSteps:
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         """Whether rows that have ended are padded; else they go on until all have ended, as in transformers."""
         pad = getattr(config, "_pad_token_tensor", None)
-        self.filler = 0 if pad is None else int(pad)
+        self.pad_token = 0 if pad is None else int(pad)
         self.unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)
         self.width = ids.shape[1]
         self.lengths: list[int | None] = [None] * ids.shape[0]
@@ -41,15 +41,15 @@ class PlainSteps:
             self.logits += (raw,)
         tokens = torch.multinomial(torch.softmax(processed, -1), num_samples=1)[:, 0] if self.sample else processed.argmax(-1)
         if self.pads:
-            tokens = tokens * self.unfinished + self.filler * (1 - self.unfinished)
+            tokens = tokens * self.unfinished + self.pad_token * (1 - self.unfinished)
         self.ids = torch.cat((self.ids, tokens[:, None]), -1)
         self.unfinished = self.unfinished & ~self.criteria(self.ids, self.scores)
         going = self.unfinished.tolist()
         if self.streamer is not None:
             self.streamer.put(tokens.cpu())
-        said = self.ids[:, -1].tolist()  # a criterion may have written there: the model reads it so
+        chosen = self.ids[:, -1].tolist()  # a criterion may have written there: the model reads it so
         self.over = not any(going)
         if self.pads:
             here = self.ids.shape[1] - self.width
             self.lengths = [here if length is None and not on else length for length, on in zip(self.lengths, going, strict=True)]
-        return said
+        return chosen

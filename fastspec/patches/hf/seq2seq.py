@@ -41,8 +41,8 @@ def read_source(model: Any, given: dict[str, Any], prepared: dict[str, Any], row
     if ids is not None:
         ids = ids.to(device).repeat_interleave(rows // max(1, ids.shape[0]), 0) if ids.dim() == 2 and not ids.is_floating_point() else None
     mask = prepared.get("attention_mask")
-    read, said = (part.get_input_embeddings().weight.shape[0] for part in (model.get_encoder(), model.get_decoder()))
-    shared = getattr(model.config, "share_encoder_decoder_embeddings", True) and read == said
+    encoder, decoder = (part.get_input_embeddings().weight.shape[0] for part in (model.get_encoder(), model.get_decoder()))
+    shared = getattr(model.config, "share_encoder_decoder_embeddings", True) and encoder == decoder
     return Source(prepared["encoder_outputs"][0], None if mask is None else mask.to(device), ids, shared)
 
 

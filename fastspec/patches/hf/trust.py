@@ -120,11 +120,11 @@ def _words(model: Any) -> Tensor:
 def _after_prompts(model: Any) -> tuple[Tensor, Tensor]:
     """What fastspec and the model give after the same texts, logits [n, V] each."""
     target = HFModel(model, None, rows=2, capacity=ROOM, tail=len(FIRST), taps=None, ops=TORCH)
-    texts, said, got = _as_trees(target, _words(model))
+    texts, prefixes, got = _as_trees(target, _words(model))
     want, tokens = _own(model, texts)
     ends = [-1 - len(LEAVES[1]), -1]  # each row's last text ends in the second tree's last leaf; it is read on as a chain
-    chain = torch.stack([torch.cat((tokens.new_tensor(texts[end][len(said[row]) :]), tokens[end])) for row, end in enumerate(ends)])
-    logits, _ = target.score(TokenTree.chain(chain), max(map(len, said)))
+    chain = torch.stack([torch.cat((tokens.new_tensor(texts[end][len(prefixes[row]) :]), tokens[end])) for row, end in enumerate(ends)])
+    logits, _ = target.score(TokenTree.chain(chain), max(map(len, prefixes)))
     after = torch.cat([want[end, 1:] for end in ends])
     return torch.cat((got, *logits[:, -MORE:])), torch.cat((want[:, 0], after))
 
@@ -138,20 +138,20 @@ def _as_trees(target: HFModel, words: Tensor) -> tuple[list[list[int]], list[lis
 
     prompts = drawn(2, LENGTHS[0])
     logits, _ = target.prefill(prompts, torch.tensor(LENGTHS, device=device))
-    said = [row[:count] for row, count in zip(prompts.tolist(), LENGTHS, strict=True)]
-    texts, found = [list(text) for text in said], [logits]
+    prefixes = [row[:count] for row, count in zip(prompts.tolist(), LENGTHS, strict=True)]
+    texts, found = [list(text) for text in prefixes], [logits]
     for parents, leaves, paths in ((FIRST, LEAVES[0], PATHS), (SECOND, LEAVES[1], None)):
         tree = TokenTree.from_parents(drawn(2, len(parents)), torch.tensor(parents, device=device).expand(2, -1))
-        logits, _ = target.score(tree, max(map(len, said)))
+        logits, _ = target.score(tree, max(map(len, prefixes)))
         for row in range(2):
-            texts += [said[row] + _text(tree.tokens[row].tolist(), parents, leaf) for leaf in leaves]
+            texts += [prefixes[row] + _text(tree.tokens[row].tolist(), parents, leaf) for leaf in leaves]
             found.append(logits[row, list(leaves)])
         if paths is not None:
             path = torch.tensor([[*each, *each[-1:] * (len(paths[0]) - len(each))] for each in paths], device=device)
             accepted = torch.tensor([len(each) - 1 for each in paths], device=device)
             target.commit(Verdict(path, accepted, accepted), torch.ones(2, dtype=torch.bool, device=device))
-            said = [said[row] + tree.tokens[row, list(each)].tolist() for row, each in enumerate(paths)]
-    return texts, said, torch.cat(found)
+            prefixes = [prefixes[row] + tree.tokens[row, list(each)].tolist() for row, each in enumerate(paths)]
+    return texts, prefixes, torch.cat(found)
 
 
 def _text(tokens: list[int], parents: tuple[int, ...], node: int) -> list[int]:

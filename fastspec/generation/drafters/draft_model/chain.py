@@ -48,8 +48,8 @@ class ChainDrafter(Drafter):
     The draft's cache ends before the last two tokens of the text; a round begins by feeding both, so that rows which accepted the whole
     chain and rows which did not are fed alike. A shared cache ends before the root alone. `branches` - 1 further children, the next best,
     stand beside every drafted token; then drafts are never drawn at random. Where drafts do not pay, rounds go without them (`Credit`): the
-    draft model reads what was said meanwhile when it is tried again. Its cache needs room for `length.room` tokens beyond the text, and a
-    tail of `length.unread`. Where `early` makes a draft model of the target, `draft` is None, and the cache is the target's.
+    draft model reads what was emitted meanwhile when it is tried again. Its cache needs room for `length.room` tokens beyond the text,
+    and a tail of `length.unread`. Where `early` makes a draft model of the target, `draft` is None, and the cache is the target's.
     """
 
     traits = Traits(reusable=True)
@@ -90,14 +90,14 @@ class ChainDrafter(Drafter):
         self.trust, self.credit = Trust(root.device), Credit(self.length.pause, root.device)
         self.draft.rewind(counts - 1 if self.whole is None else self.whole.lengths)
         self.unread = ids.gather(1, (counts - 1).clamp(min=0)[:, None])
-        """[B, n] the tokens before the root that the draft's own cache lacks; rounds that were sat out add to them."""
+        """[B, n] the tokens before the root that the draft's own cache lacks; rounds without drafts add to them."""
 
     def pause(self) -> int:
         """Rounds without drafts, where these do not pay."""
         return self.credit.rest()
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Take what was said in rounds without drafts [B, n]; the draft model has to read it."""
+        """Take what was emitted in rounds without drafts [B, n]; the draft model has to read it."""
         self.unread = torch.cat((self._unread(), tokens[:, :-1]), 1)
         self.root = tokens[:, -1].clone()
         if self.whole is not None:
@@ -139,8 +139,8 @@ class ChainDrafter(Drafter):
             gained = mean_accepted(verdict.accepted, active)
             self.trust.judge(gained)
             self.credit.judge(gained, self.length.price(drafted))
-        said = tree.tokens.gather(1, verdict.path)
-        last = said.gather(1, verdict.accepted[:, None])
+        emitted = tree.tokens.gather(1, verdict.path)
+        last = emitted.gather(1, verdict.accepted[:, None])
         if self.whole is not None:
             self.draft.rewind(self.whole.lengths)
         else:

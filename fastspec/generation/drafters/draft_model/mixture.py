@@ -28,7 +28,7 @@ Blend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class MixedDrafter(ChainDrafter, MixingDrafter):
     """Chains of `gamma` drafts of a model with a cache of its own, and the mixture that judges them.
 
-    The loop asks `first` for the distribution of the first token, and says there how the call chooses; a round asks `mix` for the
+    The loop asks `first` for the distribution of the first token, and passes how the call chooses; a round asks `mix` for the
     distribution at the nodes of its tree. Both return log pi in place of the target's processed scores. The cache needs room for `gamma` +
     2 tokens more than the call has, and a tail of 2 nodes.
     """

@@ -49,42 +49,42 @@ class Rereading(Drafter):
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Take the text ids [B, T] with counts [B] real tokens, and its first new token root [B]."""
-        self.said = [[*row[:count], first] for row, count, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
-        self.read: list[list[int]] = [[] for _ in self.said]
-        self.fed: list[list[int]] = [[] for _ in self.said]
+        self.history = [[*row[:count], first] for row, count, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
+        self.read: list[list[int]] = [[] for _ in self.history]
+        self.fed: list[list[int]] = [[] for _ in self.history]
         """What the draft's cache holds."""
-        starts = [int(said[0] == getattr(self.tokenizer, "bos_token_id", None)) for said in self.said]
+        starts = [int(history[0] == getattr(self.tokenizer, "bos_token_id", None)) for history in self.history]
         self.settled: list[tuple[int, list[int]]] = [(start, []) for start in starts]
         """How many of a text's tokens are encoded for good, and as what."""
         self.due = [start + 2 * ANEW for start in starts]
         """How long a text is when more of it shall be."""
         self.trust, self.credit = Trust(root.device), Credit(self.length.pause, root.device)
         self.active = torch.ones_like(root, dtype=torch.bool)
-        """Which rows go on: the rounds' own tensor after the first of them, which tells by the next one."""
+        """Which rows go on: the rounds' own tensor after the first of them, which is current by the next one."""
 
     def pause(self) -> int:
         """Rounds without drafts, where these do not pay."""
         return self.credit.rest()
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Append what was said in rounds without drafts [B, n], counts [B] of it."""
-        for said, more, count in zip(self.said, tokens.tolist(), counts, strict=True):
-            said += more[:count]
+        """Append what was emitted in rounds without drafts [B, n], counts [B] of it."""
+        for history, more, count in zip(self.history, tokens.tolist(), counts, strict=True):
+            history += more[:count]
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """Append what the target said."""
+        """Append what the target emitted."""
         if self.length.cost:
             gained = mean_accepted(verdict.accepted, active)
             self.trust.judge(gained)
             self.credit.judge(gained, self.length.price(self.written))
         self.active = active
-        told = torch.cat((active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1).tolist()  # one read-back
-        for said, (going, count, *tokens) in zip(self.said, told, strict=True):
-            said += tokens[: count + 1] if going else []
+        read_back = torch.cat((active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1).tolist()  # one read-back
+        for history, (going, count, *tokens) in zip(self.history, read_back, strict=True):
+            history += tokens[: count + 1] if going else []
 
     def _roots(self) -> Tensor:
         """The last token of every row [B]."""
-        return torch.tensor([said[-1] for said in self.said], device=self.device)
+        return torch.tensor([history[-1] for history in self.history], device=self.device)
 
     def _encode_all(self) -> list[bool]:
         """Encode the texts of the rows that go on -> which rows can be drafted for; the others read some token."""
@@ -98,36 +98,36 @@ class Rereading(Drafter):
 
     def _encoded(self, row: int) -> list[int]:
         """A row's text in the draft model's tokens, begun as its tokenizer begins one. What lies far behind is not encoded again."""
-        said = self.said[row]
-        if len(said) > self.due[row]:
+        history = self.history[row]
+        if len(history) > self.due[row]:
             self._settle(row)
         start, ids = self.settled[row]
-        return [*self.opening, *ids, *self._end(said[start:])]
+        return [*self.opening, *ids, *self._end(history[start:])]
 
     def _settle(self, row: int) -> None:
         """Encode more of a row's text for good, where it can be cut so that the parts are the whole; else try again much later."""
-        said, (start, ids) = self.said[row], self.settled[row]
-        whole = decoded(self.tokenizer, said[start:])
-        want, last = encoded(self.draft_tokenizer, whole), len(said) - ANEW
-        self.due[row] = 2 * len(said)
+        history, (start, ids) = self.history[row], self.settled[row]
+        whole = decoded(self.tokenizer, history[start:])
+        want, last = encoded(self.draft_tokenizer, whole), len(history) - ANEW
+        self.due[row] = 2 * len(history)
         for cut in range(last, last - TRIES, -1):
-            front, back = decoded(self.tokenizer, said[start:cut]), decoded(self.tokenizer, said[cut:])
+            front, back = decoded(self.tokenizer, history[start:cut]), decoded(self.tokenizer, history[cut:])
             first = encoded(self.draft_tokenizer, front)
             if front + back == whole and [*first, *encoded(self.draft_tokenizer, back)] == want:
                 self.settled[row], self.due[row] = (cut, [*ids, *first]), cut + 2 * ANEW
                 return
 
-    def _end(self, said: Sequence[int]) -> list[int]:
+    def _end(self, history: Sequence[int]) -> list[int]:
         """A text's end in the draft model's tokens. Where it ends within a character, the last tokens are their own counterparts, if they
         have any."""
         for behind in range(LONGEST_CHARACTER):
-            end = len(said) - behind
-            text = decoded(self.tokenizer, said[:end]) if end > 0 else ""
+            end = len(history) - behind
+            text = decoded(self.tokenizer, history[:end]) if end > 0 else ""
             if not text.endswith("\ufffd"):
                 break
-        rest = [self.known.get(token) for token in said[end:]]
+        rest = [self.known.get(token) for token in history[end:]]
         if None in rest:
-            text, rest = decoded(self.tokenizer, said), []
+            text, rest = decoded(self.tokenizer, history), []
         ids = encoded(self.draft_tokenizer, text)
         return [*ids, *(token for token in rest if token is not None)]
 

@@ -78,7 +78,7 @@ class StagedDrafter(Drafter):
         return self._chain(at, self.gamma, q)
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """Move the tape on behind what the target said, and cut the stages' caches to it."""
+        """Move the tape on behind what the target emitted, and cut the stages' caches to it."""
         at = torch.full_like(self.length, self.kept)
         gained = (verdict.accepted + 1) * active
         self._set(at, verdict)

@@ -32,7 +32,7 @@ class TextDrafter(Rereading):
         width = max(map(len, drafted))
         if not width:
             return TokenTree.root_only(self._roots())
-        tokens = [[said[-1], *draft, *[0] * (width - len(draft))] for said, draft in zip(self.said, drafted, strict=True)]
+        tokens = [[history[-1], *draft, *[0] * (width - len(draft))] for history, draft in zip(self.history, drafted, strict=True)]
         return TokenTree.chain(torch.tensor(tokens, device=self.device), self.max_path)
 
     def _write(self, going: Tensor) -> list[list[int]]:
@@ -57,10 +57,10 @@ class TextDrafter(Rereading):
         """Target tokens of what the draft model wrote behind a row's text, by the end of it that was encoded anew."""
         end = self.read[row][len(self.opening) + len(self.settled[row][1]) :]
         before, after = (decoded(self.draft_tokenizer, ids) for ids in (end, [*end, *written]))
-        return self._joined(self.said[row], after[len(before) :])[: self.length.most] if after.startswith(before) else []
+        return self._joined(self.history[row], after[len(before) :])[: self.length.most] if after.startswith(before) else []
 
-    def _joined(self, said: Sequence[int], more: str) -> list[int]:
-        """`more` as target tokens after `said`: encoded together with the last of them where that gives these back."""
-        tail = list(said[-OVERLAP:])
+    def _joined(self, history: Sequence[int], more: str) -> list[int]:
+        """`more` as target tokens after `history`: encoded together with the last of them where that gives these back."""
+        tail = list(history[-OVERLAP:])
         whole = encoded(self.tokenizer, decoded(self.tokenizer, tail) + more)
         return whole[len(tail) :] if whole[: len(tail)] == tail else encoded(self.tokenizer, more)

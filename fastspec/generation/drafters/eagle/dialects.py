@@ -280,9 +280,9 @@ def _switches_from_keys(state: Mapping[str, Tensor], sizes: Mapping[str, Any], f
     # A flag that the config raises and the weights lack stays raised, so that the missing weight is reported by name.
     eagle3 = is_eagle3(state)
     for name, field in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if eagle3 else (("fc_bias", "bias"),):
-        said = fields.find(field)
-        if said is not None and said.value is True and not switches[name]:
-            switches[name], flags[name] = True, Flag(True, said.source)
+        declared = fields.find(field)
+        if declared is not None and declared.value is True and not switches[name]:
+            switches[name], flags[name] = True, Flag(True, declared.source)
     like_target = sizes["draft_vocab_size"] == sizes["vocab_size"] and sizes["hidden_size"] == sizes["target_hidden_size"]
     switches["own_lm_head"] = eagle3 and ("lm_head.weight" in state or not like_target)
     flags["own_lm_head"] = Flag(switches["own_lm_head"], "weights")

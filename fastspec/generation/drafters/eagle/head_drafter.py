@@ -99,8 +99,8 @@ class HeadDrafter(Drafter):
         self, features: Tensor, verdict: Verdict, active: Tensor, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Ops.path_pairs` of a verdict, whose bonus token becomes the root of the next tree."""
-        said = verdict.path, verdict.accepted, verdict.bonus, active
-        return self.ops.path_pairs(features, *said, self.root, self.state.lengths, out)
+        path = verdict.path, verdict.accepted, verdict.bonus, active
+        return self.ops.path_pairs(features, *path, self.root, self.state.lengths, out)
 
     def _extend(
         self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None, steps: Tensor | None = None

@@ -57,7 +57,7 @@ class NasdDrafter(HostDrafter):
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
-        """Count a text per row that is no part of what the row says, such as another model's answer."""
+        """Count a text per row that is no part of the row itself, such as another model's answer."""
         for storage, text in zip(self.storages, texts, strict=True):
             cursor = storage.start()
             for token in text:
@@ -80,12 +80,12 @@ class NasdDrafter(HostDrafter):
         return self.credit.rest()
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Count what was said in rounds without look-ups [B, n], counts [B] of it."""
-        for row, (said, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
-            for token in said[:count]:
+        """Count what was emitted in rounds without look-ups [B, n], counts [B] of it."""
+        for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
+            for token in emitted[:count]:
                 self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
                 self.roots[row] = token
-            self.active[row] = self.active[row] and count == len(said) and self.roots[row] not in self.ends
+            self.active[row] = self.active[row] and count == len(emitted) and self.roots[row] not in self.ends
 
     def propose(self, extent: int) -> TokenTree:
         """Draft from what is known; the tree of a row that has ended is filled up with copies of its root."""
@@ -100,31 +100,31 @@ class NasdDrafter(HostDrafter):
 
     def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:
         """[B, 2 + steps * (1 + likely)]: whether a row goes on, its accepted tokens, and for each step the likeliest tokens, the best of
-        them last, and the token said."""
-        said = verdict.tokens(tree)[:, :steps, None]
+        them last, and the token emitted."""
+        emitted = verdict.tokens(tree)[:, :steps, None]
         likely = min(self.config.top_k_filler, logits.shape[2]) if self.config.top_k_filler > 1 else 0
         if likely:
             row = torch.arange(logits.shape[0], device=logits.device)[:, None]
             best = logits[row, verdict.path[:, :steps]].topk(likely).indices
-            said = torch.cat((best.flip(-1), said), 2)
-        return torch.cat((active[:, None].long(), verdict.accepted[:, None], said.flatten(1)), 1)
+            emitted = torch.cat((best.flip(-1), emitted), 2)
+        return torch.cat((active[:, None].long(), verdict.accepted[:, None], emitted.flatten(1)), 1)
 
     def update(self, digest: list[list[int]], steps: int) -> None:
         """Count the emitted tokens of the active rows, up to their end tokens, each with the target's likeliest tokens in its place."""
         gains = [accepted for goes_on, accepted, *_ in digest if goes_on]
         if gains:
             self.credit.judge(sum(gains) / len(gains), self.look)
-        for row, (goes_on, accepted, *said) in enumerate(digest):
+        for row, (goes_on, accepted, *emitted) in enumerate(digest):
             self.active[row] = bool(goes_on)
             if not goes_on:
                 continue
-            storage, cursor, width = self.storages[row], self.cursors[row], len(said) // steps
+            storage, cursor, width = self.storages[row], self.cursors[row], len(emitted) // steps
             for start in range(0, width * (accepted + 1), width):
-                *likeliest, token = said[start : start + width]
+                *likeliest, token = emitted[start : start + width]
                 cursor = storage.feed(cursor, token, likeliest)
                 if token in self.ends:
                     break
-            self.cursors[row], self.roots[row] = cursor, said[width * (accepted + 1) - 1]
+            self.cursors[row], self.roots[row] = cursor, emitted[width * (accepted + 1) - 1]
 
 
 def check_tokens(storage: Storage | str, vocabulary: int) -> None:

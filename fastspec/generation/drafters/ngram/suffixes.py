@@ -60,9 +60,9 @@ class SuffixStorage:
 
     def feed(self, cursor: Cursor, token: int, fillers: Sequence[int] = ()) -> Cursor:
         """Count token and fillers after every suffix of the text at the cursor, and append token to the text."""
-        said = (*fillers, token)
+        counted = (*fillers, token)
         for state, _ in self._suffixes(cursor):
-            self.tallies.count(state, said)
+            self.tallies.count(state, counted)
         last = self._append(cursor.last, token)
         return self.step(cursor, token)._replace(last=last)
 
