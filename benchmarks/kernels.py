@@ -223,7 +223,7 @@ def small_cases() -> Iterator[Case]:
                 2 * nodes * vocab, float("inf") if numbers is not None else 0.0,
             )  # fmt: skip
         if nodes > 1:
-            yield from law_cases(nodes, vocab, uniform)
+            yield from distribution_cases(nodes, vocab, uniform)
             yield Case(
                 "posterior_walk", f"{nodes} nodes", lambda t=tree: (torch.randint(0, 1000, t.tokens.shape, device="cuda"),),
                 {way: lambda p, op=op, t=tree: op(t.tokens, t.parents, p, 9)
@@ -268,17 +268,17 @@ def layer_cases() -> Iterator[Case]:
         )  # fmt: skip
 
 
-def law_cases(nodes: int, vocab: int, uniform: Tensor) -> Iterator[Case]:
-    """Draws under a law, beside transformers' warpers and a plain draw from what they leave."""
-    for law in (SamplingSettings(0.8, 50, 0.95), SamplingSettings(top_p=0.95)):
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(law.temperature)] if law.temperature != 1 else [])
-        warpers += [TopKLogitsWarper(law.top_k)] if law.top_k else []
-        warpers += [TopPLogitsWarper(law.top_p)]
+def distribution_cases(nodes: int, vocab: int, uniform: Tensor) -> Iterator[Case]:
+    """Draws under sampling settings, beside transformers' warpers and a plain draw from what they leave."""
+    for drawn in (SamplingSettings(0.8, 50, 0.95), SamplingSettings(top_p=0.95)):
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(drawn.temperature)] if drawn.temperature != 1 else [])
+        warpers += [TopKLogitsWarper(drawn.top_k)] if drawn.top_k else []
+        warpers += [TopPLogitsWarper(drawn.top_p)]
         yield Case(
-            f"pick, temperature {law.temperature}, top-k {law.top_k or 'off'}, top-p {law.top_p}", f"{nodes} x {vocab}",
+            f"pick, temperature {drawn.temperature}, top-k {drawn.top_k or 'off'}, top-p {drawn.top_p}", f"{nodes} x {vocab}",
             lambda n=nodes, v=vocab: (random(1, n, v, scale=3.0),),
             {"reference": lambda x, w=warpers, u=uniform: verification_reference.pick(w(None, x[0].float())[None], u),
-             "fastspec": lambda x, law=law, u=uniform: posterior_eval.pick(x, u, law)},
+             "fastspec": lambda x, drawn=drawn, u=uniform: posterior_eval.pick(x, u, drawn)},
             2 * nodes * vocab, float("inf"),
         )  # fmt: skip
 

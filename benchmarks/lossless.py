@@ -1,16 +1,15 @@
-"""Sampled texts of every assistant against the unpatched model's exact law: chi-square per position, on a real model.
+"""Sampled texts of every assistant against the unpatched model's exact distribution: chi-square per position, on a real model.
 
     python benchmarks/lossless.py --assistants eagle3 nasd --texts 50000 --out rows.jsonl
 
-Every text has three new tokens, or as many as TOKENS says: the first comes from the prompt's pass, the others from rounds, in which
-drafts are accepted or not. For an adaptive length they are more, and drafted by one layer, so that the length varies: three drafts in the
-first round, fewer once most of them were refused.
-The law of each token given those before it is computed by plain passes of the model over every text that was begun (a patch does not
-change them), processed by transformers' own processors: temperature, top-k, top-p, min-p, with a repetition penalty and without.
-Texts are drawn in batches, each under its own seed; a kept storage drafts from what earlier batches said. For each position the tokens
-are compared with their laws by Pearson's chi-square, summed over what came before. Tokens expected fewer than five times are taken
-together. Significance: 0.001 for each test, so one right assistant in three hundred fails one of three; a token of probability 0 fails
-at once.
+Every text has three new tokens, or as many as TOKENS says: the first comes from the prompt's pass, the others from rounds, in which drafts
+are accepted or not. For an adaptive length they are more, and drafted by one layer, so that the length varies: three drafts in the first
+round, fewer once most of them were refused. The distribution of each token given those before it is computed by plain passes of the model
+over every text that was begun (a patch does not change them), processed by transformers' own processors: temperature, top-k, top-p, min-p,
+with a repetition penalty and without. Texts are drawn in batches, each under its own seed; a kept storage drafts from what earlier batches
+said. For each position the tokens are compared with their distributions by Pearson's chi-square, summed over what came before. Tokens
+expected fewer than five times are taken together. Significance: 0.001 for each test, so one right assistant in three hundred fails one of
+three; a token of probability 0 fails at once.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def processors() -> LogitsProcessorList:
 
 
 @torch.no_grad()
-def law(model: Any, texts: Tensor) -> Tensor:
+def distribution(model: Any, texts: Tensor) -> Tensor:
     """The processed distribution of what follows texts [R, T] -> [R, V] float64."""
     rows = [processors()(part, model(part, logits_to_keep=1).logits[:, -1].float()).double().softmax(-1) for part in texts.split(64)]
     return torch.cat(rows)
@@ -133,19 +132,19 @@ def p_value(statistic: float, freedom: int) -> float:
     return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
-def judge(model: Any, ids: Tensor, texts: list[Text], laws: dict[Text, Tensor]) -> dict[str, Any]:
-    """Every position of some texts against its law given the tokens before; `laws` keeps those that are known."""
+def judge(model: Any, ids: Tensor, texts: list[Text], distributions: dict[Text, Tensor]) -> dict[str, Any]:
+    """Every position of some texts against its distribution given the tokens before; `distributions` keeps those that are known."""
     positions = []
     for place in range(len(texts[0])):
         begun = Counter(text[:place] for text in texts)
-        new = [before for before in begun if before not in laws]
+        new = [before for before in begun if before not in distributions]
         if new:
             grown = torch.cat((ids.expand(len(new), -1), torch.tensor(new, dtype=ids.dtype, device=ids.device)), 1)
-            laws |= zip(new, law(model, grown).cpu(), strict=True)
+            distributions |= zip(new, distribution(model, grown).cpu(), strict=True)
         said: dict[Text, Counter[int]] = {before: Counter() for before in begun}
         for text in texts:
             said[text[:place]][text[place]] += 1
-        parts = [chi_square(said[before], laws[before], count) for before, count in begun.items()]
+        parts = [chi_square(said[before], distributions[before], count) for before, count in begun.items()]
         value, freedom = sum(value for value, _ in parts), sum(freedom for _, freedom in parts)
         positions.append({"chi_square": round(value, 2), "freedom": freedom, "p": p_value(value, freedom)})
     return {"positions": positions}
@@ -173,7 +172,7 @@ def draw_rows(rows: list[dict[str, Any]], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlim(1e-4, 1.2)
-    axes.set_xlabel(f"p-value of {rows[0]['texts']} texts against the unpatched model's law")
+    axes.set_xlabel(f"p-value of {rows[0]['texts']} texts against the unpatched model's distribution")
     figure.legend(fontsize=8, loc="outside upper right", ncols=4, frameon=False)
     figure.savefig(path, dpi=130)
 
@@ -197,14 +196,14 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device, torch.float32)
     inputs = encode(tokenizer, PROMPT, device)
-    laws: dict[Text, Tensor] | None = None
+    distributions: dict[Text, Tensor] | None = None
     eagle = options.eagle_head or untrained_head(model)
     fastspec.patch(model, eagle3=options.head, eagle=eagle, eagle2=eagle)
     failed = False
     for name, penalty in ((name, penalty) for penalty in options.penalty for name in options.assistants):
-        if OPTIONS["repetition_penalty"] != PENALTY[penalty] or laws is None:
+        if OPTIONS["repetition_penalty"] != PENALTY[penalty] or distributions is None:
             OPTIONS["repetition_penalty"] = PENALTY[penalty]
-            laws = {}
+            distributions = {}
         if penalty == "with" and name in DRAWN_ONLY:
             print(f"left out: {name} with a penalty: it draws no drafts then", file=sys.stderr)
             continue
@@ -217,7 +216,7 @@ def main() -> None:
             "assistant": name, "texts": len(texts), "tokens": length, "options": dict(OPTIONS),
             "seed": options.seed, "batch": options.batch,
             "significance": SIGNIFICANCE, **({"eagle_head": options.eagle_head} if name.startswith("eagle") and name != "eagle3" else {}),
-            **judge(model, inputs["input_ids"], texts, laws), "drafted": sum(c.drafted for c in mine),
+            **judge(model, inputs["input_ids"], texts, distributions), "drafted": sum(c.drafted for c in mine),
             "drafts_accepted": sum(c.accepted for c in mine), "rounds": sum(c.row_rounds for c in mine),
             "seconds": round(time.perf_counter() - began, 1), **environment(model), "backend": fastspec.report(model).backend,
         }  # fmt: skip

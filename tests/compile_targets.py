@@ -136,7 +136,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         yield f"pick, {rows} rows", lambda x=logits: posterior_eval.pick(x, None)
         drawn = floats(1, rows, dtype=torch.float32)
         yield f"pick, drawn, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u)
-        yield f"pick under a law, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u, SamplingSettings(0.8, 50, 0.9, 0.1))
+        yield f"pick under settings, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u, SamplingSettings(0.8, 50, 0.9, 0.1))
         tree, table = whole(1, rows), few(vocab, hidden)
         yield f"tree_input, {rows} rows", lambda t=tree, e=table: tree_input.tree_input(t, t, whole(1), 4000, e)
         path = whole(1, min(rows, 8))

@@ -1,4 +1,5 @@
-"""The decoding loop enumerated: every random decision is scripted and every script is run, so that the law of the first tokens is a sum."""
+"""The decoding loop enumerated: every random decision is scripted and every script is run, so that the distribution of the first tokens is
+a sum."""
 
 from __future__ import annotations
 
@@ -152,8 +153,8 @@ Make = Callable[[int, Any], tuple[Any, Any]]
 
 
 def enumerated(make: Make, process: Any, limit: int, together: int = 10**6, companions: int = 0) -> dict[Text, float]:
-    """The law of the first `limit` tokens of the loop, `together` scripts in a batch."""
-    law: dict[Text, float] = {}
+    """The distribution of the first `limit` tokens of the loop, `together` scripts in a batch."""
+    distribution: dict[Text, float] = {}
     waiting: list[list[int]] = [[]]
     while waiting:
         batch, waiting = waiting[:together], waiting[together:]
@@ -165,9 +166,9 @@ def enumerated(make: Make, process: Any, limit: int, together: int = 10**6, comp
         with scripts.playing():
             outcome = decode(engine, request(scripts.rows, limit), "enumerated")
         for text, weight in zip(outcome.tokens, scripts.weights, strict=False):
-            law[tuple(text)] = law.get(tuple(text), 0.0) + weight
+            distribution[tuple(text)] = distribution.get(tuple(text), 0.0) + weight
         waiting += scripts.others
-    return law
+    return distribution
 
 
 def request(rows: int, limit: int, **options: Any) -> Request:
@@ -176,20 +177,20 @@ def request(rows: int, limit: int, **options: Any) -> Request:
 
 
 def closed(vocab: int, limit: int, after: Callable[[Text], list[float]]) -> dict[Text, float]:
-    """The law of texts whose next token has the law after(prompt and text so far)."""
-    law = {}
+    """The distribution of texts whose next token has the distribution after(prompt and text so far)."""
+    distribution = {}
     for text in product(range(vocab), repeat=limit):
-        law[text] = 1.0
+        distribution[text] = 1.0
         for place, token in enumerate(text):
-            law[text] *= after((*PROMPT, *text[:place]))[token]
-    return law
+            distribution[text] *= after((*PROMPT, *text[:place]))[token]
+    return distribution
 
 
 def agree(found: dict[Text, float], want: dict[Text, float]) -> bool:
     return all(abs(found.get(text, 0.0) - want.get(text, 0.0)) < CLOSE for text in {*found, *want})
 
 
-def law_of(model: Tables, text: Text, process: Any = None) -> list[float]:
+def distribution_of(model: Tables, text: Text, process: Any = None) -> list[float]:
     scores = torch.tensor([model.after(text)])
     return torch.softmax(scores if process is None else process(scores), -1)[0].double().tolist()
 

@@ -84,7 +84,7 @@ def test_a_higher_price_never_stops_earlier(models: list[Any]) -> None:
     assert max(before) > 0
 
 
-def test_sampled_stages_follow_their_own_law() -> None:
+def test_sampled_stages_follow_their_own_distribution() -> None:
     """4,000 tokens of a second stage that verified a first one's: chi-square at a significance of 1e-4, 6 degrees of freedom."""
     small, large = (shallow_model(seed=seed, vocab_size=7, pad_token_id=None, bos_token_id=None, eos_token_id=None) for seed in (1, 2))
     model = cascaded([small, large], thresholds=[1.0])
@@ -93,9 +93,9 @@ def test_sampled_stages_follow_their_own_law() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Predictor, "score", lambda *args: Told([(0.0, 0.5)])(*args))
         out = model.generate(ids.expand(rows, -1), do_sample=True, top_k=0, max_new_tokens=1, assistant="cascade")
-    law = torch.softmax(large.requires_grad_(False)(ids).logits[0, -1], -1) * rows
+    distribution = torch.softmax(large.requires_grad_(False)(ids).logits[0, -1], -1) * rows
     counts = torch.bincount(out[:, 3], minlength=7)
-    assert float(((counts - law) ** 2 / law).sum()) < 27.9
+    assert float(((counts - distribution) ** 2 / distribution).sum()) < 27.9
 
 
 def test_features_are_of_the_answer(models: list[Any]) -> None:
@@ -105,8 +105,8 @@ def test_features_are_of_the_answer(models: list[Any]) -> None:
         patch.setattr(Predictor, "score", lambda *args: told(*args))
         out = models[-1].generate(**batch, **GREEDY, assistant=config(models[-1], thresholds=[0.5, 0.5]))
     with torch.no_grad():
-        laws = torch.log_softmax(models[0](out).logits[0, 5:-1], -1)
-    chances = laws.gather(1, out[0, 6:, None])
+        distributions = torch.log_softmax(models[0](out).logits[0, 5:-1], -1)
+    chances = distributions.gather(1, out[0, 6:, None])
     stage, features = told.asked[0]
     names = dict(zip(fastspec.cascade.features.NAMES, features.tolist(), strict=True))
     assert stage == 0 and names["log_probability_mean"] == pytest.approx(float(chances.mean()), abs=1e-4)

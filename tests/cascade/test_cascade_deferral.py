@@ -16,12 +16,12 @@ from fastspec.cascade.config import RANGES, RULES
 from fastspec.cascade.deferral import mixed
 from fastspec.errors import Unsupported
 
-Law = list[Any]  # Fractions or floats, which sum to one
+Distribution = list[Any]  # Fractions or floats, which sum to one
 CLOSE = 1e-12
 """Half a dozen float64 operations on numbers up to one, each rounded by 1.1e-16, with room for six tokens' sums."""
 
 
-def twin(rule: str, alpha: Any, p: Law, q: Law, p_raw: Law, q_raw: Law) -> Law:
+def twin(rule: str, alpha: Any, p: Distribution, q: Distribution, p_raw: Distribution, q_raw: Distribution) -> Distribution:
     """The formula alone, in the arithmetic of its arguments; `alpha` is a number."""
     mine, best = max(q_raw), max(p_raw)
     if rule in ("chow", "diff", "opt"):
@@ -37,7 +37,7 @@ def twin(rule: str, alpha: Any, p: Law, q: Law, p_raw: Law, q_raw: Law) -> Law:
 
 
 @st.composite
-def laws(draw: st.DrawFn, size: int) -> list[Fraction]:
+def distributions(draw: st.DrawFn, size: int) -> list[Fraction]:
     """Zeros, ties and certainties among them."""
     weights = draw(st.lists(st.integers(0, 12), min_size=size, max_size=size).filter(any))
     return [Fraction(weight, sum(weights)) for weight in weights]
@@ -47,7 +47,7 @@ def laws(draw: st.DrawFn, size: int) -> list[Fraction]:
 def places(draw: st.DrawFn) -> tuple[list[Fraction], ...]:
     """p, q, p_raw, q_raw over one vocabulary."""
     size = draw(st.sampled_from([3, 2, 6, 1]))
-    return tuple(draw(laws(size)) for _ in range(4))
+    return tuple(draw(distributions(size)) for _ in range(4))
 
 
 @st.composite
@@ -59,7 +59,7 @@ def settings_of(draw: st.DrawFn, rules: Sequence[str] = RULES) -> tuple[str, Fra
 
 
 def tensors(place: tuple[list[Fraction], ...]) -> list[Tensor]:
-    return [torch.tensor([float(each) for each in law], dtype=torch.float64) for law in place]
+    return [torch.tensor([float(each) for each in distribution], dtype=torch.float64) for distribution in place]
 
 
 def clear(rule: str, alpha: Fraction, place: tuple[list[Fraction], ...]) -> bool:
@@ -121,7 +121,7 @@ def test_a_larger_alpha_never_takes_a_token_back_from_the_small_model(place, rul
         assert torch.equal(mixed(rule, high, p, q, p_raw, q_raw), q)
 
 
-@given(settings_of(), st.lists(st.tuples(*[laws(3)] * 4), min_size=6, max_size=6))
+@given(settings_of(), st.lists(st.tuples(*[distributions(3)] * 4), min_size=6, max_size=6))
 def test_places_do_not_see_each_other(setting, batch):
     """[2, 3, V] at once, in float32, is every place by itself."""
     rule, alpha = setting

@@ -1,8 +1,8 @@
-"""Two ways of decoding with several models: a mixture's law at every token, and a chain's last model, exactly.
+"""Two ways of decoding with several models: a mixture's distribution at every token, and a chain's last model, exactly.
 
 The loop itself is enumerated. Its only random decisions are draws of a token and acceptances of one; both are replaced by a script, and
-every script that differs from another in one decision is run, with its chance. So the law of the first tokens is a finite sum, the real
-drafters, rounds and caches at work, and it must be the closed form.
+every script that differs from another in one decision is run, with its chance. So the distribution of the first tokens is a finite sum, the
+real drafters, rounds and caches at work, and it must be the closed form.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_enumerate import PROCESSES, Make, Tables, Text, agree, closed, enumerated, law_of, request
+from helpers_enumerate import PROCESSES, Make, Tables, Text, agree, closed, distribution_of, enumerated, request
 from helpers_generate import free, prompts
 from helpers_models import tiny_model
 from hypothesis import given, settings
@@ -40,10 +40,10 @@ def mixture(seed: int, vocab: int, rule: str, alpha: Any, process: Any) -> Calla
     large, small = Tables(seed, "large", 1, vocab), Tables(seed, "small", 1, vocab)
 
     def pi(text: Text) -> list[float]:
-        p, q = (law_of(model, text, process) for model in (large, small))
+        p, q = (distribution_of(model, text, process) for model in (large, small))
         if alpha == "lossless" or alpha == RANGES[rule][0]:
             return p
-        return q if alpha == RANGES[rule][1] else twin(rule, alpha, p, q, law_of(large, text), law_of(small, text))
+        return q if alpha == RANGES[rule][1] else twin(rule, alpha, p, q, distribution_of(large, text), distribution_of(small, text))
 
     return pi
 
@@ -83,7 +83,7 @@ class FirstOfTheTarget(MixedDrafter):
         return scores
 
 
-class LawsOneNodeLate(MixedDrafter):
+class DistributionsOneNodeLate(MixedDrafter):
     def mix(self, tree, logits, scores):
         self.q = torch.cat((self.q[:, :1], self.q[:, :-1]), 1)
         return super().mix(tree, logits, scores)
@@ -101,10 +101,10 @@ class NothingForgotten(MixedDrafter):
 WRONG: dict[str, tuple[Any, Any]] = {
     "bonus token from p": (BonusOfTheTarget, mixed),
     "first token from p": (FirstOfTheTarget, mixed),
-    "laws of the node before": (LawsOneNodeLate, mixed),
+    "distributions of the node before": (DistributionsOneNodeLate, mixed),
     "refused drafts in the cache": (NothingForgotten, mixed),
     "rules that look at processed probabilities": (MixedDrafter, lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, p, q, p, q)),
-    "mixture of unprocessed laws": (MixedDrafter, lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, p_raw, q_raw, p_raw, q_raw)),
+    "mixture of unprocessed ones": (MixedDrafter, lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, p_raw, q_raw, p_raw, q_raw)),
     "p and q taken for each other": (MixedDrafter, lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, q, p, q_raw, p_raw)),
 }
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_mixed_is_refused():
 
 
 class Checked(StagedDrafter):
-    """A chain of Tables that holds every stage's recorded laws, and its drafts where none are drawn, to the stage's own."""
+    """A chain of Tables that holds every stage's recorded distributions, and its drafts where none are drawn, to the stage's own."""
 
     def _write(self, stage, at, count, active, extent):
         q = super()._write(stage, at, count, active, extent)
@@ -195,7 +195,7 @@ def chained(seed: int, vocab: int, gamma: int, stages: int, process: Any, kind: 
 
 
 def own(seed: int, vocab: int, process: Any) -> Callable[[Text], list[float]]:
-    return partial(law_of, Tables(seed, "target", 1, vocab), process=process)
+    return partial(distribution_of, Tables(seed, "target", 1, vocab), process=process)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_the_loop_says_what_the_last_model_says_alone(stages, gamma, limit, comp
     assert agree(found, closed(vocab, limit, own(seed, vocab, process)))
 
 
-class LawsOfAnotherTemperature(Checked):
+class DistributionsOfAnotherTemperature(Checked):
     def _write(self, stage, at, count, active, extent):
         q = super()._write(stage, at, count, active, extent)
         return q * q / (q * q).sum(-1, keepdim=True)
@@ -225,7 +225,7 @@ class UnlikelyDraftsLeftOut(Checked):
 
 
 class NothingCut(Checked):
-    """Caches keep what was replaced on the tape: the output stays the target's, but the stages' laws are not their own."""
+    """Caches keep what was replaced on the tape: the output stays the target's, but the stages' distributions are not their own."""
 
     def _cut(self, stage, at):
         pass
@@ -249,15 +249,16 @@ def found_in_the_chain(bug: Any, seed: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("bug", [LawsOfAnotherTemperature, UnlikelyDraftsLeftOut, NothingCut, OtherTokensHandedOn])
+@pytest.mark.parametrize("bug", [DistributionsOfAnotherTemperature, UnlikelyDraftsLeftOut, NothingCut, OtherTokensHandedOn])
 def test_planted_bugs_in_the_chain_are_found(bug):
     assert any(found_in_the_chain(bug, seed) for seed in range(4))
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
 @settings(max_examples=40, deadline=None)
-def test_batches_keep_every_stages_laws(seed, stages, gamma, sample, data):
-    """Rows of other lengths that accept and end differently: the laws recorded are the stages' own, and greedy tokens the target's."""
+def test_batches_keep_every_stages_distributions(seed, stages, gamma, sample, data):
+    """Rows of other lengths that accept and end differently: the distributions recorded are the stages' own, and greedy tokens the
+    target's."""
     vocab, limit = 4, 8
     texts = data.draw(st.lists(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=6), min_size=1, max_size=4))
     ends = data.draw(st.sampled_from([frozenset(), frozenset({3})]))
@@ -359,7 +360,7 @@ def test_stages_write_no_fewer_than_one():
 @pytest.mark.parametrize("below", [["near"], ["other", "near"], ["near", "fewer tokens"]], ids=str)
 def test_sampled_texts_of_a_chain_follow_the_target(zoo, below):
     target, ids, length = zoo["target"], torch.tensor([[17, 44, 61, 9]]), 2
-    expected = laws_of([target], ids, length, lambda laws: laws[0])
+    expected = distributions_of([target], ids, length, lambda each: each[0])
     texts = sampled(target, staged([zoo[name] for name in below], 3, 97, warm), ids, length)
     assert p_value(expected, texts) > SIGNIFICANCE
 
@@ -370,10 +371,10 @@ def test_sampled_texts_follow_the_mixture(zoo, rule, alpha, small):
     target, ids, length = zoo["target"], torch.tensor([[17, 44, 61, 9]]), 2
     blend = partial(mixed, rule, alpha)
     both = [target, zoo[small]]
-    expected = laws_of(both, ids, length, lambda laws: blend(laws[0], laws[1], laws[2], laws[3]))
+    expected = distributions_of(both, ids, length, lambda each: blend(*each[:4]))
     texts = sampled(target, mixing_with(zoo[small], 2, blend, 97), ids, length)
     assert p_value(expected, texts) > SIGNIFICANCE
-    assert p_value(laws_of([target], ids, length, lambda laws: laws[0]), texts) < SIGNIFICANCE
+    assert p_value(distributions_of([target], ids, length, lambda each: each[0]), texts) < SIGNIFICANCE
 
 
 def warm(scores: Tensor) -> Tensor:
@@ -392,14 +393,15 @@ def sampled(target: Any, make: Any, ids: Tensor, length: int) -> list[Text]:
 
 
 @torch.no_grad()
-def laws_of(models: list[Any], ids: Tensor, length: int, law: Callable[[list[Tensor]], Tensor]) -> dict[Text, float]:
-    """The chance of every text whose tokens have the law made of the models' laws over 97 tokens: all processed, then all not."""
+def distributions_of(models: list[Any], ids: Tensor, length: int, distribution: Callable[[list[Tensor]], Tensor]) -> dict[Text, float]:
+    """The chance of every text whose tokens have the distribution made of the models' distributions over 97 tokens: all processed, then all
+    not."""
     found: dict[Text, float] = {(): 1.0}
     for _ in range(length):
         texts = list(found)
         whole = torch.cat((ids.expand(len(texts), -1), torch.tensor(texts, dtype=torch.long).view(len(texts), -1)), 1)
         raw = [model(whole).logits[:, -1, :97].float() for model in models]
-        chances = law([warm(scores).softmax(-1) for scores in raw] + [scores.softmax(-1) for scores in raw]).double()
+        chances = distribution([warm(scores).softmax(-1) for scores in raw] + [scores.softmax(-1) for scores in raw]).double()
         found = {
             (*text, token): found[text] * chance
             for text, row in zip(texts, chances.tolist(), strict=True)

@@ -10,7 +10,7 @@ from helpers_generate import EAGLE1, NEVER, SHALLOW, bigram, kept, prompts, same
 from helpers_heads import EAGLE1 as PUBLISHED_KEYS
 from helpers_heads import as_eagle, write
 from helpers_models import tiny_head, tiny_model
-from test_sampling import CASES, SIGNIFICANCE, law, p_value, padded, sample
+from test_sampling import CASES, SIGNIFICANCE, distribution, p_value, padded, sample
 
 import fastspec
 from fastspec import CheckpointError, Eagle1, Eagle2, Unsupported
@@ -120,11 +120,11 @@ def sampled() -> Any:
 
 
 def evidence(model: Any, options: dict[str, Any], assistant: Any) -> float:
-    """The p-value of the sampled texts of two or three tokens under the target's law."""
+    """The p-value of the sampled texts of two or three tokens under the target's distribution."""
     ids = torch.tensor([[17, 44, 61, 9]])
     length = 3 if "top_k" in options else 2
     merged: dict[tuple[int, ...], float] = {}
-    for text, chance in law(model, ids, options, length).items():
+    for text, chance in distribution(model, ids, options, length).items():
         merged[padded(text)] = merged.get(padded(text), 0.0) + chance
     found = p_value(merged, sample(model, ids, options, assistant, length))
     assert 0 < stats(model).accepted < stats(model).row_rounds * 2  # some drafts are taken and some are not
@@ -143,7 +143,7 @@ def evidence(model: Any, options: dict[str, Any], assistant: Any) -> float:
         ("history", Eagle1(SMALL, "sampled")),
     ],
 )
-def test_sampled_texts_follow_the_targets_law(sampled, case, assistant):
+def test_sampled_texts_follow_the_targets_distribution(sampled, case, assistant):
     assert evidence(sampled, CASES[case], assistant) > SIGNIFICANCE
 
 

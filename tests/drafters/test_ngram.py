@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers_generate import LENGTH, NEVER, free, prompts, same, stats
 from helpers_models import tiny_model
-from test_sampling import law as law_of
+from test_sampling import distribution as distribution_of
 from test_sampling import p_value, padded, sample
 
 import fastspec
@@ -269,13 +269,13 @@ def test_nasd_needs_nothing_and_drafts_what_repeats(pairs):
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.8}], ids=["rows", "history"])
 @pytest.mark.parametrize("storage", [fastspec.NgramStorage(), fastspec.SuffixStorage()], ids=["ngram", "suffix"])
-def test_sampled_texts_follow_the_law(options, storage):
+def test_sampled_texts_follow_the_distribution(options, storage):
     """As tests/patches/test_sampling.py, on a shared storage that learns meanwhile and was told a third of what the model may say: trees
     with branches, of which some drafts are taken and some refused."""
     model, ids = fastspec.patch(tiny_model(seed=1, num_hidden_layers=2)), torch.tensor([[17, 44, 61, 9]])
     options = {"temperature": 1.7, "top_k": 4, **options}
     expected: dict[tuple[int, ...], float] = {}
-    for text, chance in law_of(model, ids, options, 3).items():
+    for text, chance in distribution_of(model, ids, options, 3).items():
         expected[padded(text)] = expected.get(padded(text), 0.0) + chance
     storage.reset()
     for text in sorted(expected, key=expected.__getitem__)[::3]:

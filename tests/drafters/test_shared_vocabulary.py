@@ -1,4 +1,4 @@
-"""Drafts drawn by the tokens that two vocabularies share: the target's own law, and the acceptance that the shared part allows."""
+"""Drafts drawn by the tokens that two vocabularies share: the target's own distribution, and the acceptance that the shared part allows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_enumerate import PROCESSES, Make, Tables, agree, closed, enumerated, law_of
+from helpers_enumerate import PROCESSES, Make, Tables, agree, closed, distribution_of, enumerated
 from helpers_generate import prompts, stats
 from helpers_models import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_retokenized import DRAFT, TARGET, tokenizer
-from test_sampling import CASES, check_law
+from test_sampling import CASES, check_distribution
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
@@ -66,11 +66,11 @@ def restricted(scores: list[float], pairs: list[tuple[int, int]], vocab: int, pr
 
 
 class Checked(SharedDrafter):
-    """Holds every node's q to the draft model's law after its text, encoded anew, and the drafts before the node."""
+    """Holds every node's q to the draft model's distribution after its text, encoded anew, and the drafts before the node."""
 
     def propose(self, extent: int) -> Any:
         tree = super().propose(extent)
-        for row, said in enumerate(self.said):
+        for row, said in enumerate(self.history):
             read = list(self.draft_tokenizer(self.tokenizer.decode(said), add_special_tokens=False)["input_ids"])
             drawn = self.alive[row] and 0 < len(read) <= self.room - self.length.most
             for node in range(1, tree.tokens.shape[1]):
@@ -96,7 +96,7 @@ def sharing(seed: int, theirs: Any, gamma: int, process: Any, kind: Any = Checke
 
 
 def own(seed: int, process: Any) -> Callable[[Any], list[float]]:
-    return partial(law_of, Tables(seed, "target", 1, len(OURS)), process=process)
+    return partial(distribution_of, Tables(seed, "target", 1, len(OURS)), process=process)
 
 
 # One batch a script: how wide a round is depends on the rows beside, and so does what a row is asked.
@@ -183,7 +183,7 @@ MANY = tokenizer(LETTERS, [("a", "b"), ("c", "d"), ("ab", "cd")])
 
 @given(st.data(), st.integers(0, 10**6), st.integers(1, 4), st.sampled_from(PROCESSES[1:]), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_batches_keep_every_rows_law(data, seed, gamma, process, fixed):
+def test_batches_keep_every_rows_distribution(data, seed, gamma, process, fixed):
     """Rows of other lengths that accept and end differently: each q is the draft model's, and what was drafted is possible."""
     texts = data.draw(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=6), min_size=1, max_size=4))
     ends = data.draw(st.sampled_from([frozenset(), frozenset({3})]))
@@ -298,10 +298,10 @@ def paired(target: Any, draft: Any, draft_tokenizer: Any = DRAFT) -> Any:
 
 
 @pytest.mark.parametrize("case, config", [("all four", Speculative(gamma=2)), ("temperature", Speculative(most=3))], ids=str)
-def test_sampled_texts_follow_the_targets_law(case, config):
+def test_sampled_texts_follow_the_targets_distribution(case, config):
     target = tiny_model(seed=1, num_hidden_layers=4)
     model = paired(target, near(target))
-    check_law(model, CASES[case], config)
+    check_distribution(model, CASES[case], config)
     call = stats(model)
     assert 0.2 * call.drafted < call.accepted < call.drafted
 

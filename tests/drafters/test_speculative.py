@@ -1,4 +1,4 @@
-"""The assistant `speculative`: the target's own tokens and law, whatever the draft model is, and drafts as long as they pay."""
+"""The assistant `speculative`: the target's own tokens and distribution, whatever the draft model is, and drafts as long as they pay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from helpers_models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_retokenized import DRAFT, TARGET
-from test_sampling import CASES, check_law
+from test_sampling import CASES, check_distribution
 
 import fastspec
 from fastspec import Speculative
@@ -141,10 +141,10 @@ def near(target: Any) -> Any:
     ],
     ids=str,
 )  # fmt: skip
-def test_sampled_texts_follow_the_targets_law(case, config):
+def test_sampled_texts_follow_the_targets_distribution(case, config):
     target = tiny_model(seed=1, num_hidden_layers=4)
     model = patched(target, near(target))
-    check_law(model, CASES[case], config)
+    check_distribution(model, CASES[case], config)
     call = stats(model)
     assert 0 < call.accepted < call.drafted  # some drafts are taken and some are not
 
@@ -176,7 +176,7 @@ class Dice(Target):
 
 
 def test_whether_to_draft_on_does_not_depend_on_what_would_be_drawn():
-    """Else unlikely drafts would be dropped, and the drafts' law would not be the q that judges them."""
+    """Else unlikely drafts would be dropped, and the drafts' distribution would not be the q that judges them."""
     went_on: dict[tuple[int, ...], set[bool]] = {}
     for seed in range(400):
         torch.manual_seed(seed)

@@ -94,14 +94,14 @@ def test_measures_are_those_of_the_raw_distribution(model: Any, name: str) -> No
         torch.testing.assert_close(outcome.measures[row], measure(logits, torch.tensor(said)), atol=1e-4, rtol=1e-4)
 
 
-def test_sampled_text_follows_the_plain_law_whatever_the_answer_is() -> None:
+def test_sampled_text_follows_the_plain_distribution_whatever_the_answer_is() -> None:
     """4,000 texts of two tokens over a vocabulary of 7: chi-square on the pairs at a significance of 1e-4."""
     model = tiny_model(**SHALLOW, vocab_size=7, pad_token_id=None, bos_token_id=None, eos_token_id=None, initializer_range=0.2)
     rows, ids = 4000, torch.tensor([[1, 3, 2]])
     model.requires_grad_(False)
     first = torch.softmax(model(ids).logits[0, -1], -1)
-    laws = [torch.softmax(model(torch.cat((ids, torch.tensor([[token]])), 1)).logits[0, -1], -1) for token in range(7)]
-    expected = torch.stack([first[token] * laws[token] for token in range(7)]).flatten() * rows
+    distributions = [torch.softmax(model(torch.cat((ids, torch.tensor([[token]])), 1)).logits[0, -1], -1) for token in range(7)]
+    expected = torch.stack([first[token] * distributions[token] for token in range(7)]).flatten() * rows
     texts = [[int(first.argmax()), 4, 4]] * (rows // 2) + [[0, 0]] * (rows // 2)
     torch.manual_seed(5)
     with fastspec.patched(model):

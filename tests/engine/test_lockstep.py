@@ -273,7 +273,7 @@ def test_processors_are_shown_scores_that_lie_row_by_row():
 
 
 @pytest.mark.parametrize("lengths", [(6,), (5, 3, 8)])
-def test_a_mixture_of_two_models_laws_is_stopped_step_by_step(lengths):
+def test_a_mixture_of_two_models_distributions_is_stopped_step_by_step(lengths):
     """Its tokens are those of the same mixture without the criterion, which sees the whole batch once a step; a processor is refused."""
     model, log = tiny_model(), []
     stage = fastspec.Stage(tiny_model(seed=2, num_hidden_layers=2), name="small")

@@ -1,8 +1,8 @@
-"""The acceptance rules, enumerated exactly: whatever was drafted, the emitted tokens have the target's own law.
+"""The acceptance rules, enumerated exactly: whatever was drafted, the emitted tokens have the target's own distribution.
 
-A rule is written twice. `spoken` is its law in rational arithmetic, over drawn shapes, targets and drafters, and must be the target's own
-for the first three tokens; `walk_drawn` is then held to it draft by draft, by integrating over its uniforms. The walk is piecewise
-constant in them, so one midpoint per interval with the interval's exact length as its weight makes the integral exact.
+A rule is written twice. `spoken` is its distribution in rational arithmetic, over drawn shapes, targets and drafters, and must be the
+target's own for the first three tokens; `walk_drawn` is then held to it draft by draft, by integrating over its uniforms. The walk is
+piecewise constant in them, so one midpoint per interval with the interval's exact length as its weight makes the integral exact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VOCAB, LENGTH = 3, 3
 ZERO, ONE = Fraction(0), Fraction(1)
 Prefix = tuple[int, ...]
 Chances = list[Fraction]
-Law = dict[Prefix, Fraction]
+Distribution = dict[Prefix, Fraction]
 NARROW = Fraction(1, 10**5)  # intervals that fp32 (6e-8) may not tell apart after a few roundings
 
 SHAPES = {"chain": [0, 0, 1, 2], "siblings": [0, 0, 0, 0], "both": [0, 0, 0, 1, 1], "late": [0, 0, 0, 2, 2]}
@@ -59,9 +59,9 @@ class World:
     def target(self, prefix: Prefix) -> Chances:
         return self.after("target", prefix)
 
-    def law(self) -> Law:
-        """The target's own law of the first tokens."""
-        found: Law = {(): ONE}
+    def distribution(self) -> Distribution:
+        """The target's own distribution of the first tokens."""
+        found: Distribution = {(): ONE}
         for _ in range(LENGTH):
             found = {(*text, t): chance * p for text, chance in found.items() for t, p in enumerate(self.target(text))}
         return found
@@ -143,9 +143,9 @@ def steps(world: World, draft: Draft, node: int, rule: Rule) -> tuple[list[tuple
     return turns, rule.bonus(p, world.target(draft.prefix(node)))
 
 
-def spoken(world: World, draft: Draft, rule: Rule, node: int = 0) -> Law:
-    """The law of what is emitted from a node on, given the draft."""
-    law: Law = {}
+def spoken(world: World, draft: Draft, rule: Rule, node: int = 0) -> Distribution:
+    """The distribution of what is emitted from a node on, given the draft."""
+    distribution: Distribution = {}
     left = ONE
     turns, bonus = steps(world, draft, node, rule)
     for child, accepted in turns:
@@ -154,17 +154,17 @@ def spoken(world: World, draft: Draft, rule: Rule, node: int = 0) -> Law:
         below = spoken(world, draft, rule, child) if left * accepted else {}
         for text, chance in below.items():
             said = (draft.tokens[child], *text)
-            law[said] = law.get(said, ZERO) + left * accepted * chance
+            distribution[said] = distribution.get(said, ZERO) + left * accepted * chance
         left *= 1 - accepted
     for token, chance in enumerate(bonus):
-        law[token,] = law.get((token,), ZERO) + left * chance
-    return law
+        distribution[token,] = distribution.get((token,), ZERO) + left * chance
+    return distribution
 
 
-def continued(world: World, law: Law) -> Law:
-    """The law of the first tokens where the next round, by induction, goes on as the target does."""
+def continued(world: World, distribution: Distribution) -> Distribution:
+    """The distribution of the first tokens where the next round, by induction, goes on as the target does."""
     found = dict.fromkeys(product(range(VOCAB), repeat=LENGTH), ZERO)
-    for emitted, chance in law.items():
+    for emitted, chance in distribution.items():
         for text in found:
             if text[: len(emitted)] == emitted[:LENGTH]:
                 share = chance
@@ -175,14 +175,14 @@ def continued(world: World, law: Law) -> Law:
 
 
 def lossless(world: World, parents: list[int], scheme: Scheme, rule: Rule) -> bool:
-    total: Law = {}
+    total: Distribution = {}
     try:
         for draft in drafts(world, parents, scheme):
             for text, chance in spoken(world, draft, rule).items():
                 total[text] = total.get(text, ZERO) + draft.chance * chance
     except ValueError:
         return False
-    return continued(world, total) == world.law()
+    return continued(world, total) == world.distribution()
 
 
 @pytest.mark.parametrize("scheme", [with_replacement, without_replacement])
@@ -207,24 +207,24 @@ def test_the_rule_is_lossless_on_drawn_trees(parents, scheme, seed):
 @given(shapes(), st.integers(0, 10**6), st.data())
 @settings(max_examples=40, deadline=None)
 def test_one_draw_per_node_is_the_rule_for_drafts_that_are_certain(parents, seed, data):
-    """A deterministic child is a point mass q; then the rule and a single draw y ~ p, followed while y is a child, have one law. Of equal
-    siblings the first is followed, and the others are never accepted."""
+    """A deterministic child is a point mass q; then the rule and a single draw y ~ p, followed while y is a child, have one distribution.
+    Of equal siblings the first is followed, and the others are never accepted."""
     world = World(seed)
     tokens = [0, *data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(parents) - 1, max_size=len(parents) - 1))]
     draft = Draft(parents, tokens, [[ZERO] * VOCAB] + [[Fraction(t == token) for t in range(VOCAB)] for token in tokens[1:]], ONE)
 
-    def followed(node: int) -> Law:
-        law: Law = {}
+    def followed(node: int) -> Distribution:
+        distribution: Distribution = {}
         below = {draft.tokens[child]: child for child in reversed(draft.children(node))}
         for token, chance in enumerate(world.target(draft.prefix(node))):
             for text, share in (followed(below[token]) if token in below else {(): ONE}).items():
                 said = (token, *text)
-                law[said] = law.get(said, ZERO) + chance * share
-        return law
+                distribution[said] = distribution.get(said, ZERO) + chance * share
+        return distribution
 
-    one, two = ({text: chance for text, chance in law.items() if chance} for law in (followed(0), spoken(world, draft, Rule())))
+    one, two = ({text: chance for text, chance in each.items() if chance} for each in (followed(0), spoken(world, draft, Rule())))
     assert one == two
-    assert continued(world, followed(0)) == continued(world, spoken(world, draft, Rule())) == world.law()
+    assert continued(world, followed(0)) == continued(world, spoken(world, draft, Rule())) == world.distribution()
 
 
 WRONG: dict[str, tuple[Scheme, Rule]] = {
@@ -260,8 +260,8 @@ def cells(points: set[Fraction]) -> list[tuple[Fraction, Fraction]]:
     return [((a + b) / 2, b - a) for a, b in pairwise(edges)]
 
 
-def integrated(world: World, draft: Draft, walk: Walk) -> tuple[Law, Fraction]:
-    """The law of what a walk in torch emits, and the weight of the intervals too narrow for fp32, which are left out."""
+def integrated(world: World, draft: Draft, walk: Walk) -> tuple[Distribution, Fraction]:
+    """The distribution of what a walk in torch emits, and the weight of the intervals too narrow for fp32, which are left out."""
     grid = [set[Fraction]() for _ in draft.tokens]
     for node in range(len(draft.tokens)):
         turns, bonus = steps(world, draft, node, Rule())
@@ -283,17 +283,17 @@ def integrated(world: World, draft: Draft, walk: Walk) -> tuple[Law, Fraction]:
     p = torch.tensor([[float(c) for c in world.target(draft.prefix(node))] for node in range(len(draft.tokens))])
     q = torch.tensor([[float(c) for c in row] for row in draft.q])
     verdict = walk(tree, p.log().expand(rows, -1, -1), q.expand(rows, -1, -1), torch.tensor(points), TORCH)
-    law: Law = {}
+    distribution: Distribution = {}
     for said, accepted, weight in zip(verdict.tokens(tree).tolist(), verdict.accepted.tolist(), weights, strict=True):
         text = tuple(said[: accepted + 1])
-        law[text] = law.get(text, ZERO) + weight
-    return law, lost
+        distribution[text] = distribution.get(text, ZERO) + weight
+    return distribution, lost
 
 
 def follows_the_rule(world: World, draft: Draft, walk: Walk) -> bool:
-    law, lost = integrated(world, draft, walk)
+    found, lost = integrated(world, draft, walk)
     want = spoken(world, draft, Rule())
-    return lost < Fraction(1, 1000) and all(abs(law.get(text, ZERO) - want.get(text, ZERO)) <= lost for text in {*law, *want})
+    return lost < Fraction(1, 1000) and all(abs(found.get(text, ZERO) - want.get(text, ZERO)) <= lost for text in {*found, *want})
 
 
 @given(shapes(), st.sampled_from([with_replacement, without_replacement]), st.integers(0, 10**6), st.randoms(use_true_random=False))
@@ -365,7 +365,7 @@ def test_distinct_draws_take_extreme_noise(noise):
     assert set(ids[0, :2].tolist()) == {1, 3}
 
 
-def test_distinct_draws_have_the_law_of_draws_one_after_another():
+def test_distinct_draws_have_the_distribution_of_draws_one_after_another():
     """20,000 seeded pairs against their exact chances: a chi-square of 11 degrees stays below 31.3 but for one seed in a thousand."""
     weights, total = [1, 2, 3, 6], 20_000
     probs = (torch.tensor(weights) / 12).expand(total, -1)

@@ -111,7 +111,7 @@ def test_a_draft_model_of_another_tokenizer_is_kept(captures, sampled, monkeypat
     """From call to call, of any length, as long as its weights are where they were; it proposes what a new one would."""
     plain, model, draft = tiny_model(), tiny_model(), tiny_model(seed=3, vocab_size=93, num_hidden_layers=1)
     fastspec.patch(model, speculative=(draft, DRAFT, TARGET))
-    law, said = {"do_sample": True, "temperature": 0.7, "top_k": 1} if sampled else {"do_sample": False}, {}
+    distribution, said = {"do_sample": True, "temperature": 0.7, "top_k": 1} if sampled else {"do_sample": False}, {}
     kind, trees = SharedDrafter if sampled else TextDrafter, []
     propose = kind.propose
     monkeypatch.setattr(kind, "propose", lambda *given: trees.append(propose(*given)) or trees[-1])
@@ -121,7 +121,7 @@ def test_a_draft_model_of_another_tokenizer_is_kept(captures, sampled, monkeypat
         options = {**prompts(length), "max_new_tokens": new, "eos_token_id": None}
         trees.clear()
         torch.manual_seed(length)
-        got = model.generate(**options, **law, assistant=fastspec.Speculative(gamma=3))
+        got = model.generate(**options, **distribution, assistant=fastspec.Speculative(gamma=3))
         if (length, new) not in said:
             said[length, new] = plain.generate(**options, do_sample=False).tolist()
         assert got.tolist() == said[length, new]

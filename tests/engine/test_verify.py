@@ -1,4 +1,4 @@
-"""The verify rule, enumerated exactly: what a round emits has the target's own law, for drawn trees and distributions."""
+"""The verify rule, enumerated exactly: what a round emits has the target's own distribution, for drawn trees and distributions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastspec.patches.backends import TORCH
 
 VOCAB = 3
 Prefix = tuple[int, ...]
-Law = dict[Prefix, Fraction]
+Distribution = dict[Prefix, Fraction]
 Rule = Callable[[TokenTree, list[int]], list[tuple[Prefix, Fraction]]]
 
 
@@ -41,12 +41,12 @@ class Case:
         self.walked = {prefix for prefix, on in zip(self.prefixes, walked, strict=True) if on}
         """What a walk can reach: of equal siblings, the first."""
 
-    def target_law(self, emitted: Prefix) -> Fraction:
+    def target_distribution(self, emitted: Prefix) -> Fraction:
         """The probability that the target says these tokens one after another."""
-        law = Fraction(1)
+        distribution = Fraction(1)
         for place, token in enumerate(emitted):
-            law *= self.table[emitted[:place]][token]
-        return law
+            distribution *= self.table[emitted[:place]][token]
+        return distribution
 
 
 @st.composite
@@ -65,30 +65,31 @@ def right_rule(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction
     return [(tuple(verdict.tokens(tree)[0, : int(verdict.accepted) + 1].tolist()), Fraction(1))]
 
 
-def emitted_law(case: Case, rule: Rule) -> Law:
-    """The law of the emitted tokens over every assignment of picks to nodes."""
-    law: Law = {}
+def emitted_distribution(case: Case, rule: Rule) -> Distribution:
+    """The distribution of the emitted tokens over every assignment of picks to nodes."""
+    distribution: Distribution = {}
     for picks in product(range(VOCAB), repeat=len(case.parents)):
         chance = Fraction(1)
         for prefix, pick in zip(case.prefixes, picks, strict=True):
             chance *= case.table[prefix][pick]
         if chance:
             for emitted, share in rule(case.tree, list(picks)):
-                law[emitted] = law.get(emitted, Fraction(0)) + chance * share
-    return law
+                distribution[emitted] = distribution.get(emitted, Fraction(0)) + chance * share
+    return distribution
 
 
 def lossless(case: Case, rule: Rule) -> bool:
     """Every emission ends where the walked tree ends, so its probability must be the target's own, and all must add up to one."""
-    law = emitted_law(case, rule)
-    return sum(law.values()) == 1 and all(
-        emitted[:-1] in case.walked and emitted not in case.walked and chance == case.target_law(emitted) for emitted, chance in law.items()
+    distribution = emitted_distribution(case, rule)
+    return sum(distribution.values()) == 1 and all(
+        emitted[:-1] in case.walked and emitted not in case.walked and chance == case.target_distribution(emitted)
+        for emitted, chance in distribution.items()
     )
 
 
 @given(cases())
 @settings(max_examples=40, deadline=None)
-def test_one_draw_per_node_has_the_targets_law(case):
+def test_one_draw_per_node_has_the_targets_distribution(case):
     assert lossless(case, right_rule)
 
 

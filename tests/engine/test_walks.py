@@ -236,27 +236,27 @@ def test_measures_are_those_of_the_definitions(rows, vocab, seed):
     tokens = torch.randint(1, vocab, (rows, 2), generator=generator)
     got = measure(logits.half(), tokens)
     assert got.shape == (rows, 2, 3) and got.dtype == torch.float32
-    law = logits.half().double().softmax(-1)
-    best = law.sort(-1, descending=True).values.log()
-    entropy = torch.special.entr(law).sum(-1)
-    wanted = torch.stack((law.log().gather(-1, tokens[..., None])[..., 0], best[..., 0] - best[..., 1], entropy), -1)
+    distribution = logits.half().double().softmax(-1)
+    best = distribution.sort(-1, descending=True).values.log()
+    entropy = torch.special.entr(distribution).sum(-1)
+    wanted = torch.stack((distribution.log().gather(-1, tokens[..., None])[..., 0], best[..., 0] - best[..., 1], entropy), -1)
     torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("law", [
+@pytest.mark.parametrize("distribution", [
     SamplingSettings(top_k=3), SamplingSettings(top_p=0.6), SamplingSettings(min_p=0.2), SamplingSettings(0.7, 4, 0.8, 0.1)
 ])  # fmt: skip
-def test_a_law_is_of_each_node_by_itself(law):
+def test_a_distribution_is_of_each_node_by_itself(distribution):
     scores = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).half()
-    alone = torch.stack([torch.stack([under_settings(node[None], law)[0] for node in row]) for row in scores])
-    assert torch.equal(under_settings(scores, law), alone)
+    alone = torch.stack([torch.stack([under_settings(node[None], distribution)[0] for node in row]) for row in scores])
+    assert torch.equal(under_settings(scores, distribution), alone)
 
 
-def test_a_choice_under_a_law_is_the_laws():
-    scores, uniform, law = torch.randn(2, 5, 7), torch.rand(2, 5), SamplingSettings(top_k=2)
-    assert torch.equal(choose(scores, uniform, TORCH, law), pick(under_settings(scores, law), uniform))
+def test_a_choice_under_a_distribution_is_the_distributions():
+    scores, uniform, distribution = torch.randn(2, 5, 7), torch.rand(2, 5), SamplingSettings(top_k=2)
+    assert torch.equal(choose(scores, uniform, TORCH, distribution), pick(under_settings(scores, distribution), uniform))
     assert torch.equal(choose(scores, uniform, TORCH), pick(scores, uniform))
-    assert torch.equal(choose(scores, None, TORCH, law), scores.argmax(-1))
+    assert torch.equal(choose(scores, None, TORCH, distribution), scores.argmax(-1))
 
 
 def test_scores_along_a_path_are_written_where_its_nodes_stand():

@@ -123,7 +123,7 @@ def agree_but_for_rounding(model: Any, exact: Any, inputs: dict[str, Tensor], sa
 
 
 @pytest.mark.parametrize("device", [CUDA, CPU])
-def test_a_law_is_cut_and_drawn_from_by_kernels(device, launches):
+def test_a_distribution_is_cut_and_drawn_from_by_kernels(device, launches):
     model = tiny_model(num_hidden_layers=1).to(device, torch.float16)
     inputs = {name: ids.to(device) for name, ids in prompts(5).items()}
     options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "max_new_tokens": 2}

@@ -161,7 +161,7 @@ class Warmer(lp.TemperatureLogitsWarper):
 
 
 @pytest.mark.parametrize(
-    ("processors", "law"),
+    ("processors", "distribution"),
     [
         ([], None),
         ([TEMPERATURE], SamplingSettings(0.7)),
@@ -178,19 +178,19 @@ class Warmer(lp.TemperatureLogitsWarper):
     ],
     ids=lambda value: "-".join(type(each).__name__ for each in value) if isinstance(value, list) else str(value),
 )
-def test_only_the_four_warpers_in_their_order_are_a_law(processors, law):
-    assert read_settings(LogitsProcessorList(processors)) == law
+def test_only_the_four_warpers_in_their_order_are_a_distribution(processors, distribution):
+    assert read_settings(LogitsProcessorList(processors)) == distribution
 
 
 @pytest.fixture
-def laws(monkeypatch):
-    """The laws that the rounds' choices were made under."""
+def distributions(monkeypatch):
+    """The distributions that the rounds' choices were made under."""
     seen: list[SamplingSettings | None] = []
     choose = verifier.choose
 
-    def choosing(scores, uniform, ops, law=None):
-        seen.append(law)
-        return choose(scores, uniform, ops, law)
+    def choosing(scores, uniform, ops, distribution=None):
+        seen.append(distribution)
+        return choose(scores, uniform, ops, distribution)
 
     monkeypatch.setattr(verifier, "choose", choosing)
     return seen
@@ -202,7 +202,7 @@ def drawn(model: Any, assistant: Any, **options: Any) -> Any:
     return model.generate(**prompts(6, 3), **{**settings, **options}, assistant=assistant)
 
 
-def test_sampled_rounds_process_no_scores(pair, assistant, laws, monkeypatch):
+def test_sampled_rounds_process_no_scores(pair, assistant, distributions, monkeypatch):
     """The warpers are called for the first token alone, and the tokens are those of the processed scores."""
     calls, warp = [0], lp.TopPLogitsWarper.__call__
 
@@ -213,9 +213,9 @@ def test_sampled_rounds_process_no_scores(pair, assistant, laws, monkeypatch):
     monkeypatch.setattr(lp.TopPLogitsWarper, "__call__", warping)
     texts = drawn(pair[1], assistant).tolist()
     count = stats(pair[1]).rounds
-    assert calls[0] == 1 and laws == [None] + [SamplingSettings(0.7, 5, 0.9)] * count and count > 1
+    assert calls[0] == 1 and distributions == [None] + [SamplingSettings(0.7, 5, 0.9)] * count and count > 1
     out = drawn(pair[1], assistant, return_dict_in_generate=True, output_scores=True)
-    assert out.sequences.tolist() == texts and laws[count + 1 :] == [None] * (1 + count) and calls[0] == 2 + count
+    assert out.sequences.tolist() == texts and distributions[count + 1 :] == [None] * (1 + count) and calls[0] == 2 + count
 
 
 @pytest.mark.parametrize(
@@ -229,11 +229,11 @@ def test_sampled_rounds_process_no_scores(pair, assistant, laws, monkeypatch):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_all_other_calls_process_their_scores(pair, assistant, laws, options):
+def test_all_other_calls_process_their_scores(pair, assistant, distributions, options):
     drawn(pair[1], assistant, **options)
-    assert not any(laws)
+    assert not any(distributions)
     drawn(pair[1], assistant)
-    assert laws[-1] == SamplingSettings(0.7, 5, 0.9)
+    assert distributions[-1] == SamplingSettings(0.7, 5, 0.9)
 
 
 def test_drafts_that_were_drawn_need_processed_scores(pair, monkeypatch):

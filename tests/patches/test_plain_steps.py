@@ -173,11 +173,11 @@ def test_a_penalty_leaves_out_each_rows_own_padding():
     assert torch.equal(process_rows([penalty], [0, 1], texts, scores.clone()), penalty(texts, scores.clone()))
 
 
-def test_a_law_keeps_one_token_and_removes_with_minus_infinity():
+def test_a_distribution_keeps_one_token_and_removes_with_minus_infinity():
     warm = lp.TemperatureLogitsWarper(0.5)
-    for change, law in (({}, True), ({"min_tokens_to_keep": 2}, False), ({"filter_value": -1e9}, False)):
+    for change, distribution in (({}, True), ({"min_tokens_to_keep": 2}, False), ({"filter_value": -1e9}, False)):
         processors = LogitsProcessorList([warm, lp.TopPLogitsWarper(0.9, **change)])
-        assert (read_settings(processors) is not None) == law
+        assert (read_settings(processors) is not None) == distribution
     assert read_settings(LogitsProcessorList([warm, lp.TopPLogitsWarper(0.9)])).top_p == 0.9
 
 

@@ -1,6 +1,6 @@
 """Sampled texts follow the processed distribution of the unpatched model, whatever the drafts say.
 
-Every case compares 2,048 or 4,096 seeded texts of two or three tokens with their exact law by a chi-square test. The seeds are
+Every case compares 2,048 or 4,096 seeded texts of two or three tokens with their exact distribution by a chi-square test. The seeds are
 fixed, so a case passes or fails for good; a correct sampler would fail a fresh seed with probability 1e-4.
 """
 
@@ -47,7 +47,7 @@ def processors(options: dict[str, Any]) -> LogitsProcessorList:
 
 
 @torch.no_grad()
-def law(model: Any, ids: Tensor, options: dict[str, Any], length: int) -> dict[tuple[int, ...], float]:
+def distribution(model: Any, ids: Tensor, options: dict[str, Any], length: int) -> dict[tuple[int, ...], float]:
     """The probability of every continuation of `length` tokens."""
     found = {(): 1.0}
     for _ in range(length):
@@ -96,17 +96,17 @@ def padded(text: tuple[int, ...]) -> tuple[int, ...]:
 
 
 APART = "top-p", "min-p"
-"""Parts of "all four", and enumerated in test_kernels_law.py: sampled in `make test-slow` alone."""
+"""Parts of "all four", and enumerated in test_kernels_distribution.py: sampled in `make test-slow` alone."""
 
 
 @pytest.mark.parametrize(
     "options", [pytest.param(options, id=name, marks=pytest.mark.slow if name in APART else []) for name, options in CASES.items()]
 )
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
-def test_the_law_of_short_texts(model, options, assistant):
+def test_the_distribution_of_short_texts(model, options, assistant):
     ids = torch.tensor([[17, 44, 61, 9]])
     length = 3 if "top_k" in options else 2
-    expected = law(model, ids, options, length)
+    expected = distribution(model, ids, options, length)
     merged: dict[tuple[int, ...], float] = {}
     for text, chance in expected.items():
         merged[padded(text)] = merged.get(padded(text), 0.0) + chance
@@ -121,14 +121,14 @@ def test_the_law_of_short_texts(model, options, assistant):
 def test_the_test_finds_a_wrong_temperature(model):
     ids, options = torch.tensor([[17, 44, 61, 9]]), CASES["all four"]
     texts = sample(model, ids, options, TREE, 1)
-    assert p_value(law(model, ids, options, 1), texts) > SIGNIFICANCE
-    assert p_value(law(model, ids, {**options, "temperature": 1.2}, 1), texts) < SIGNIFICANCE
+    assert p_value(distribution(model, ids, options, 1), texts) > SIGNIFICANCE
+    assert p_value(distribution(model, ids, {**options, "temperature": 1.2}, 1), texts) < SIGNIFICANCE
 
 
-def check_law(model: Any, options: dict[str, Any], assistant: Any) -> None:
-    """Short sampled texts of an assistant follow the exact law."""
+def check_distribution(model: Any, options: dict[str, Any], assistant: Any) -> None:
+    """Short sampled texts of an assistant follow the exact distribution."""
     ids, length = torch.tensor([[17, 44, 61, 9]]), 3 if "top_k" in options else 2
     expected: dict[tuple[int, ...], float] = {}
-    for text, chance in law(model, ids, options, length).items():
+    for text, chance in distribution(model, ids, options, length).items():
         expected[padded(text)] = expected.get(padded(text), 0.0) + chance
     assert p_value(expected, sample(model, ids, options, assistant, length)) > SIGNIFICANCE

@@ -1,4 +1,5 @@
-"""Encoder-decoder models: the unpatched model's tokens and law with every assistant, and every node scored as its own text would be."""
+"""Encoder-decoder models: the unpatched model's tokens and distribution with every assistant, and every node scored as its own text would
+be."""
 
 from __future__ import annotations
 
@@ -244,7 +245,7 @@ def test_a_seed_decides_the_sample(pair, assistant, options):
 
 
 @torch.no_grad()
-def law(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], length: int) -> dict[tuple[int, ...], float]:
+def distribution(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], length: int) -> dict[tuple[int, ...], float]:
     """The probability of every text of `length` tokens, as `generate` returns it: token 0 ends a text and fills it up."""
     found, merged = {(): 1.0}, {}
     for _ in range(length):
@@ -270,7 +271,7 @@ def law(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], length: 
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("assistant", ["nasd", fastspec.Speculative(gamma=2), fastspec.Speculative(gamma=2, branches=2)], ids=str)
-def test_the_law_of_short_texts(kind, case, assistant):
+def test_the_distribution_of_short_texts(kind, case, assistant):
     model, inputs = pair_of(kind)[1], sources(5)
     options = {"temperature": 1.7, "top_k": 5, **CASES[case]}
     texts: list[tuple[int, ...]] = []
@@ -278,7 +279,7 @@ def test_the_law_of_short_texts(kind, case, assistant):
         torch.manual_seed(seed)
         settings = {**options, "do_sample": True, "num_return_sequences": 512, "max_new_tokens": 3, "eos_token_id": 0}
         texts += map(tuple, model.generate(**inputs, **settings, assistant=assistant)[:, 1:].tolist())
-    assert p_value(law(model, inputs, options, 3), texts) > SIGNIFICANCE
+    assert p_value(distribution(model, inputs, options, 3), texts) > SIGNIFICANCE
     if assistant != "nasd":
         assert 0 < stats(model).accepted < stats(model).drafted
 

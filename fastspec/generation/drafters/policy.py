@@ -2,7 +2,8 @@
 
 All of it is decided before the token in question is drawn, by rounds that are over and by drafts that stand already. Whatever is decided
 so, a round emits what the target would: drafts that are judged follow the q that judges them, and a round without any draws one token from
-the target's own distribution. A rule that looked at the token to come would break that. `tests/drafters/test_chain_law.py` enumerates it.
+the target's own distribution. A rule that looked at the token to come would break that. `tests/drafters/test_chain_distribution.py`
+enumerates it.
 """
 
 from __future__ import annotations

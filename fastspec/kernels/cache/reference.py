@@ -47,7 +47,8 @@ def emitted(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor) -> Te
 
 
 def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor) -> Tensor:
-    """What the host reads of a round, [B, 1 + P]: accepted [B], then `emitted`. root [B] becomes the bonus token where active [B] is true."""
+    """What the host reads of a round, [B, 1 + P]: accepted [B], then `emitted`. root [B] becomes the bonus token where active [B] is
+    true."""
     packed = torch.cat((accepted[:, None], emitted(tokens, path, accepted, bonus)), 1)
     root.copy_(torch.where(active, bonus, root))
     return packed

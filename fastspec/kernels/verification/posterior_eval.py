@@ -46,13 +46,13 @@ def _best_kernel(p_keys, p_ids, chunks, TP: tl.constexpr, PDL: tl.constexpr):
 @triton.jit
 def _chunk_mass_kernel(
     p_x, p_peak, p_mass, p_low, p_first, vocab, nodes, chunks, inverse, s_xb, s_xm,
-    BV: tl.constexpr, LAW: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
+    BV: tl.constexpr, WARP: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    _, b_x = kept_chunk(p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV, LAW, CUT)
+    _, b_x = kept_chunk(p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV, WARP, CUT)
     peak, mass = tile_mass(b_x, 0)
     tl.store(p_peak + row * chunks + chunk, peak)
     tl.store(p_mass + row * chunks + chunk, mass)
@@ -61,7 +61,7 @@ def _chunk_mass_kernel(
 @triton.jit
 def _draw_kernel(
     p_x, p_peak, p_mass, p_low, p_first, p_uniform, p_ids, vocab, nodes, chunks, inverse, s_xb, s_xm, s_ub, s_um,
-    TP: tl.constexpr, BV: tl.constexpr, LAW: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
+    TP: tl.constexpr, BV: tl.constexpr, WARP: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -81,7 +81,7 @@ def _draw_kernel(
     peak = tl.load(p_peak + row * chunks + chunk)
     scale = tl.sum(tl.where(o_t == chunk, b_scale, 0.0), 0).to(tl.float64)
     rest = tl.where(scale > 0.0, tl.maximum(level - before, 0.0) / scale, 0.0)
-    o_v, b_x = kept_chunk(p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV, LAW, CUT)
+    o_v, b_x = kept_chunk(p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV, WARP, CUT)
     b_mass_v = tl.where((o_v < vocab) & (b_x > float("-inf")), tl.exp(b_x - peak), 0.0).to(tl.float64)
     place, _ = first_above(b_mass_v, tl.arange(0, BV), rest, BV)
     tl.store(p_ids + row, (chunk * BV + place).to(tl.int64))

@@ -38,11 +38,11 @@ def row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV: tl.constexpr):
 
 @triton.jit
 def kept_chunk(
-    p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV: tl.constexpr, LAW: tl.constexpr, CUT: tl.constexpr
+    p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV: tl.constexpr, WARP: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
     """The same under settings: times the inverse temperature, and -inf below the row's cut."""
     o_v, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
-    if LAW:
+    if WARP:
         b_x *= inverse
     if CUT:
         low, first = tl.load(p_low + row), tl.load(p_first + row)

@@ -112,10 +112,10 @@ class Tallies:
         for token, times in entries:
             self.heads[context] = self._entry(token, times, self.heads[context])
 
-    def count(self, context: int, tokens: Sequence[int]) -> None:
+    def count(self, context: int, counted: Sequence[int]) -> None:
         """Count tokens, one after the other. A new one in a full tally takes the place of the least counted, the oldest among equals."""
         heads, tokens, counts, later = self.heads, self.tokens, self.counts, self.later
-        for token in tokens:
+        for token in counted:
             first = at = heads[context]
             before, size = -1, 0
             while at >= 0 and tokens[at] != token:

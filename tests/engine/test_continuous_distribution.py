@@ -1,4 +1,5 @@
-"""Continuous batching, enumerated: the law of every answer is the target's, in whichever row and after whichever prompt it begins."""
+"""Continuous batching, enumerated: the distribution of every answer is the target's, in whichever row and after whichever prompt it
+begins."""
 
 from __future__ import annotations
 
@@ -84,8 +85,9 @@ class Turns(Scripts):
         ])  # fmt: skip
 
 
-def laws(seed: int, process: Any, drafted: bool, monkeypatch: Any) -> list[dict[Text, float]]:
-    """The law of the first LIMIT tokens after each of PROMPTS, by enumeration: calls of up to 40 prompts, ROWS of them at a time."""
+def distributions(seed: int, process: Any, drafted: bool, monkeypatch: Any) -> list[dict[Text, float]]:
+    """The distribution of the first LIMIT tokens after each of PROMPTS, by enumeration: calls of up to 40 prompts, ROWS of them at a
+    time."""
     found: list[dict[Text, float]] = [{} for _ in PROMPTS]
     waiting: list[tuple[int, list[int]]] = [(kind, []) for kind in range(len(PROMPTS))]
     first, make = Choice.first, Batch.__init__
@@ -129,24 +131,24 @@ def laws(seed: int, process: Any, drafted: bool, monkeypatch: Any) -> list[dict[
 
 
 def wanted(seed: int, process: Any) -> list[dict[Text, float]]:
-    """The target's own law after each of PROMPTS."""
+    """The target's own distribution after each of PROMPTS."""
     table = Tables(seed, "target", 1, VOCAB)
 
     def after(prompt: Text) -> Callable[[Text], list[float]]:
-        def law(text: Text) -> list[float]:  # `closed` puts the helper's own prompt in front
+        def distribution(text: Text) -> list[float]:  # `closed` puts the helper's own prompt in front
             scores = torch.tensor([table.after((*prompt, *text[2:]))])
             return torch.softmax(scores if process is None else process(scores), -1)[0].double().tolist()
 
-        return law
+        return distribution
 
     return [closed(VOCAB, LIMIT, after(prompt)) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("process", PROCESSES, ids=["plain", "temperature", "cut"])
-def test_the_law_of_an_answer_is_the_targets_wherever_it_begins(process, drafted, monkeypatch):
+def test_the_distribution_of_an_answer_is_the_targets_wherever_it_begins(process, drafted, monkeypatch):
     for seed in range(3):
-        assert all(map(agree, laws(seed, process, drafted, monkeypatch), wanted(seed, process)))
+        assert all(map(agree, distributions(seed, process, drafted, monkeypatch), wanted(seed, process)))
 
 
 def old_root(monkeypatch: Any) -> None:
@@ -178,4 +180,4 @@ BUGS = [(old_root, False), (old_text, False), (old_text, True), (old_length, Fal
 @pytest.mark.parametrize(("bug", "drafted"), BUGS)
 def test_a_row_that_keeps_something_of_the_prompt_before_is_found(bug, drafted, monkeypatch):
     bug(monkeypatch)
-    assert not all(map(agree, laws(0, None, drafted, monkeypatch), wanted(0, None)))
+    assert not all(map(agree, distributions(0, None, drafted, monkeypatch), wanted(0, None)))

@@ -1,4 +1,4 @@
-"""SmolLM2 with every assistant, as `benchmarks/lossless.py` judges it: sampled texts by their law, greedy answers token by token.
+"""SmolLM2 with every assistant, as `benchmarks/lossless.py` judges it: sampled texts by their distribution, greedy answers token by token.
 
 COUNT texts find what is grossly wrong; small errors are for the enumerations, and for the script's 50,000 texts on a GPU.
 """
@@ -42,12 +42,12 @@ def loaded(smollm2) -> Iterator[tuple[Any, Any, Any]]:
 
 
 LAWS: dict[float, dict[Any, Any]] = {}
-"""Penalty -> the laws that were computed, by text: assistants share them."""
+"""Penalty -> the distributions that were computed, by text: assistants share them."""
 
 
 @pytest.mark.parametrize("penalty", lossless.PENALTY)
 @pytest.mark.parametrize("name", lossless.ASSISTANTS)
-def test_sampled_texts_of_a_real_model_follow_its_law(loaded, monkeypatch, name, penalty):
+def test_sampled_texts_of_a_real_model_follow_its_distribution(loaded, monkeypatch, name, penalty):
     if penalty == "with" and name in lossless.DRAWN_ONLY:
         pytest.skip("it draws no drafts with a penalty")
     _, model, tokenizer = loaded

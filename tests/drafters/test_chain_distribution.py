@@ -1,5 +1,5 @@
-"""Drafts of an adaptive length, enumerated: what the loop says has the target's law, however long the chains of a round are, and where
-rounds go without drafts; and what such rounds save."""
+"""Drafts of an adaptive length, enumerated: what the loop says has the target's distribution, however long the chains of a round are, and
+where rounds go without drafts; and what such rounds save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_enumerate import PROCESSES, Make, Tables, agree, closed, enumerated, law_of
+from helpers_enumerate import PROCESSES, Make, Tables, agree, closed, distribution_of, enumerated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ SEEN: Counter[int] = Counter()
 
 
 class Counted(ChainDrafter):
-    """Holds every node's q to the draft model's law after the whole text and the drafts before the node."""
+    """Holds every node's q to the draft model's distribution after the whole text and the drafts before the node."""
 
     def begin(self, ids, counts, features, root):
         self.said = [[*text, first] for text, first in zip(ids.tolist(), root.tolist(), strict=True)]
@@ -41,8 +41,8 @@ class Counted(ChainDrafter):
         SEEN[tree.tokens.shape[1] - 1] += 1
         for row, said in enumerate(self.said):
             for node in range(1, tree.tokens.shape[1] if self.alive[row] else 1):
-                law = law_of(self.draft, (*said, *tree.tokens[row, 1:node].tolist()), self.process)
-                torch.testing.assert_close(tree.q[row, node].double(), torch.tensor(law, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+                own = distribution_of(self.draft, (*said, *tree.tokens[row, 1:node].tolist()), self.process)
+                torch.testing.assert_close(tree.q[row, node].double(), torch.tensor(own, dtype=torch.float64), rtol=1e-5, atol=1e-6)
         return tree
 
     def catch_up(self, tokens, counts):
@@ -65,22 +65,22 @@ def drafting(seed: int, length: Length, process: Any, kind: Any = Counted) -> Ma
     return make
 
 
-def lawful(seed: int, length: Length, process: Any, limit: int, kind: Any = Counted, companions: int = 0) -> bool:
-    """Whether the loop's law is the target's. One batch a script: how long a chain is depends on the rows beside."""
+def lossless(seed: int, length: Length, process: Any, limit: int, kind: Any = Counted, companions: int = 0) -> bool:
+    """Whether the loop's distribution is the target's. One batch a script: how long a chain is depends on the rows beside."""
     found = enumerated(drafting(seed, length, process, kind), process, limit, 1, companions)
-    return agree(found, closed(VOCAB, limit, partial(law_of, Tables(seed, "target", 1, VOCAB), process=process)))
+    return agree(found, closed(VOCAB, limit, partial(distribution_of, Tables(seed, "target", 1, VOCAB), process=process)))
 
 
 @pytest.mark.parametrize("cost, limit, companions", [(0.1, 3, 0), (0.3, 4, 0), (0.3, 2, 1)])
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
 @settings(max_examples=3, deadline=None)
 def test_chains_of_any_length_say_what_the_target_says_alone(cost, limit, companions, seed, process):
-    assert lawful(seed, Length(3, cost), process, limit, companions=companions)
+    assert lossless(seed, Length(3, cost), process, limit, companions=companions)
 
 
 def test_what_is_enumerated_has_rounds_of_every_length():
     SEEN.clear()
-    assert lawful(2, Length(3, 0.3), PROCESSES[1], 4)
+    assert lossless(2, Length(3, 0.3), PROCESSES[1], 4)
     assert {1, 2, 3} <= set(SEEN)
 
 
@@ -96,15 +96,15 @@ def scarce(credit: float, pause: int) -> Iterator[None]:
 @pytest.mark.parametrize("most, pause, limit, companions", [(1, 1, 4, 0), (2, 1, 5, 0), (1, 2, 5, 0), (1, 1, 3, 1)])
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]), st.sampled_from([0.0, 0.2, 0.5]))
 @settings(max_examples=3, deadline=None)
-def test_rounds_without_drafts_leave_the_law_as_it_is(most, pause, limit, companions, seed, process, credit):
+def test_rounds_without_drafts_leave_the_distribution_as_it_is(most, pause, limit, companions, seed, process, credit):
     with scarce(credit, pause):
-        assert lawful(seed, Length(most, 0.3, 0.1), process, limit, companions=companions)
+        assert lossless(seed, Length(most, 0.3, 0.1), process, limit, companions=companions)
 
 
 def test_what_is_enumerated_has_rounds_without_drafts_and_drafts_behind_them():
     SEEN.clear()
     with scarce(0.1, 1):
-        assert lawful(2, Length(2, 0.3), PROCESSES[1], 5)
+        assert lossless(2, Length(2, 0.3), PROCESSES[1], 5)
     assert {0, 1, 2} <= set(SEEN)
 
 
@@ -152,11 +152,11 @@ BUGS = [UnlikelyDraftsLeftOut, CutAfterTheDraw, QOfAnotherPrefix, UnprocessedQ, 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug):
-    assert not any(lawful(seed, Length(2, 0.3), PROCESSES[1], 3, bug) for seed in range(3))
+    assert not any(lossless(seed, Length(2, 0.3), PROCESSES[1], 3, bug) for seed in range(3))
 
 
 def test_a_bonus_that_is_drawn_again_is_found(monkeypatch):
-    """From the target's own law rather than from what is left of it."""
+    """From the target's own distribution rather than from what is left of it."""
 
     def drawn_again(tree, scores, q, uniform, ops):
         verdict = walk_drawn(tree, scores, q, uniform, ops)
@@ -165,7 +165,7 @@ def test_a_bonus_that_is_drawn_again_is_found(monkeypatch):
         return replace(verdict, bonus=ops.pick(torch.log_softmax(own, -1), uniform[:, 0]))
 
     monkeypatch.setattr(verifier, "walk_drawn", drawn_again)
-    assert not any(lawful(seed, Length(2, 0.3), PROCESSES[1], 3) for seed in range(3))
+    assert not any(lossless(seed, Length(2, 0.3), PROCESSES[1], 3) for seed in range(3))
 
 
 class ForgetsWhatWasSaid(Counted):
@@ -177,7 +177,7 @@ class ForgetsWhatWasSaid(Counted):
 
 def test_a_draft_model_that_missed_a_round_is_found():
     with pytest.raises(AssertionError), scarce(0.1, 1):
-        assert all(lawful(seed, Length(1, 0.3), PROCESSES[1], 4, ForgetsWhatWasSaid) for seed in range(4))
+        assert all(lossless(seed, Length(1, 0.3), PROCESSES[1], 4, ForgetsWhatWasSaid) for seed in range(4))
 
 
 # What rounds without drafts save
