@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
+from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.linear.reference import Parts
 
 Summed: TypeAlias = Tensor | Parts
@@ -23,14 +24,14 @@ Linear: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Where the nodes of one pass stand: tables cos, sin [P, R / 2], positions and slots [B, N], and the attention's layout."""
+    """Where the nodes of one pass stand: tables cos, sin [P, R / 2], positions and slots [B, N], and the attention's layouts."""
 
     cos: Tensor
     sin: Tensor
     positions: Tensor
     slots: Tensor
-    layout: object
-    """Of the backend's own kind."""
+    layouts: Mapping[Span | None, object]
+    """By what a layer's queries see of the text, all of it (None) or a span; of the backend's own kind."""
 
 
 class SequenceMixer(ABC):
@@ -43,7 +44,8 @@ class SequenceMixer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class FullAttention(SequenceMixer):
-    """Attention over all committed tokens and a node's ancestors; layer `index` of `state` takes the nodes' keys and values."""
+    """Attention over committed tokens and a node's ancestors, all of them or those within `span`; layer `index` of `state`, which keeps
+    the keys and values of all, takes those of the nodes."""
 
     ops: Ops
     state: FullAttentionState
@@ -54,6 +56,7 @@ class FullAttention(SequenceMixer):
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    span: Span | None = None
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
         """See `SequenceMixer`."""
@@ -61,4 +64,4 @@ class FullAttention(SequenceMixer):
         q = self.ops.rope_cache(
             self.qkv(x), nodes.cos, nodes.sin, nodes.positions, k, v, nodes.slots, self.q_norm, self.k_norm, self.eps
         )  # fmt: skip
-        return self.out(self.ops.tree_attention(q, k, v, nodes.layout, self.scale).flatten(-2))
+        return self.out(self.ops.tree_attention(q, k, v, nodes.layouts[self.span], self.scale).flatten(-2))

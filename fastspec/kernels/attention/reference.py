@@ -14,6 +14,19 @@ from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Which positions a layer's queries see beside the text's order: those fewer than `size` before their own (a sliding window), or with
+    `chunk` those of their own chunk of `size` positions. A node of a tree stands at its depth behind the prefix, wherever its slot is."""
+
+    size: int
+    chunk: bool = False
+
+    def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Whether queries at these positions see keys at these, both int64 and broadcast -> bool."""
+        return queries // self.size == keys // self.size if self.chunk else queries - keys < self.size
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionLayout:
     """What N queries of each row may see, made once per forward pass and shared by its layers.
 
@@ -27,13 +40,15 @@ class AttentionLayout:
 
 
 def attention_layout(
-    prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1
-) -> AttentionLayout:
+    prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1, *, span: Span | None = None,
+    depths: Tensor | None = None,
+) -> AttentionLayout:  # fmt: skip
     """Lay out tree attention: prefix [B] int64 slots are seen by all, then `tail` slots by ancestor bits.
 
     Bit j of words [B, N, W] int64 says whether the node sees tail slot j; words=None means a chain (slot j is seen by
     nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent. `group` is the number
-    of query heads per key head.
+    of query heads per key head. A `span` cuts what is seen by positions: that of a prefix slot is its number, that of tail slot j, which
+    is node j, prefix + depths[b, j] (int64 [B, N], None for a chain, where it is j).
     """
     slot = torch.arange(extent, device=prefix.device)
     rel = slot[None, :] - prefix[:, None]  # [B, E], negative in the prefix
@@ -44,6 +59,10 @@ def attention_layout(
         where = rel.clamp(0, 64 * words.shape[2] - 1)[:, None, :].expand(-1, nodes, -1)
         seen = (words.gather(2, where >> 6) >> (where & 63)) & 1 == 1
     visible = ((rel < 0)[:, None, :] | (in_tail[:, None, :] & seen))[:, None]
+    if span is not None:
+        depth = torch.arange(nodes, device=prefix.device).expand(len(prefix), -1) if depths is None else depths
+        keys = torch.where(rel < 0, slot, prefix[:, None] + depth.gather(1, rel.clamp(0, nodes - 1)))
+        visible = visible & span.sees((prefix[:, None] + depth)[:, :, None], keys[:, None, :])[:, None]
     return AttentionLayout(visible, visible.repeat(1, 1, group, 1) if group > 1 else visible, extent)
 
 

@@ -13,12 +13,14 @@ from fastspec.generation.layers.mixers import FullAttention, Linear, Product
 from fastspec.generation.layers.packing import pack
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
+from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.linear.reference import joined
 from fastspec.patches.hf.families import Adapter, adapter_for, is_foreign
 
 
-def layer_parts(parts: Adapter, layer: Any, ops: Ops, state: FullAttentionState, index: int) -> LayerParts:
-    """One decoder layer, number `index` of `state`. A quantised, hooked or replaced module in it keeps its own forward."""
+def layer_parts(parts: Adapter, layer: Any, ops: Ops, state: FullAttentionState, index: int, span: Span | None = None) -> LayerParts:
+    """One decoder layer, number `index` of `state`, whose attention sees a span or all. A quantised, hooked or replaced module in it keeps
+    its own forward."""
     attn = getattr(layer, parts.attention)
     return LayerParts(
         input_norm=norm_of(getattr(layer, parts.input_norm), ops),
@@ -26,6 +28,7 @@ def layer_parts(parts: Adapter, layer: Any, ops: Ops, state: FullAttentionState,
             ops, state, index, scale=attn.scaling, eps=attn.q_norm.variance_epsilon if parts.qk_norm else 0.0,
             qkv=product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops), out=product_of((attn.o_proj,), ops, parts=True),
             q_norm=attn.q_norm.weight if parts.qk_norm else None, k_norm=attn.k_norm.weight if parts.qk_norm else None,
+            span=span,
         ),
         mlp_norm=norm_of(getattr(layer, parts.mlp_norm), ops),
         mlp=mlp_of(parts, getattr(layer, parts.mlp), ops),

@@ -10,10 +10,12 @@ from torch import nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.schedule import EXTENT_BUCKET
+from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.compat import position_limit, rope_bound
 
 LAYER_KINDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Kinds of layers that are full attention in texts that are no longer than a setting."""
+"""Kinds of layers that see a span of the text -> the setting that says how long it is."""
+ALL_LAYERS = "all layers"
 BY_SLOT = {"keep_window_size": "doge", "floor_scale": "llama4_text"}
 """Settings past which a layer of a model type counts slots of the cache, which hold draft nodes out of order."""
 
@@ -45,23 +47,29 @@ def check_length(model: Any, limits: list[Limit], capacity: int, tail: int) -> N
             raise Unsupported(f"the call may reach {capacity} tokens, and {limit.why}: {ask} ({type(model).__name__})")
 
 
-def window_of(config: Any) -> tuple[int, str] | None:
-    """The fewest tokens that a layer attends over, and the setting that says so; None where all attend over the whole text."""
+def spans_of(config: Any) -> dict[str, Span | None]:
+    """What the queries of each kind of layer see, a span or the whole text (None), from a decoder's configuration; `ALL_LAYERS` is the only
+    kind where `layer_types` names none."""
     kinds = getattr(config, "layer_types", None)
-    found = []
-    for kind, name in LAYER_KINDS.items():
-        size = getattr(config, name, None)
-        used = kind in kinds if kinds is not None else kind == "sliding_attention" and getattr(config, "use_sliding_window", True)
-        if isinstance(size, int) and size > 0 and used:
-            found.append((size, name))
-    return min(found) if found else None
+    if kinds is None:
+        slides = getattr(config, "use_sliding_window", True)
+        return {ALL_LAYERS: _span(config, "sliding_attention") if slides else None}
+    return {kind: _span(config, kind) for kind in dict.fromkeys(kinds)}
+
+
+def _span(config: Any, kind: str) -> Span | None:
+    size = getattr(config, LAYER_KINDS.get(kind, ""), None)
+    return Span(size, kind == "chunked_attention") if isinstance(size, int) and size > 0 else None
+
+
+def layer_spans(config: Any, layers: int) -> list[Span | None]:
+    """`spans_of` layer by layer."""
+    spans, kinds = spans_of(config), getattr(config, "layer_types", None)
+    return [spans[ALL_LAYERS]] * layers if kinds is None else [spans[kind] for kind in kinds[:layers]]
 
 
 def _by_position(model: Any) -> Iterator[Limit]:
     config = model.config.get_text_config()
-    window = window_of(config)
-    if window is not None:
-        yield Limit(window[0], f"it has layers that attend over a window of {window[0]} tokens ({window[1]}), which fastspec does not cut")
     bound = rope_bound(config)
     if bound is not None:
         kind = config.rope_parameters["rope_type"]

@@ -16,11 +16,12 @@ from fastspec.generation.state.attention import FirstLayers, FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import cache_geometry, device_of, rope_bound, rope_tables
 from fastspec.patches.hf.families import Adapter, is_watched
 from fastspec.patches.hf.layers import layer_parts, norm_of, product_of
-from fastspec.patches.hf.limits import check_length, length_limits, position_rows
+from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows, spans_of
 
 PREFILL_CHUNK = 512
 
@@ -43,6 +44,7 @@ class HFModel(Target):
         self.model, self.adapter, self.taps, self.ops = model, adapter, taps, ops
         self.last_position = rope_bound(model.config)
         self.rows = position_rows(model) if adapter is None else None
+        self.spans = layer_spans(model.config.get_text_config(), cache_geometry(model.config)[0])
         self.limits = length_limits(model, generic=adapter is None, drafts=drafts)
         check_length(model, self.limits, capacity, tail)
         layers, kv_heads, size = cache_geometry(model.config)
@@ -68,7 +70,7 @@ class HFModel(Target):
         """Read the model's parts."""
         decoder, ops = getattr(self.model, parts.decoder), self.ops
         layers = getattr(decoder, parts.layers)[: self.depth]
-        self.layers = [layer_parts(parts, layer, ops, self.attention, index) for index, layer in enumerate(layers)]
+        self.layers = [layer_parts(parts, layer, ops, self.attention, index, self.spans[index]) for index, layer in enumerate(layers)]
         self.norm = norm_of(getattr(decoder, parts.norm), ops)
         self.vocabulary = product_of((getattr(self.model, parts.lm_head),), ops)
 
@@ -110,11 +112,11 @@ class HFModel(Target):
         """Tokens [B, T] from slot base [B] on -> logits of node want [B] of each row [B, V], features [B, T, F]."""
         width = tokens.shape[1]
         steps = base[:, None] + torch.arange(width, device=tokens.device)
-        layout = self.ops.attention_layout(base, None, width, width, self.state.slots if extent is None else extent, self.group)
+        layouts = self._layouts(base, None, width, self.state.slots if extent is None else extent)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         # A padded chunk may reach behind the buffers: the last slot is never committed.
         positions, slots = steps.clamp(max=self._positions() - 1), steps.clamp(max=self.state.slots - 1)
-        return self._forward(tokens, positions, slots, layout, (row, want))
+        return self._forward(tokens, positions, slots, layouts, (row, want))
 
     def reserve(self, committed: int) -> int:
         """Make room for this many committed tokens; returns how many of them are in bounds."""
@@ -133,9 +135,23 @@ class HFModel(Target):
         """Score every node of a tree -> logits [B, N, V], features [B, N, F]."""
         extent = self.reserve(extent)
         nodes, lengths = tree.tokens.shape[1], self.state.lengths
-        layout = self.ops.attention_layout(lengths, tree.ancestors, nodes, nodes, extent + nodes, self.group)
+        layouts = self._layouts(lengths, tree.ancestors, nodes, extent + nodes, tree.depths)
         positions, slots, embedded = self.ops.tree_input(tree.tokens, tree.depths, lengths, self._positions() - 1, self._table())
-        return self._forward(tree.tokens, positions, slots, layout, None, embedded)
+        return self._forward(tree.tokens, positions, slots, layouts, None, embedded)
+
+    def _layouts(
+        self, prefix: Tensor, words: Tensor | None, nodes: int, extent: int, depths: Tensor | None = None
+    ) -> dict[Span | None, Any]:  # fmt: skip
+        """The attention of nodes that are behind prefix [B], for every span that a layer sees. Within `extent` slots a longer span cuts
+        nothing."""
+        made: dict[Span | None, Any] = {}
+        for span in dict.fromkeys(self.spans):
+            if span is None or extent <= span.size:
+                made[span] = made.get(None) or self.ops.attention_layout(prefix, words, nodes, nodes, extent, self.group)
+                made.setdefault(None, made[span])
+            else:
+                made[span] = self.ops.attention_layout(prefix, words, nodes, nodes, extent, self.group, span=span, depths=depths)
+        return made
 
     def _table(self) -> Tensor | None:
         """The embedding's table [V, H] where it is a plain one that a kernel may read; else the module itself is called."""
@@ -174,20 +190,20 @@ class HFModel(Target):
         self.state.copy_row(row, other.state, count)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None,
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, layouts: dict[Span | None, Any], pick: tuple[Tensor, Tensor] | None,
         embedded: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if self.adapter is None:
-            return self._forward_generic(tokens, positions, slots, layout, pick)
+            return self._forward_generic(tokens, positions, slots, layouts, pick)
         if embedded is None:
             embedded = getattr(getattr(self.model, self.adapter.decoder), self.adapter.embed)(tokens)
-        return self._forward_adapted(embedded, positions, slots, layout, pick)
+        return self._forward_adapted(embedded, positions, slots, layouts, pick)
 
     def _forward_adapted(
-        self, total: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
+        self, total: Tensor, positions: Tensor, slots: Tensor, layouts: dict[Span | None, Any], pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         assert self.tables is not None
-        nodes = Nodes(*self.tables, positions, slots, layout)
+        nodes = Nodes(*self.tables, positions, slots, layouts)
         change: Summed | None = None  # what the last layer adds to the sum so far
         taps, width = self.taps or (), total.shape[-1]
         features = total.new_empty(*total.shape[:-1], len(taps) * width)
@@ -211,11 +227,17 @@ class HFModel(Target):
         return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(kept, hidden)
 
     def _forward_generic(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, layouts: dict[Span | None, Any], pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         hidden_low = torch.finfo(self.model.dtype).min
-        mask = torch.zeros(layout.visible.shape, dtype=self.model.dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
-        cache = SlotCache(self.state, self.attention, self.ops, slots, layout.extent)
+        masks = {
+            span: torch.zeros(layout.visible.shape, dtype=self.model.dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
+            for span, layout in layouts.items()
+        }
+        kinds = spans_of(self.model.config.get_text_config())
+        # Models with layers of several kinds take a mask for each; the others take one.
+        mask = masks[self.spans[0]] if len(set(self.spans)) == 1 else {kind: masks[span] for kind, span in kinds.items()}
+        cache = SlotCache(self.state, self.attention, self.ops, slots, layouts[self.spans[0]].extent)
         out = self.model(
             input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, past_key_values=cache,
             output_hidden_states=self.taps is not None, return_dict=True,

@@ -17,6 +17,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.ops import Ops
 from fastspec.generation.source import Source
+from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.families import SEQ2SEQ, check_decoder
@@ -84,9 +85,9 @@ class Seq2SeqModel(HFModel):
         return super().prefill(ids, counts)
 
     def _forward_generic(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, layout: Any, pick: tuple[Tensor, Tensor] | None
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, layouts: dict[Span | None, Any], pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        hidden = self._embed(tokens, positions)
+        hidden, layout = self._embed(tokens, positions), layouts[None]
         states = self.source.states
         low = torch.finfo(hidden.dtype).min
         mask = torch.zeros(layout.visible.shape, dtype=hidden.dtype, device=tokens.device).masked_fill_(~layout.visible, low)

@@ -22,6 +22,7 @@ from fastspec.generation.source import Source
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.compat import device_of, has_global_hooks, is_out_of_memory
+from fastspec.patches.hf.limits import LAYER_KINDS, spans_of
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 from fastspec.patches.hf.wrappers import autocast_inside
@@ -33,6 +34,8 @@ FIRST = (0, 0, 0, 0, 1, 2, 3, 5, 4)
 PATHS = ((0, 2, 5, 7), (0, 3, 6))
 """What is committed of it in each row."""
 SECOND = (0, 0, 0, 2)
+SPAN = 5
+"""Positions that windows and chunks are cut to for a second look."""
 MORE = 2
 """Tokens that the model itself generates behind each text, through its own cache."""
 ROOM = LENGTHS[0] + len(PATHS[0]) + 3 + MORE
@@ -84,6 +87,9 @@ def _judge(model: Any, reads_source: bool) -> str | None:
     name = type(model).__name__
     try:
         got, want = _after_source(model) if reads_source else _after_prompts(model)
+        if not reads_source and (names := _span_settings(model)):
+            with _short_spans(model, names):
+                got, want = (torch.cat(both) for both in zip((got, want), _after_prompts(model), strict=True))
     except Unsupported as error:
         return str(error)
     except Exception as error:
@@ -102,6 +108,26 @@ def _judge(model: Any, reads_source: bool) -> str | None:
         f"{name} scores the nodes of a draft tree otherwise than the same tokens in a text of their own (its logits are {found:.2g} "
         "standard deviations apart): it reads positions or masks in a way of its own, and cannot be combined with assistant="
     )
+
+
+def _span_settings(model: Any) -> list[str]:
+    """The settings that say how far back layers of a model see."""
+    spans = {span for span in spans_of(model.config.get_text_config()).values() if span is not None}
+    return [name for kind, name in LAYER_KINDS.items() if any(span.chunk == (kind == "chunked_attention") for span in spans)]
+
+
+@contextmanager
+def _short_spans(model: Any, names: list[str]) -> Iterator[None]:
+    """A model whose layers see SPAN positions, so that short texts go past them: transformers reads these settings at every pass."""
+    config = model.config.get_text_config()
+    held = {name: getattr(config, name) for name in names}
+    try:
+        for name in names:
+            setattr(config, name, SPAN)
+        yield
+    finally:
+        for name, size in held.items():
+            setattr(config, name, size)
 
 
 def _words(model: Any) -> Tensor:
