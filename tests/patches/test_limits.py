@@ -54,18 +54,6 @@ def test_a_table_of_positions_ends(kind: str) -> None:
             free(model, ROWS, 25, assistant=assistant)
 
 
-@pytest.mark.parametrize("limit", [16, 24, 512])
-@pytest.mark.parametrize("kind", ["mistral", "mixtral", "phi3", "starcoder2"])
-def test_a_window_bounds_the_call_and_not_the_model(kind: str, limit: int) -> None:
-    over = {"original_max_position_embeddings": limit} if kind == "phi3" else {}
-    model = _patched(kind, sliding_window=24, max_position_embeddings=limit, **over)
-    expected = free(model, ROWS, 15)
-    for assistant in ASSISTANTS:
-        assert free(model, ROWS, 15, assistant=assistant) == expected
-        with pytest.raises(fastspec.Unsupported, match=r"may reach 25 tokens.*window of 24 tokens.*at most 24, prompt included"):
-            free(model, ROWS, 16, assistant=assistant)
-
-
 def test_a_window_is_no_matter_of_drafts() -> None:
     model, draft = tiny_model("llama"), tiny_model("mistral", sliding_window=16, num_hidden_layers=2)
     fastspec.patch(model, speculative=draft)
@@ -79,7 +67,6 @@ def _llama4(**over: Any) -> Any:
 
 WINDOWED = {
     "doge": (lambda: DogeForCausalLM(DogeConfig(**SIZES, keep_window_size=250)).eval(), "keep_window_size"),
-    "llama4 chunks": (lambda: _llama4(attention_chunk_size=250), "250 tokens .attention_chunk_size"),
     "llama4 scaling": (lambda: _llama4(attention_chunk_size=500, floor_scale=250), "floor_scale"),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING, is_deepspeed_zero3_enabled, is_fsdp_managed_module
@@ -37,14 +38,20 @@ LENGTHS = ("sliding_window", "attention_chunk_size", "max_position_embeddings")
 
 
 def read_cache(cache: Any, layers: int) -> list[tuple[Tensor, Tensor]] | None:
-    """Keys and values [B, Hkv, T, D] per layer of a cache handed in by the user; None when it is empty or absent.
+    """Keys and values [B, Hkv, T, D] per layer of a cache handed in by the user; None when it is empty or absent. A layer with a window
+    has dropped the oldest tokens, which it never sees again: zeros take their places.
 
     Caches hold `layers` with `keys` and `values` since transformers 4.56; delete the probe when that is all there is.
     """
     if cache is None or int(cache.get_seq_length()) == 0:
         return None
     length = int(cache.get_seq_length())
-    return [(cache.layers[i].keys[:, :, :length], cache.layers[i].values[:, :, :length]) for i in range(layers)]
+    return [(_last(layer.keys, length), _last(layer.values, length)) for layer in cache.layers[:layers]]
+
+
+def _last(states: Tensor, length: int) -> Tensor:
+    """The tokens [B, Hkv, T, D] of states that hold all of them, or the last ones."""
+    return F.pad(states, (0, 0, length - states.shape[2], 0)) if states.shape[2] < length else states[:, :, :length]
 
 
 def fill_cache(cache: Any, kept: int, keys: list[Tensor], values: list[Tensor]) -> Any:

@@ -16,6 +16,8 @@ from fastspec.patches.hf.compat import position_limit, rope_bound
 LAYER_KINDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kinds of layers that see a span of the text -> the setting that says how long it is."""
 ALL_LAYERS = "all layers"
+WHOLE = ("moshi",)
+"""Model types whose layers see the whole text, whatever their configuration says of a window."""
 BY_SLOT = {"keep_window_size": "doge", "floor_scale": "llama4_text"}
 """Settings past which a layer of a model type counts slots of the cache, which hold draft nodes out of order."""
 
@@ -58,7 +60,7 @@ def spans_of(config: Any) -> dict[str, Span | None]:
 
 
 def _span(config: Any, kind: str) -> Span | None:
-    size = getattr(config, LAYER_KINDS.get(kind, ""), None)
+    size = None if config.model_type in WHOLE else getattr(config, LAYER_KINDS.get(kind, ""), None)
     return Span(size, kind == "chunked_attention") if isinstance(size, int) and size > 0 else None
 
 

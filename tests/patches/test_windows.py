@@ -1,0 +1,148 @@
+"""Layers that see a window or a chunk of the text: calls go past it and give what the unpatched model gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import SHALLOW, free, prompts
+from helpers_models import tiny_head, tiny_model
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LogitsProcessor
+
+import fastspec
+from fastspec.kernels.attention.reference import Span, attention_layout
+from fastspec.patches.hf import trust
+
+SPAN, NEW = 8, 26
+ROWS = prompts(5, 11)
+ASSISTANTS = "autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3)
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "mistral": {}, "mixtral": {}, "qwen2": {**MIXED, "use_sliding_window": True}, "qwen3": {**MIXED, "use_sliding_window": True},
+    "phi3": {}, "starcoder2": {}, "gemma2": MIXED, "gemma3_text": MIXED, "cohere2": MIXED, "olmo3": MIXED, "exaone4": MIXED,
+    "ministral": {**MIXED, "head_dim": 16}, "smollm3": {**MIXED, "use_sliding_window": True, "no_rope_layers": [1, 0, 1]},
+    "gpt_oss": {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "no_rope_layers": [1, 0, 1], "head_dim": 16,
+        "intermediate_size_mlp": 96, "num_local_experts": 2, "attention_chunk_size": SPAN,
+    },
+}  # fmt: skip
+"""Model type -> what makes its layers see SPAN positions, all of them or some."""
+
+
+def windowed(kind: str, seed: int = 0, **over: Any) -> Any:
+    own = {} if kind == "llama4_text" else {"sliding_window": SPAN}
+    return tiny_model(kind, seed, **{**SHALLOW, "tie_word_embeddings": False, **own, **KINDS[kind], **over})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_outgrow_windows_and_chunks(kind: str) -> None:
+    model = windowed(kind)
+    expected = free(model, ROWS, NEW)
+    fastspec.patch(model, speculative=windowed(kind, 1))
+    for assistant in ASSISTANTS:
+        assert free(model, ROWS, NEW, assistant=assistant) == expected, assistant
+    assert expected != free(wide(model), ROWS, NEW)  # the window matters
+
+
+def wide(model: Any) -> Any:
+    """The model with windows that no text goes past."""
+    fastspec.unpatch(model)
+    config = model.config
+    for name in ("sliding_window", "attention_chunk_size"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, 400)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "gemma2"])
+def test_trees_of_a_head_keep_to_the_window(kind: str) -> None:
+    model = windowed(kind)
+    expected = free(model, ROWS, NEW)
+    fastspec.patch(model, eagle3=tiny_head(model))
+    assert free(model, ROWS, NEW, assistant=fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)) == expected
+    assert free(model, ROWS, NEW, assistant=fastspec.ContinuousBatch("nasd", rows=1)) == expected
+    if kind != "gemma2":  # needs an adapter
+        assert free(model, ROWS, NEW, assistant=fastspec.Speculative(early_exit=2)) == expected
+
+
+class Every(LogitsProcessor):
+    """A processor of somebody's own, which may have a state: such calls decode in lockstep."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - (torch.arange(scores.shape[-1]) % 7 == ids.shape[1] % 7) * 0.5
+
+
+def test_calls_in_lockstep_keep_to_the_window() -> None:
+    model = windowed("gemma2")
+    expected = free(model, ROWS, NEW, logits_processor=[Every()])
+    fastspec.patch(model)
+    assert free(model, ROWS, NEW, logits_processor=[Every()], assistant="nasd") == expected
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("lengths", [(5,), (5, 11)])
+def test_turns_go_on_from_caches_that_dropped_what_is_out_of_sight(kind: str, lengths: tuple[int, ...]) -> None:
+    model = windowed(kind)
+    fastspec.patch(model, speculative=windowed(kind, 1))
+    expected = conversation(model, lengths, {})
+    for assistant in ASSISTANTS:
+        assert conversation(model, lengths, {"assistant": assistant}) == expected, assistant
+    fastspec.unpatch(model)
+    assert conversation(model, lengths, {}) == expected
+
+
+def conversation(model: Any, lengths: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
+    """Texts and the shapes of the cache after each of three turns; the second is transformers' own."""
+    inputs, past, found = prompts(*lengths), None, []
+    for turn in range(3):
+        out = model.generate(
+            **inputs, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
+            past_key_values=past, **(options if turn != 1 else {}),
+        )  # fmt: skip
+        past = out.past_key_values
+        found.append((out.sequences.tolist(), [tuple(layer.keys.shape) for layer in past.layers]))
+        more = torch.randint(3, 90, (len(lengths), 3), generator=torch.Generator().manual_seed(turn))
+        ids = torch.cat((out.sequences, more), 1)
+        mask = torch.ones_like(ids)
+        mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+        inputs = {"input_ids": ids, "attention_mask": mask}
+    return found
+
+
+def test_a_tree_is_cut_by_positions_and_not_by_slots() -> None:
+    """Two branches behind a prefix of three: slots 3, 4, 5, 6 stand at positions 3, 4, 4, 5."""
+    words, depths = torch.tensor([[[0b0001], [0b0011], [0b0101], [0b1101]]]), torch.tensor([[0, 1, 1, 2]])
+    layout = attention_layout(torch.tensor([3]), words, 4, 4, 7, span=Span(3), depths=depths)
+    assert layout.visible[0, 0].int().tolist() == [
+        [0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 0, 1, 1],
+    ]  # fmt: skip
+    layout = attention_layout(torch.tensor([3]), words, 4, 4, 7, span=Span(4, chunk=True), depths=depths)
+    assert layout.visible[0, 0].int().tolist() == [
+        [1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1],
+    ]  # fmt: skip
+
+
+def test_a_model_that_looks_past_its_window_is_not_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written of a window in the configuration, and not in the model, is found by the check with a short one."""
+    model = windowed("phi3")
+    whole = type(model).generate
+
+    def without(self: Any, *args: Any, **options: Any) -> Any:
+        held, self.config.sliding_window = self.config.sliding_window, None
+        try:
+            return whole(self, *args, **options)
+        finally:
+            self.config.sliding_window = held
+
+    monkeypatch.setattr(type(model), "generate", without)
+    monkeypatch.setattr(trust, "_VERDICTS", {})
+    with pytest.raises(fastspec.Unsupported, match="standard deviations apart"):
+        trust.check_trust(model)
+    assert model.config.sliding_window == SPAN
+
+
+def test_the_mapping_of_kinds_names_real_families() -> None:
+    assert all(CONFIG_MAPPING[kind] in AutoModelForCausalLM._model_mapping for kind in KINDS)
