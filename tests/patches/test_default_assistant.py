@@ -18,6 +18,9 @@ from transformers import GenerationConfig
 import fastspec
 from fastspec import Unsupported
 
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "max_position_embeddings": 16}
+"""A rotary embedding that reads the length of the text, past 16 tokens: a call that goes further is refused late."""
+
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
@@ -131,7 +134,7 @@ def test_what_it_cannot_serve_runs_plain(plain, model, name):
 
 
 def test_a_reason_that_differs_in_numbers_alone_is_told_once():
-    model, plain = (shallow_model("mistral", sliding_window=16) for _ in range(2))
+    model, plain = (shallow_model(**DYNAMIC) for _ in range(2))
     fastspec.patch(model, assistant="nasd")
     with pytest.warns(UserWarning, match="default assistant") as told:
         for length in (9, 10):
@@ -199,7 +202,7 @@ def test_no_name_stands_for_the_default(model):
 
 def test_a_cascade_that_a_stage_refuses_runs_plain():
     """Late: the first stage has answered. The streamer hears the call once."""
-    large = shallow_model("mistral", sliding_window=16)
+    large = shallow_model(**DYNAMIC)
     small = shallow_model(num_hidden_layers=2)
     cascade = fastspec.Cascade(
         stages=[fastspec.Stage(small, name="small")], predictor=trained(("small", "large")), costs=[1.0, 2.0], label="large",
@@ -216,10 +219,10 @@ def test_a_cascade_that_a_stage_refuses_runs_plain():
             heard.append("end")
 
     options = {**prompts(6), "max_new_tokens": 20, "do_sample": False}
-    want = shallow_model("mistral", sliding_window=16).generate(**options, streamer=Told())
+    want = shallow_model(**DYNAMIC).generate(**options, streamer=Told())
     expected, heard = heard, []
-    with pytest.warns(UserWarning, match="default assistant cannot serve this call.*window of 16 tokens"):
+    with pytest.warns(UserWarning, match="default assistant cannot serve this call.*past 16 this model"):
         assert large.generate(**options, streamer=Told()).tolist() == want.tolist()
     assert heard == expected
-    with pytest.raises(Unsupported, match="window of 16 tokens"):
+    with pytest.raises(Unsupported, match="past 16 this model"):
         large.generate(**options, assistant="cascade")

@@ -14,6 +14,9 @@ from transformers import DynamicCache
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
 
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "max_position_embeddings": 16}
+"""A rotary embedding that reads the length of the text, past 16 tokens: a call that goes further is refused late."""
+
 OPTIONS: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
 
 
@@ -101,8 +104,8 @@ def test_what_would_differ_is_refused(kind, config, call, match):
 @pytest.mark.parametrize("kind", ["PREFIX_TUNING", "PROMPT_TUNING"])
 def test_a_call_that_is_refused_late_leaves_the_cache_as_it_was(kind):
     """A default's call goes on in plain decoding with that cache."""
-    model = fastspec.patch(shallow_model("mistral", sliding_window=16))
+    model = fastspec.patch(shallow_model(**DYNAMIC))
     cache = DynamicCache(config=model.config)
-    with pytest.raises(Unsupported, match="window of 16 tokens"):
+    with pytest.raises(Unsupported, match="past 16 this model"):
         Adapted(model, kind).generate(**prompts(6), max_new_tokens=30, past_key_values=cache, assistant="nasd")
     assert cache.get_seq_length() == 0
