@@ -28,8 +28,9 @@ def shallow_model(model_type: str = "llama", seed: int = 0, **over: Any) -> Any:
 
 
 def bigram(seed: int = 0, **over: Any) -> Any:
-    """A target whose next token depends on the last one alone: its attention and feed-forward add nothing."""
-    model = tiny_model(seed=seed, **over)
+    """A target whose next token depends on the last one alone: its attention and feed-forward add nothing. Of three layers, unless `over`
+    says how many."""
+    model = shallow_model(seed=seed, **over)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -63,7 +64,7 @@ def seer1(model: Any) -> Any:
     return head
 
 
-MAKERS = {"random": (tiny_model, tiny_head), "bigram": (bigram, seer)}
+MAKERS = {"random": (shallow_model, tiny_head), "bigram": (bigram, seer)}
 
 
 def prompts(*lengths: int, seed: int = 0) -> dict[str, Tensor]:

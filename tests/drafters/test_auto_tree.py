@@ -227,7 +227,7 @@ def test_rows_that_have_ended_do_not_count(monkeypatch):
 @pytest.mark.parametrize("kind", ["bigram", "random"])
 def test_the_largest_tree_is_expected_to_give_what_it_gave(kind, monkeypatch):
     target, head = MAKERS[kind]
-    model = target()
+    model = target(num_hidden_layers=6)
     fastspec.patch(model, eagle3=head(model))
     taken = []
     monkeypatch.setattr(tree_size, "power_of", lambda *given: taken.append(given) or power_of(*given))

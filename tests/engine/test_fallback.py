@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_captured import stand_in
-from helpers_generate import bigram, same, stats
+from helpers_generate import bigram, same, shallow_model, stats
 from helpers_generate import prompts as make_prompts
 from helpers_models import tiny_model
 from test_retokenized import DRAFT, TARGET
@@ -77,10 +77,10 @@ def moved(draft: Any, device: str) -> Any:
 
 def drafting(kind: str, device: str) -> tuple[Any, Any]:
     """(the unpatched model, the same patched) with drafts that are mostly wrong."""
-    model, draft = tiny_model().to(device), KINDS[kind]()
+    model, draft = shallow_model().to(device), KINDS[kind]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
-        return tiny_model().to(device), fastspec.patch(model, **({} if draft is None else {"speculative": moved(draft, device)}))
+        return shallow_model().to(device), fastspec.patch(model, **({} if draft is None else {"speculative": moved(draft, device)}))
 
 
 def config(kind: str) -> Any:
