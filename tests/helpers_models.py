@@ -21,7 +21,7 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, **MOE},
     "mixtral": {"num_local_experts": 4, **MOE},
-    "gemma": {"head_dim": 16},
+    "gemma": {"head_dim": 16}, "gemma3_text": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},

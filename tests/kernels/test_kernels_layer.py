@@ -71,27 +71,27 @@ def strided(values: Tensor, pad: int) -> Tensor:
 @EVERYWHERE
 @given(
     data=st.data(), seed=SEEDS, pad=st.sampled_from([0, 3, 16]), with_residual=st.booleans(), with_out=st.booleans(),
-    with_total=st.booleans(),
+    with_total=st.booleans(), unit=st.booleans(),
 )  # fmt: skip
 @DRAWN
-def test_rms_norm(device, data, seed, pad, with_residual, with_out, with_total):
+def test_rms_norm(device, data, seed, pad, with_residual, with_out, with_total, unit):
     generator = torch.Generator().manual_seed(seed)
     dtype, size, rows = drawn(data, device, DTYPES), drawn(data, device, SIZES), drawn(data, device, ROWS)
     x, residual = (strided(normal(generator, 2, rows, size, dtype=dtype, device=device), pad) for _ in range(2))
     weight = normal(generator, size, dtype=dtype, device=device)
     out = strided(torch.full_like(x, torch.nan), pad) if with_out else None
     given_total = strided(torch.full_like(x, torch.nan), pad) if with_total else None
-    normed, summed = rms_norm(x, weight, 1e-5, residual if with_residual else None, out, given_total)
+    normed, summed = rms_norm(x, weight, 1e-5, residual if with_residual else None, out, given_total, unit)
     total = (x + residual) if with_residual else x
     assert torch.equal(summed, total)  # one addition, rounded once
     assert (summed is x) is not (with_residual or with_total) and (out is None or normed is out)
     assert given_total is None or summed is given_total
     # Half a unit for the rounding before the weight and half for the one after it; in fp32 the scale's own error besides, a few units.
-    wide = total.double()
-    expected = weight.double() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5))
-    rounded_alike(normed, layer_reference.rms_norm(x, weight, 1e-5, residual if with_residual else None)[0])
-    unit, smallest = units(dtype)
-    close(normed, expected, (8 if dtype == torch.float32 else 1.01) * unit * expected.abs() + smallest * (1 + weight.double().abs()))
+    wide, scale = total.double(), weight.double() + unit
+    expected = scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5))
+    rounded_alike(normed, layer_reference.rms_norm(x, weight, 1e-5, residual if with_residual else None, unit_offset=unit)[0])
+    step, smallest = units(dtype)
+    close(normed, expected, (8 if dtype == torch.float32 else 1.01) * step * expected.abs() + smallest * (1 + scale.abs()))
     for written in (out, given_total):
         if written is not None and pad:
             assert bool(written.as_strided((2 * rows, size + pad), (size + pad, 1))[:, size:].isnan().all())
@@ -131,9 +131,11 @@ NODES = {"cpu": [1, 3], "cuda": [1, 7, 61, 65]}
 
 
 @EVERYWHERE
-@given(data=st.data(), seed=SEEDS, part=st.sampled_from([1.0, 0.5, 0.25]), norm=st.booleans(), batch=st.integers(1, 2))
+@given(
+    data=st.data(), seed=SEEDS, part=st.sampled_from([1.0, 0.5, 0.25]), norm=st.booleans(), batch=st.integers(1, 2), offset=st.booleans(),
+)  # fmt: skip
 @DRAWN
-def test_rope_cache(device, data, seed, part, norm, batch):
+def test_rope_cache(device, data, seed, part, norm, batch, offset):
     generator = torch.Generator().manual_seed(seed)
     dtype, table_dtype = drawn(data, device, DTYPES), drawn(data, device, DTYPES)
     q_heads, kv_heads = drawn(data, device, HEADS)
@@ -148,10 +150,10 @@ def test_rope_cache(device, data, seed, part, norm, batch):
     weights = [normal(generator, size, dtype=dtype, device=device) for _ in range(2)] if norm else [None, None]
     # One layer of a buffer of three, its neighbours NaN and to stay so.
     buffers = [torch.full((3, batch, kv_heads, slots_total, size), torch.nan, dtype=dtype, device=device) for _ in range(2)]
-    q = rope_cache(qkv, cos, sin, positions, buffers[0][1], buffers[1][1], slots, *weights, 1e-6)
+    q = rope_cache(qkv, cos, sin, positions, buffers[0][1], buffers[1][1], slots, *weights, 1e-6, offset)
 
     wanted = [torch.full_like(buffer[1], torch.nan) for buffer in buffers]
-    expected = layer_reference.rope_cache(qkv, cos, sin, positions, *wanted, slots, *weights, 1e-6)
+    expected = layer_reference.rope_cache(qkv, cos, sin, positions, *wanted, slots, *weights, 1e-6, offset)
     k_cache, v_cache = buffers[0][1], buffers[1][1]
     assert torch.equal(v_cache.nan_to_num(7.0), wanted[1].nan_to_num(7.0))  # copied, and nothing else touched
     assert bool(torch.stack(buffers)[:, [0, 2]].isnan().all()) and torch.equal(k_cache.isnan(), wanted[0].isnan())

@@ -20,19 +20,22 @@ Norm = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """One decoder layer: its norms, what mixes the tokens, and its feed-forward."""
+    """One decoder layer: its norms, what mixes the tokens, and its feed-forward. Some families norm what the mixer and the feed-forward
+    add as well."""
 
     input_norm: Norm | None
     mixer: SequenceMixer
     mlp_norm: Norm
     mlp: Product
+    mixer_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
 
 
-def rms(ops: Ops, weight: Tensor, eps: float) -> Norm:
+def rms(ops: Ops, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Norm:
     """A root-mean-square norm through the backend."""
 
     def norm(x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return ops.rms_norm(x, weight, eps, residual, out, total)
+        return ops.rms_norm(x, weight, eps, residual, out, total, unit_offset)
 
     return norm
 

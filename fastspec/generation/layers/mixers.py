@@ -24,10 +24,10 @@ Linear: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Where the nodes of one pass stand: tables cos, sin [P, R / 2], positions and slots [B, N], and the attention's layouts."""
+    """Where the nodes of one pass stand: rotary tables, positions and slots [B, N], and the attention's layouts."""
 
-    cos: Tensor
-    sin: Tensor
+    rotary: Mapping[str | None, tuple[Tensor, Tensor]]
+    """Tables cos, sin [P, R / 2] by the kind of layer; None: of all layers."""
     positions: Tensor
     slots: Tensor
     layouts: Mapping[Span | None, object]
@@ -56,12 +56,17 @@ class FullAttention(SequenceMixer):
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    unit_offset: bool = False
+    """Of the norms of queries and keys, as in `rms_norm`."""
     span: Span | None = None
+    rotary: str | None = None
+    """The layer's rotary tables."""
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
         """See `SequenceMixer`."""
         k, v = self.state.k[self.index], self.state.v[self.index]
         q = self.ops.rope_cache(
-            self.qkv(x), nodes.cos, nodes.sin, nodes.positions, k, v, nodes.slots, self.q_norm, self.k_norm, self.eps
+            self.qkv(x), *nodes.rotary[self.rotary], nodes.positions, k, v, nodes.slots, self.q_norm, self.k_norm, self.eps,
+            self.unit_offset,
         )  # fmt: skip
         return self.out(self.ops.tree_attention(q, k, v, nodes.layouts[self.span], self.scale).flatten(-2))

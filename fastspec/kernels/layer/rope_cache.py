@@ -19,6 +19,7 @@ HEADS = 8
 def _turn_heads(
     p_in, p_out, p_cos, p_sin, p_weight, eps, o_head, m_head, stride_out,
     SIZE: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, NORM: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate heads that lie SIZE apart at p_in, and write them stride_out apart at p_out.
 
@@ -46,11 +47,15 @@ def _turn_heads(
         b_scale = tl.rsqrt(b_square / SIZE + eps)[:, None]
         b_wa = tl.load(p_weight + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
         b_wb = tl.load(p_weight + HALF + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
-        b_a = ((b_a * b_scale).to(dtype).to(tl.float32) * b_wa).to(dtype).to(tl.float32)
-        b_b = ((b_b * b_scale).to(dtype).to(tl.float32) * b_wb).to(dtype).to(tl.float32)
+        if UNIT:
+            b_a = (b_a * b_scale * (1.0 + b_wa)).to(dtype).to(tl.float32)
+            b_b = (b_b * b_scale * (1.0 + b_wb)).to(dtype).to(tl.float32)
+        else:
+            b_a = ((b_a * b_scale).to(dtype).to(tl.float32) * b_wa).to(dtype).to(tl.float32)
+            b_b = ((b_b * b_scale).to(dtype).to(tl.float32) * b_wb).to(dtype).to(tl.float32)
         if REST_BLOCK > 0:
             b_wr = tl.load(p_weight + o_rest, mask=o_rest < SIZE, other=0.0).to(tl.float32)[None, :]
-            b_rest = (b_rest * b_scale).to(dtype).to(tl.float32) * b_wr
+            b_rest = b_rest * b_scale * (1.0 + b_wr) if UNIT else (b_rest * b_scale).to(dtype).to(tl.float32) * b_wr
     p_a_out = p_out + o_head[:, None] * stride_out + o_half[None, :]
     tl.store(p_a_out, (b_a * b_cos - b_b * b_sin).to(dtype), mask=m_turn)
     tl.store(p_a_out + HALF, (b_b * b_cos + b_a * b_sin).to(dtype), mask=m_turn)
@@ -64,7 +69,7 @@ def _rope_cache(
     stride_qkv_b, stride_qkv_n, stride_cos, stride_sin, stride_positions_b, stride_positions_n, stride_slots_b, stride_slots_n,
     stride_k_b, stride_k_h, stride_k_c, stride_v_b, stride_v_h, stride_v_c,
     HQ: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -83,12 +88,13 @@ def _rope_cache(
     if part < Q_PARTS:
         o_head = part * HEADS + o_block
         p_out = p_q + (row * nodes + node) * (HQ * SIZE)
-        _turn_heads(p_in, p_out, p_c, p_s, p_q_norm, eps, o_head, o_head < HQ, SIZE, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM)
+        _turn_heads(p_in, p_out, p_c, p_s, p_q_norm, eps, o_head, o_head < HQ, SIZE, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, UNIT)
     elif part < Q_PARTS + KV_PARTS:
         o_head = (part - Q_PARTS) * HEADS + o_block
         p_out = p_k + row * stride_k_b + slot * stride_k_c
         p_keys = p_in + HQ * SIZE
-        _turn_heads(p_keys, p_out, p_c, p_s, p_k_norm, eps, o_head, o_head < HKV, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM)
+        m_head = o_head < HKV
+        _turn_heads(p_keys, p_out, p_c, p_s, p_k_norm, eps, o_head, m_head, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, UNIT)
     else:
         o_head = (part - Q_PARTS - KV_PARTS) * HEADS + o_block
         o_d = tl.arange(0, SIZE_BLOCK)
@@ -99,7 +105,7 @@ def _rope_cache(
 
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, unit_offset: bool = False,
 ) -> Tensor:  # fmt: skip
     """`reference.rope_cache`: norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D], contiguous.
 
@@ -138,8 +144,8 @@ def rope_cache(
         qkv, cos, sin, positions, slots, q, k_cache, v_cache, q_norm if norm else qkv, k_norm if norm else qkv, eps, nodes,
         *qkv.stride()[:2], cos.stride(0), sin.stride(0), *positions.stride(), *slots.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3],
         HQ=q_heads, HKV=kv_heads, SIZE=size, SIZE_BLOCK=max(4, triton.next_power_of_2(size)), HALF=half, HALF_BLOCK=half_block,
-        REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0, HEADS=HEADS, NORM=norm, num_warps=_warps(size),
-        **dependent(q.device),
+        REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0, HEADS=HEADS, NORM=norm, UNIT=unit_offset,
+        num_warps=_warps(size), **dependent(q.device),
     )  # fmt: skip
     return q
 

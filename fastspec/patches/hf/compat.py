@@ -139,13 +139,15 @@ def device_of(model: Any) -> torch.device:
     return next((torch.device(device) for device in found if device is not None), model.device)
 
 
-def rope_tables(rotary: Any, model: Any, count: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [count, R / 2] of the first positions, in the model's dtype, as its rotary module makes them.
+def rope_tables(rotary: Any, model: Any, count: int, kind: str | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin [count, R / 2] of the first positions, in the model's dtype, as its rotary module makes them, for a kind of layers where
+    these have frequencies of their own.
 
     Transformers' modules repeat each angle for both halves of a head.
     """
     device = device_of(model)
-    cos, sin = rotary(torch.zeros(1, dtype=model.dtype, device=device), torch.arange(count, device=device)[None])
+    given = torch.zeros(1, dtype=model.dtype, device=device), torch.arange(count, device=device)[None]
+    cos, sin = rotary(*given) if kind is None else rotary(*given, kind)
     half = cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 

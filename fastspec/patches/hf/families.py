@@ -30,7 +30,16 @@ class Adapter:
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
+    mixer_out_norm: str = ""
+    mlp_out_norm: str = ""
+    """Norms of what attention and feed-forward add, where there are any."""
     qk_norm: bool = False
+    eps: str = "variance_epsilon"
+    """The attribute of a norm that is added to the mean square."""
+    unit_offset: bool = False
+    """Whether a norm multiplies by 1 + weight, in fp32."""
+    rotary_by_kind: bool = False
+    """Whether the kinds of layers (`layer_types`) have rotary tables of their own."""
     gated_mlp: bool = True
     """Whether a dense `mlp` is down_proj(act_fn(gate_proj(x)) * up_proj(x)); a mixture of experts runs its own forward."""
 
@@ -44,6 +53,10 @@ ADAPTERS = {
         Adapter("qwen3", qk_norm=True),
         Adapter("qwen3_moe", qk_norm=True),
         Adapter("mixtral", gated_mlp=False),
+        Adapter(
+            "gemma3_text", mlp_norm="pre_feedforward_layernorm", mixer_out_norm="post_attention_layernorm",
+            mlp_out_norm="post_feedforward_layernorm", qk_norm=True, eps="eps", unit_offset=True, rotary_by_kind=True,
+        ),
     )
 }
 

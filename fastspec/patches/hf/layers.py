@@ -18,20 +18,28 @@ from fastspec.kernels.linear.reference import joined
 from fastspec.patches.hf.families import Adapter, adapter_for, is_foreign
 
 
-def layer_parts(parts: Adapter, layer: Any, ops: Ops, state: FullAttentionState, index: int, span: Span | None = None) -> LayerParts:
-    """One decoder layer, number `index` of `state`, whose attention sees a span or all. A quantised, hooked or replaced module in it keeps
-    its own forward."""
+def layer_parts(
+    parts: Adapter, layer: Any, ops: Ops, state: FullAttentionState, index: int, *, span: Span | None = None, rotary: str | None = None
+) -> LayerParts:
+    """One decoder layer, number `index` of `state`, whose attention sees a span or all, with the rotary tables of its kind. A quantised,
+    hooked or replaced module in it keeps its own forward."""
     attn = getattr(layer, parts.attention)
+
+    def norm(name: str) -> Norm:
+        return norm_of(getattr(layer, name), ops, parts)
+
     return LayerParts(
-        input_norm=norm_of(getattr(layer, parts.input_norm), ops),
+        input_norm=norm(parts.input_norm),
         mixer=FullAttention(
-            ops, state, index, scale=attn.scaling, eps=attn.q_norm.variance_epsilon if parts.qk_norm else 0.0,
+            ops, state, index, scale=attn.scaling, eps=getattr(attn.q_norm, parts.eps) if parts.qk_norm else 0.0,
             qkv=product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops), out=product_of((attn.o_proj,), ops, parts=True),
             q_norm=attn.q_norm.weight if parts.qk_norm else None, k_norm=attn.k_norm.weight if parts.qk_norm else None,
-            span=span,
+            unit_offset=parts.unit_offset, span=span, rotary=rotary,
         ),
-        mlp_norm=norm_of(getattr(layer, parts.mlp_norm), ops),
+        mlp_norm=norm(parts.mlp_norm),
         mlp=mlp_of(parts, getattr(layer, parts.mlp), ops),
+        mixer_out_norm=norm(parts.mixer_out_norm) if parts.mixer_out_norm else None,
+        mlp_out_norm=norm(parts.mlp_out_norm) if parts.mlp_out_norm else None,
     )  # fmt: skip
 
 
@@ -48,10 +56,10 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
     return lambda x: torch.cat([module(x) for module in modules], -1)
 
 
-def norm_of(module: Any, ops: Ops) -> Norm:
-    """A norm with the sum before it."""
-    if not is_foreign(module) and hasattr(module, "variance_epsilon") and type(module.weight) is nn.Parameter:
-        return rms(ops, module.weight, module.variance_epsilon)
+def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:
+    """A norm of a family with the sum before it."""
+    if not is_foreign(module) and hasattr(module, parts.eps) and type(module.weight) is nn.Parameter:
+        return rms(ops, module.weight, getattr(module, parts.eps), unit_offset=parts.unit_offset)
 
     def norm(x: Tensor, residual: Tensor | None = None, *, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
         summed = joined(x) if residual is None else joined(x) + residual

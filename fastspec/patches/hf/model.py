@@ -59,7 +59,7 @@ class HFModel(Target):
             self.state = SharedState(early[0].state, self.attention)
         heads = model.config.get_text_config().num_attention_heads
         self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
-        self.tables: tuple[Tensor, Tensor] | None = None
+        self.tables: dict[str | None, tuple[Tensor, Tensor]] = {}
         self.layers: list[LayerParts] = []
         self.captures = ops.captures and adapter is not None and not any(map(is_watched, model.modules()))
         self.chunks: CapturedByShape[tuple[Tensor, Tensor]] | None = CapturedByShape() if self.captures else None
@@ -70,8 +70,13 @@ class HFModel(Target):
         """Read the model's parts."""
         decoder, ops = getattr(self.model, parts.decoder), self.ops
         layers = getattr(decoder, parts.layers)[: self.depth]
-        self.layers = [layer_parts(parts, layer, ops, self.attention, index, self.spans[index]) for index, layer in enumerate(layers)]
-        self.norm = norm_of(getattr(decoder, parts.norm), ops)
+        kinds = self.model.config.get_text_config().layer_types if parts.rotary_by_kind else [None] * len(layers)
+        self.kinds = tuple(dict.fromkeys(kinds))
+        self.layers = [
+            layer_parts(parts, layer, ops, self.attention, index, span=self.spans[index], rotary=kinds[index])
+            for index, layer in enumerate(layers)
+        ]
+        self.norm = norm_of(getattr(decoder, parts.norm), ops, parts)
         self.vocabulary = product_of((getattr(self.model, parts.lm_head),), ops)
 
     def open(self, capacity: int) -> None:
@@ -122,8 +127,9 @@ class HFModel(Target):
         """Make room for this many committed tokens; returns how many of them are in bounds."""
         committed = self.state.reserve(committed)
         count = self._positions()
-        if self.adapter is not None and (self.tables is None or len(self.tables[0]) < count):
-            self.tables = rope_tables(getattr(getattr(self.model, self.adapter.decoder), self.adapter.rotary), self.model, count)
+        if self.adapter is not None and (not self.tables or len(self.tables[self.kinds[0]][0]) < count):
+            rotary = getattr(getattr(self.model, self.adapter.decoder), self.adapter.rotary)
+            self.tables = {kind: rope_tables(rotary, self.model, count, kind) for kind in self.kinds}
         return committed
 
     def _positions(self) -> int:
@@ -202,8 +208,7 @@ class HFModel(Target):
     def _forward_adapted(
         self, total: Tensor, positions: Tensor, slots: Tensor, layouts: dict[Span | None, Any], pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        assert self.tables is not None
-        nodes = Nodes(*self.tables, positions, slots, layouts)
+        nodes = Nodes(self.tables, positions, slots, layouts)
         change: Summed | None = None  # what the last layer adds to the sum so far
         taps, width = self.taps or (), total.shape[-1]
         features = total.new_empty(*total.shape[:-1], len(taps) * width)
@@ -217,8 +222,11 @@ class HFModel(Target):
                 kept[index] = total
             else:
                 x, total = layer.input_norm(*given)
-            x, total = layer.mlp_norm(layer.mixer(x, nodes), total)
+            mixed = layer.mixer(x, nodes)
+            x, total = layer.mlp_norm(mixed if layer.mixer_out_norm is None else layer.mixer_out_norm(mixed)[0], total)
             change = layer.mlp(x)
+            if layer.mlp_out_norm is not None:
+                change, _ = layer.mlp_out_norm(change)
         hidden, _ = self.norm(change, total)
         kept[self.depth] = hidden
         for tap, part in zip(taps, parts, strict=True):
