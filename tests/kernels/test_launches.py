@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...], str]] = {
     "one row, norms of queries and keys": ("qwen3", WIDE, "autoregressive", (9,), f"{LAYER} {ROW}"),
     "two trees": ("llama", WIDE, TREE, (70, 41), f"{LAYER} {PREFILL} {NODES} {DRAFT} head_input._head_input_kernel"),
     "two trees, EAGLE-2": ("llama", WIDE, TREE2, (9, 5), f"{LAYER} {NODES} {DRAFT} next_frontier._next_frontier_kernel"),
-    "Gemma 3, past its window": ("gemma3_text", {**WIDE, "sliding_window": 16}, "autoregressive", (70,), f"{LAYER} row._row_kernel few._few_kernel"),
+    "Gemma 3": ("gemma3_text", {**WIDE, "sliding_window": 16}, "autoregressive", (70,), f"{LAYER} row._row_kernel few._few_kernel"),
     "Mixtral": ("mixtral", MIXED, "autoregressive", (9,), f"{LAYER} {EXPERTS}"),
     "Qwen3-MoE": ("qwen3_moe", MIXED, "autoregressive", (9,), f"{LAYER} {EXPERTS}"),
     "two trees, Mixtral": ("mixtral", MIXED, TREE, (9, 5), f"{LAYER} {EXPERTS} {DRAFT}"),

@@ -139,15 +139,20 @@ def device_of(model: Any) -> torch.device:
     return next((torch.device(device) for device in found if device is not None), model.device)
 
 
+NO_ROTATION = "none"
+
+
 def rope_tables(rotary: Any, model: Any, count: int, kind: str | None = None) -> tuple[Tensor, Tensor]:
     """cos and sin [count, R / 2] of the first positions, in the model's dtype, as its rotary module makes them, for a kind of layers where
-    these have frequencies of their own.
+    these have frequencies of their own; of NO_ROTATION those that leave everything as it is.
 
     Transformers' modules repeat each angle for both halves of a head.
     """
     device = device_of(model)
     given = torch.zeros(1, dtype=model.dtype, device=device), torch.arange(count, device=device)[None]
-    cos, sin = rotary(*given) if kind is None else rotary(*given, kind)
+    cos, sin = rotary(*given) if kind in (None, NO_ROTATION) else rotary(*given, kind)
+    if kind == NO_ROTATION:
+        cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     half = cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 

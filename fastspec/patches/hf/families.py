@@ -40,6 +40,8 @@ class Adapter:
     """Whether a norm multiplies by 1 + weight, in fp32."""
     rotary_by_kind: bool = False
     """Whether the kinds of layers (`layer_types`) have rotary tables of their own."""
+    rotates: str = ""
+    """The attribute of an attention that says whether it rotates at all, where some do not."""
     gated_mlp: bool = True
     """Whether a dense `mlp` is down_proj(act_fn(gate_proj(x)) * up_proj(x)); a mixture of experts runs its own forward."""
 
@@ -53,6 +55,14 @@ ADAPTERS = {
         Adapter("qwen3", qk_norm=True),
         Adapter("qwen3_moe", qk_norm=True),
         Adapter("mixtral", gated_mlp=False),
+        Adapter("ministral"),
+        Adapter("qwen2_moe"),
+        Adapter("seed_oss"),
+        Adapter("cwm"),
+        Adapter("arcee"),
+        Adapter("starcoder2"),
+        Adapter("smollm3", rotates="use_rope"),
+        Adapter("gemma", eps="eps", unit_offset=True),
         Adapter(
             "gemma3_text", mlp_norm="pre_feedforward_layernorm", mixer_out_norm="post_attention_layernorm",
             mlp_out_norm="post_feedforward_layernorm", qk_norm=True, eps="eps", unit_offset=True, rotary_by_kind=True,

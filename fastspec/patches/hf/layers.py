@@ -15,6 +15,7 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.linear.reference import joined
+from fastspec.patches.hf.compat import NO_ROTATION
 from fastspec.patches.hf.families import Adapter, adapter_for, is_foreign
 
 
@@ -41,6 +42,13 @@ def layer_parts(
         mixer_out_norm=norm(parts.mixer_out_norm) if parts.mixer_out_norm else None,
         mlp_out_norm=norm(parts.mlp_out_norm) if parts.mlp_out_norm else None,
     )  # fmt: skip
+
+
+def rotary_kinds(parts: Adapter, layers: Sequence[Any], config: Any) -> list[str | None]:
+    """Which rotary tables each layer takes, as `rope_tables` names them."""
+    kinds = config.layer_types[: len(layers)] if parts.rotary_by_kind else [None] * len(layers)
+    turning = [not parts.rotates or getattr(getattr(layer, parts.attention), parts.rotates) for layer in layers]
+    return [kind if turns else NO_ROTATION for kind, turns in zip(kinds, turning, strict=True)]
 
 
 @overload

@@ -20,7 +20,7 @@ from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import cache_geometry, device_of, rope_bound, rope_tables
 from fastspec.patches.hf.families import Adapter, is_watched
-from fastspec.patches.hf.layers import layer_parts, norm_of, product_of
+from fastspec.patches.hf.layers import layer_parts, norm_of, product_of, rotary_kinds
 from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows, spans_of
 
 PREFILL_CHUNK = 512
@@ -70,7 +70,7 @@ class HFModel(Target):
         """Read the model's parts."""
         decoder, ops = getattr(self.model, parts.decoder), self.ops
         layers = getattr(decoder, parts.layers)[: self.depth]
-        kinds = self.model.config.get_text_config().layer_types if parts.rotary_by_kind else [None] * len(layers)
+        kinds = rotary_kinds(parts, layers, self.model.config.get_text_config())
         self.kinds = tuple(dict.fromkeys(kinds))
         self.layers = [
             layer_parts(parts, layer, ops, self.attention, index, span=self.spans[index], rotary=kinds[index])
