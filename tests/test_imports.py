@@ -104,3 +104,26 @@ def test_files_that_the_sources_name_are_there() -> None:
         if not any((where / name).exists() for where in (path.parent, ROOT, ROOT.parent))
     ]
     assert not missing, "\n".join(missing)
+
+
+PAGES = [*(ROOT.parent / "docs").glob("*.md"), ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
+SOURCES = [path for folder in ("fastspec", "tests", "benchmarks", "examples") for path in (ROOT.parent / folder).rglob("*.py")]
+OTHERS = {"answers.py", "tests/distributed_testing_utils.py", "tests/generation/test_utils.py"}
+"""Files that the pages name and that are a reader's own, or transformers'."""
+
+
+def named(name: str) -> list[Path]:
+    """The sources that a page may mean by a file name, which may leave out the folders in front."""
+    return [path for path in SOURCES if f"/{path.relative_to(ROOT.parent)}".endswith(f"/{name}")]
+
+
+def test_files_that_the_pages_name_are_there_and_hold_what_is_said_to_be_in_them() -> None:
+    wrong = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        names = re.findall(r"(?<![\w/.{*])[\w/]*\w\.py\b", text)
+        wrong += [f"{page.name} names {name}" for name in names if name not in OTHERS and not named(name)]
+        for what, name in re.findall(r"`(\w+)` in `([\w/]+\.py)`", text):
+            if not any(re.search(rf"^(def |class )?{what}\b", path.read_text(encoding="utf-8"), re.MULTILINE) for path in named(name)):
+                wrong.append(f"{page.name} looks for {what} in {name}")
+    assert not wrong, "\n".join(wrong)
