@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
+from fastspec.generation.drafters.contract import is_size, why_uncallable
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import unmarked
 from fastspec.generation.source import Source
@@ -188,7 +189,11 @@ class Decoding(ABC):
         return ()
 
 
-METHODS = ("begin", "propose", "observe")
+METHODS = {
+    "begin": ("ids", "counts", "features", "root"), "propose": ("extent",),
+    "observe": ("tree", "verdict", "logits", "features", "active", "extent"),
+}  # fmt: skip
+"""Each with what it is called with, by position."""
 NUMBERS = ("nodes", "max_path")
 OPTIONAL = {
     "static": "traits", "ends": "ends", "open": "open", "reserve": "reserve", "join": "copy_row", "rest": "pause", "sat_out": "catch_up",
@@ -228,8 +233,8 @@ class LeastDecoding(Protocol):
         """See `Decoding.drafter`."""
 
 
-class _Adopted(Drafter):
-    """A third party's drafter."""
+class Adopted(Drafter):
+    """A third party's drafter of three methods."""
 
     def __init__(self, theirs: LeastDrafter) -> None:
         self.theirs, self.nodes, self.max_path = theirs, theirs.nodes, theirs.max_path
@@ -269,29 +274,60 @@ def adopt(drafter: object) -> Drafter | None:
     """A drafter as the engine takes it: one that derives from `Drafter` as it is, another if it has what a drafter must have.
 
     Raises Unsupported that names what is missing, or what only a class that derives from `Drafter` may have."""
-    if drafter is None or isinstance(drafter, Drafter):
-        return drafter
+    if drafter is None:
+        return None
     kind = type(drafter).__name__
-    missing = [f"{name}(...)" for name in METHODS if not callable(getattr(drafter, name, None))]
-    missing += [f"{name} (int)" for name in NUMBERS if not isinstance(getattr(drafter, name, None), int)]
+    methods = {name: getattr(drafter, name, None) for name in METHODS}
+    missing = [f"{name}({', '.join(METHODS[name])})" for name, method in methods.items() if not callable(method)]
+    missing += [f"{name} (int, at least 1)" for name in NUMBERS if not is_size(getattr(drafter, name, None))]
     if missing:
         raise Unsupported(f"{kind} is no drafter: it lacks {', '.join(missing)}; see fastspec.Drafter")
+    if isinstance(drafter, Drafter):
+        _check_traits(drafter)
+        return drafter
     more = [f"{name} ({OPTIONAL[name]})" for name in OPTIONAL if hasattr(drafter, name)]
     if more:
         raise Unsupported(f"{kind} has more than a drafter's three methods: derive it from fastspec.Drafter; see there {', '.join(more)}")
-    return _Adopted(cast(LeastDrafter, drafter))
+    for name, method in methods.items():
+        if method is not None and (why := why_uncallable(method, METHODS[name])) is not None:
+            raise Unsupported(f"{kind} is no drafter: {why}; see fastspec.Drafter")
+    return Adopted(cast(LeastDrafter, drafter))
+
+
+def _check_traits(drafter: Drafter) -> None:
+    kind = type(drafter)
+    if not isinstance(drafter.traits, Traits):
+        raise Unsupported(f"{kind.__name__}.traits={drafter.traits!r} must be fastspec.generation.drafters.base.Traits(...)")
+    if drafter.traits.reusable and kind.open is Drafter.open:
+        raise Unsupported(f"{kind.__name__} says Traits(reusable=True), and lacks open(capacity), which begins a later call")
+
+
+def check_rows(drafter: Drafter | None, name: str) -> None:
+    """Raise Unsupported for a drafter whose rows cannot begin anew one by one, of a decoding that says `continuous`."""
+    if drafter is not None and type(drafter).copy_row is Drafter.copy_row:
+        raise Unsupported(
+            f"assistant {name!r} says continuous = True, and its {type(drafter).__name__} lacks copy_row(row, other, count), which begins "
+            "a row anew; see fastspec.Drafter"
+        )
 
 
 def adopt_decoding(decoding: object) -> Decoding | None:
-    """A third party's decoding as the engine takes it, or None for what is none."""
-    if isinstance(decoding, Decoding):
-        return decoding
+    """A third party's decoding as the engine takes it, or None for what is none. Raises Unsupported that names what it lacks."""
+    if isinstance(decoding, type):
+        raise Unsupported(f"assistant={decoding.__name__} is a class: give an object of it, {decoding.__name__}(...)")
     name = getattr(decoding, "name", None)
+    if isinstance(decoding, Decoding) and not isinstance(name, str):
+        raise Unsupported(f"{type(decoding).__name__} lacks `name`: what reports call it, a str")
     if not callable(getattr(decoding, "drafter", None)) or not isinstance(name, str):
         return None
     if not hasattr(decoding, "taps"):
         raise Unsupported(f"assistant {name!r} lacks `taps`: the hidden states that its drafter reads, or None")
+    if isinstance(decoding, Decoding):
+        return decoding
     more = [each for each in ("joins", "reading", "continuous") if hasattr(decoding, each)]
     if more:
         raise Unsupported(f"assistant {name!r} has {', '.join(more)}: derive it from fastspec.Decoding (continuous, reading)")
-    return _AdoptedDecoding(cast(LeastDecoding, decoding))
+    theirs = cast(LeastDecoding, decoding)
+    if (why := why_uncallable(theirs.drafter, (), ("rows", "capacity", "device", "ops", "process"))) is not None:
+        raise Unsupported(f"assistant {name!r} cannot make a drafter: {why}; see fastspec.Decoding")
+    return _AdoptedDecoding(theirs)

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastspec.generation.drafters.base import Drafter, HostDrafter, Place
+from fastspec.generation.drafters.base import Adopted, Drafter, HostDrafter, Place
+from fastspec.generation.drafters.contract import check_roots, check_tree
 from fastspec.generation.lockstep import fill_ended
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Clock, unmarked
@@ -182,10 +183,20 @@ class RoundProgram:
         else:
             drafter.mark = unmarked if self.clock is None else self.clock.mark
             tree = drafter.propose(extent)
+            if self.place is Place.HOST:
+                self._check(tree, drafter)
             if self.pad_token is not None:
                 tree = fill_ended(tree, state.root, state.ended, self.pad_token)
         self.mark("draft")
         return tree
+
+    def _check(self, tree: TokenTree, drafter: Drafter) -> None:
+        """Refuse a tree that is none, or that does not begin where the text ends: the target would go on from there. On a device only
+        three-method drafters are asked for the latter, since it is read back."""
+        state, who = self.state, type(drafter.theirs if isinstance(drafter, Adopted) else drafter).__name__
+        check_tree(tree, state.root, nodes=drafter.nodes, max_path=drafter.max_path, who=who)
+        if state.root.device.type == "cpu" or isinstance(drafter, Adopted):
+            check_roots(tree.tokens, state.root, state.active & ~state.ended, who)
 
     def score(self, tree: TokenTree, extent: int) -> Scored:
         """Score the tree's nodes."""

@@ -12,6 +12,7 @@ from fastspec.cascade.config import Cascade
 from fastspec.config import MANY_ROWS, Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding, adopt_decoding
+from fastspec.generation.drafters.contract import check_taps
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.eagle.fused import why_separate
 from fastspec.generation.drafters.eagle.head import EagleHead
@@ -146,7 +147,8 @@ def read_config(fields: dict[str, Any]) -> Any:
 
 
 def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
-    """The decoding that an `assistant=` asks for. Raises Unsupported for an unknown name or a missing resource."""
+    """The decoding that an `assistant=` asks for. Raises Unsupported for an unknown name, a missing resource, and an object that lacks what
+    a decoding must have."""
     if isinstance(assistant, dict):
         assistant = read_config(assistant)
     if isinstance(assistant, str):
@@ -163,6 +165,7 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
         return RESOLVERS[type(assistant)](assistant, resources, model)
     decoding = adopt_decoding(assistant)
     if decoding is not None:
+        check_taps(decoding.taps, model.config.get_text_config().num_hidden_layers, decoding.name)
         return decoding
     raise Unsupported(
         f"assistant={assistant!r} is neither a name ({', '.join(map(repr, NAMES))}), nor a config such as fastspec.Eagle3(), nor an "

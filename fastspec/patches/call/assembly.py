@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.base import Decoding, Drafter, Place, Process
+from fastspec.generation.drafters.base import Decoding, Drafter, Place, Process, adopt
 from fastspec.generation.drafters.given_text import CHUNKS
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
@@ -134,7 +134,7 @@ class Assembly:
         return target, drafter
 
     def _drafter(self, rows: int, process: Process | None) -> Drafter | None:
-        drafter = self.decoding.drafter(rows=rows, capacity=self.capacity, device=self.device, ops=self.ops, process=process)
+        drafter = adopt(self.decoding.drafter(rows=rows, capacity=self.capacity, device=self.device, ops=self.ops, process=process))
         if drafter is not None:
             drafter.ends = self.ends
         return drafter

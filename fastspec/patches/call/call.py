@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.drafters.base import Decoding
+from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.loop import decode
 from fastspec.kernels.verification.reference import SamplingSettings
@@ -154,6 +154,7 @@ class Call:
             self.decoding = assembly.size_trees(self.request)
             self.engine, self.key = assembly.engine()
         if self.rows is not None:
+            check_rows(self.engine.drafter, self.decoding.name)
             self.request.entry = partial(assembly.entry, self.engine)
 
     def run(self) -> Any:
