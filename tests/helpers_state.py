@@ -19,6 +19,6 @@ class AttentionState(SequenceState):
         super().__init__([self.attention], rows=rows, capacity=capacity, tail=tail, device=device)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("k", "v", "write", "attend"):
+        if name not in ("k", "v", "write"):
             raise AttributeError(name)
         return getattr(self.attention, name)

@@ -105,8 +105,3 @@ class CapturedByShape(Generic[Result]):
 def padded_width(width: int) -> int:
     """The width that a chunk of a prompt is padded to: a power of two, so that few graphs serve all prompts."""
     return max(32, 1 << (width - 1).bit_length())
-
-
-def capturing() -> bool:
-    """Whether the current stream is being captured."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

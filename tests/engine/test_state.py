@@ -173,7 +173,7 @@ def test_a_view_of_the_first_layers_is_the_whole_caches_memory(monkeypatch):
     assert view.reserve(7) == 7 and whole.bound == view.bound == 8 and layers.k.data_ptr() == whole.k.data_ptr()
 
 
-def test_layers_are_written_and_attended_one_by_one():
+def test_layers_are_written_one_by_one():
     cache = filled(made(6, layers=3))
     k, v, slots = torch.randn(2, 2, 3, 5), torch.randn(2, 2, 3, 5), torch.tensor([[0, 3], [7, 1]])
     wanted = cache.k.clone(), cache.v.clone()
@@ -182,9 +182,6 @@ def test_layers_are_written_and_attended_one_by_one():
             wanted[0][1, row, :, slots[row, node]], wanted[1][1, row, :, slots[row, node]] = k[row, node], v[row, node]
     cache.write(TORCH, 1, k, v, slots)
     assert torch.equal(cache.k, wanted[0]) and torch.equal(cache.v, wanted[1])
-    layout, q = TORCH.attention_layout(torch.tensor([4, 6]), None, 2, 2, 8, 2), torch.randn(2, 2, 6, 5)
-    got = cache.attend(TORCH, 1, q, layout, 0.3)
-    assert torch.equal(got, TORCH.tree_attention(q, cache.k[1], cache.v[1], layout, 0.3))
 
 
 def test_transformers_view_writes_at_the_slots_and_shows_the_extent():

@@ -29,10 +29,6 @@ class FullAttentionState(LayerState):
         """Write k, v [B, N, Hkv, D] of one layer at slots [B, N]."""
         ops.cache_write(self.k[layer], self.v[layer], k, v, slots)
 
-    def attend(self, ops: Ops, layer: int, q: Tensor, layout: object, scale: float) -> Tensor:
-        """Attention of q [B, N, Hq, D] over one layer -> [B, N, Hq, D]."""
-        return ops.tree_attention(q, self.k[layer], self.v[layer], layout, scale)
-
     def commit(self, ops: Ops, moves: Moves) -> None:
         """Move the accepted paths to the end of their rows' tokens."""
         if moves.verdict.path.shape[1] > 1:
