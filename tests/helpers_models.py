@@ -17,12 +17,16 @@ COMMON = {
 }  # fmt: skip
 GROUPED = {"num_key_value_heads": 2, "sliding_window": None}
 MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SPECIFIC: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, **MOE},
     "mixtral": {"num_local_experts": 4, **MOE},
     "gemma": {"head_dim": 16, "tie_word_embeddings": False},
     "gemma3_text": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
+    "gemma2": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 64, "num_local_experts": 4, "rope_parameters": PLAIN_ROPE, **MOE},
+    "olmo3": {"sliding_window": 64},
     "ministral": {"head_dim": 16, "sliding_window": 64},
     "cwm": {"head_dim": 16, "sliding_window": 64},
     "seed_oss": {"head_dim": 16},
@@ -31,7 +35,7 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "starcoder2": {"tie_word_embeddings": False},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
+    "phi3": {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}},
 }
 """model_type -> what its configuration needs besides COMMON and GROUPED."""
 

@@ -61,6 +61,10 @@ class FullAttention(SequenceMixer):
     span: Span | None = None
     rotary: str | None = None
     """The layer's rotary tables."""
+    sinks: Tensor | None = None
+    """[Hq] a logit of every head that joins its softmax and brings no value."""
+    cap: float | None = None
+    """Scores s become cap * tanh(s / cap)."""
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
         """See `SequenceMixer`."""
@@ -69,4 +73,5 @@ class FullAttention(SequenceMixer):
             self.qkv(x), *nodes.rotary[self.rotary], nodes.positions, k, v, nodes.slots, self.q_norm, self.k_norm, self.eps,
             self.unit_offset,
         )  # fmt: skip
-        return self.out(self.ops.tree_attention(q, k, v, nodes.layouts[self.span], self.scale).flatten(-2))
+        mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.span], self.scale, sinks=self.sinks, cap=self.cap)
+        return self.out(mixed.flatten(-2))

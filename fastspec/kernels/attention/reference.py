@@ -66,15 +66,36 @@ def attention_layout(
     return AttentionLayout(visible, visible.repeat(1, 1, group, 1) if group > 1 else visible, extent)
 
 
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, *, sinks: Tensor | None = None, cap: float | None = None
+) -> Tensor:
     """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout made for Hq / Hkv -> [B, N, Hq, D].
 
-    Grouped query heads are stacked as rows, so no key or value is repeated.
+    `sinks` [Hq] floats are logits that join the sum of a head's weights beside the scores, once for every query, and bring no value
+    (gpt-oss). With a `cap` the scaled scores s become cap * tanh(s / cap) before any is masked (Gemma 2). With either the softmax is taken
+    in fp32 at least, and the weights are rounded to the dtype before they meet the values. Grouped query heads are stacked as rows, so no
+    key or value is repeated.
     """
     batch, nodes, heads, size = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     rows = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * nodes, size)
     keys, values = k[:, :, : layout.extent], v[:, :, : layout.extent]
-    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=layout.stacked, scale=scale)
+    if sinks is None and cap is None:
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=layout.stacked, scale=scale)
+    else:
+        out = _weights(rows, keys, layout.stacked, scale, sinks, cap).to(v.dtype) @ values
     return out.view(batch, kv_heads, group, nodes, size).permute(0, 3, 1, 2, 4).reshape(batch, nodes, heads, size)
+
+
+def _weights(rows: Tensor, keys: Tensor, visible: Tensor, scale: float, sinks: Tensor | None, cap: float | None) -> Tensor:
+    """The weights [B, Hkv, R, E] of keys for stacked queries rows [B, Hkv, R, D]: zero where nothing is visible."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    scores = rows.to(wide) @ keys.to(wide).transpose(2, 3) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        groups = sinks.to(wide).view(1, keys.shape[1], -1, 1).repeat_interleave(rows.shape[2] * keys.shape[1] // len(sinks), 2)
+        scores = torch.cat((scores, groups.expand(len(rows), -1, -1, -1)), 3)
+    return scores.softmax(3)[..., : keys.shape[2]].masked_fill(~visible, 0.0)

@@ -142,18 +142,18 @@ def device_of(model: Any) -> torch.device:
 NO_ROTATION = "none"
 
 
-def rope_tables(rotary: Any, model: Any, count: int, kind: str | None = None) -> tuple[Tensor, Tensor]:
+def rope_tables(rotary: Any, model: Any, count: int, kind: str | None = None, *, once: bool = False) -> tuple[Tensor, Tensor]:
     """cos and sin [count, R / 2] of the first positions, in the model's dtype, as its rotary module makes them, for a kind of layers where
     these have frequencies of their own; of NO_ROTATION those that leave everything as it is.
 
-    Transformers' modules repeat each angle for both halves of a head.
+    Transformers' modules repeat each angle for both halves of a head, unless they give it `once`.
     """
     device = device_of(model)
     given = torch.zeros(1, dtype=model.dtype, device=device), torch.arange(count, device=device)[None]
     cos, sin = rotary(*given) if kind in (None, NO_ROTATION) else rotary(*given, kind)
     if kind == NO_ROTATION:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-    half = cos.shape[-1] // 2
+    half = cos.shape[-1] if once else cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -32,20 +32,39 @@ class Adapter:
     mlp: str = "mlp"
     mixer_out_norm: str = ""
     mlp_out_norm: str = ""
-    """Norms of what attention and feed-forward add, where there are any."""
+    """Norms of what attention and feed-forward add, where there are any; a family without norms of what they read has "" for those."""
     qk_norm: bool = False
+    """Whether each head's queries and keys are normed."""
+    wide_qk_norm: bool = False
+    """Whether all heads' queries are normed together, and so all keys."""
     eps: str = "variance_epsilon"
     """The attribute of a norm that is added to the mean square."""
     unit_offset: bool = False
     """Whether a norm multiplies by 1 + weight, in fp32."""
     rotary_by_kind: bool = False
     """Whether the kinds of layers (`layer_types`) have rotary tables of their own."""
+    angles_once: bool = False
+    """Whether the rotary module gives each angle once; others repeat them for both halves of a head."""
     rotates: str = ""
     """The attribute of an attention that says whether it rotates at all, where some do not."""
+    sinks: str = ""
+    """The attribute of an attention with a logit per head that joins the softmax."""
+    cap: str = ""
+    """The attribute of an attention that its scores are soft-capped with, None for no cap."""
+    final_cap: str = ""
+    """The setting that logits are soft-capped with, None for no cap."""
     gated_mlp: bool = True
     """Whether a dense `mlp` is down_proj(act_fn(gate_proj(x)) * up_proj(x)); a mixture of experts runs its own forward."""
 
 
+GEMMA2 = Adapter(
+    "gemma2", mlp_norm="pre_feedforward_layernorm", mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm",
+    eps="eps", unit_offset=True, cap="attn_logit_softcapping", final_cap="final_logit_softcapping",
+)  # fmt: skip
+OLMO2 = Adapter(
+    "olmo2", input_norm="", mlp_norm="", mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm",
+    wide_qk_norm=True,
+)  # fmt: skip
 ADAPTERS = {
     row.model_type: row
     for row in (
@@ -63,10 +82,11 @@ ADAPTERS = {
         Adapter("starcoder2"),
         Adapter("smollm3", rotates="use_rope"),
         Adapter("gemma", eps="eps", unit_offset=True),
-        Adapter(
-            "gemma3_text", mlp_norm="pre_feedforward_layernorm", mixer_out_norm="post_attention_layernorm",
-            mlp_out_norm="post_feedforward_layernorm", qk_norm=True, eps="eps", unit_offset=True, rotary_by_kind=True,
-        ),
+        GEMMA2,
+        replace(GEMMA2, model_type="gemma3_text", cap="", qk_norm=True, rotary_by_kind=True),
+        OLMO2,
+        replace(OLMO2, model_type="olmo3", rotary_by_kind=True),
+        Adapter("gpt_oss", gated_mlp=False, sinks="sinks", angles_once=True),
     )
 }
 

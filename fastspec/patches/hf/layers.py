@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
-from fastspec.generation.layers.mixers import FullAttention, Linear, Product
+from fastspec.generation.layers.mixers import FullAttention, Linear, Product, Summed
 from fastspec.generation.layers.packing import pack
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
@@ -27,15 +27,17 @@ def layer_parts(
     attn = getattr(layer, parts.attention)
 
     def norm(name: str) -> Norm:
-        return norm_of(getattr(layer, name), ops, parts)
+        return norm_of(getattr(layer, name), ops, parts) if name else plain_sum
 
     return LayerParts(
         input_norm=norm(parts.input_norm),
         mixer=FullAttention(
             ops, state, index, scale=attn.scaling, eps=getattr(attn.q_norm, parts.eps) if parts.qk_norm else 0.0,
-            qkv=product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops), out=product_of((attn.o_proj,), ops, parts=True),
+            qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops),
+            out=product_of((attn.o_proj,), ops, parts=True),
             q_norm=attn.q_norm.weight if parts.qk_norm else None, k_norm=attn.k_norm.weight if parts.qk_norm else None,
             unit_offset=parts.unit_offset, span=span, rotary=rotary,
+            sinks=getattr(attn, parts.sinks) if parts.sinks else None, cap=getattr(attn, parts.cap) if parts.cap else None,
         ),
         mlp_norm=norm(parts.mlp_norm),
         mlp=mlp_of(parts, getattr(layer, parts.mlp), ops),
@@ -62,6 +64,25 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
     if len(modules) == 1:
         return modules[0]
     return lambda x: torch.cat([module(x) for module in modules], -1)
+
+
+def normed_together(attn: Any, ops: Ops) -> Linear:
+    """Queries, keys and values side by side, all heads' queries normed together, and so all keys."""
+    query, key, value = (product_of((module,), ops) for module in (attn.q_proj, attn.k_proj, attn.v_proj))
+    return lambda x: torch.cat((attn.q_norm(query(x)), attn.k_norm(key(x)), value(x)), -1)
+
+
+def plain_sum(x: Summed, residual: Tensor | None = None, *, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The sum without a norm, of a family that norms what a layer's parts add and not what they read."""
+    summed = joined(x) if residual is None else joined(x) + residual
+    summed = summed if total is None else total.copy_(summed)
+    return summed, summed
+
+
+def vocabulary_of(model: Any, parts: Adapter, ops: Ops) -> Linear:
+    """The LM head, hidden states [..., H] -> logits [..., V], soft-capped where the family does so."""
+    product, cap = product_of((getattr(model, parts.lm_head),), ops), getattr(model.config, parts.final_cap) if parts.final_cap else None
+    return product if cap is None else lambda hidden: cap * torch.tanh(product(hidden) / cap)
 
 
 def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:

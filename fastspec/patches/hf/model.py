@@ -20,7 +20,7 @@ from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import cache_geometry, device_of, rope_bound, rope_tables
 from fastspec.patches.hf.families import Adapter, is_watched
-from fastspec.patches.hf.layers import layer_parts, norm_of, product_of, rotary_kinds
+from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of
 from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows, spans_of
 
 PREFILL_CHUNK = 512
@@ -77,7 +77,7 @@ class HFModel(Target):
             for index, layer in enumerate(layers)
         ]
         self.norm = norm_of(getattr(decoder, parts.norm), ops, parts)
-        self.vocabulary = product_of((getattr(self.model, parts.lm_head),), ops)
+        self.vocabulary = vocabulary_of(self.model, parts, ops)
 
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows, of at most `capacity` tokens each."""
@@ -129,7 +129,7 @@ class HFModel(Target):
         count = self._positions()
         if self.adapter is not None and (not self.tables or len(self.tables[self.kinds[0]][0]) < count):
             rotary = getattr(getattr(self.model, self.adapter.decoder), self.adapter.rotary)
-            self.tables = {kind: rope_tables(rotary, self.model, count, kind) for kind in self.kinds}
+            self.tables = {kind: rope_tables(rotary, self.model, count, kind, once=self.adapter.angles_once) for kind in self.kinds}
         return committed
 
     def _positions(self) -> int:
