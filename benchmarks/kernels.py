@@ -24,6 +24,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 
 from fastspec.bench.device import versions
 from fastspec.generation.tree import TokenTree
+from fastspec.kernels.attention import layout as tree_layout
 from fastspec.kernels.attention import reference as attention_reference
 from fastspec.kernels.attention import tree as tree_attention
 from fastspec.kernels.cache import kv_block_copy
@@ -125,7 +126,7 @@ def attention_cases(prefixes: list[int], models: list[str], with_flex: bool) -> 
                 lengths = torch.tensor([prefix], device="cuda")
                 group = heads // kv_heads
                 dense = attention_reference.attention_layout(lengths, tree.ancestors, nodes, nodes, extent, group)
-                ours = tree_attention.attention_layout(lengths, tree.ancestors, nodes, nodes, extent, group)
+                ours = tree_layout.attention_layout(lengths, tree.ancestors, nodes, nodes, extent, group)
                 scale = size**-0.5
 
                 def make(nodes=nodes, extent=extent, heads=heads, kv_heads=kv_heads, size=size) -> tuple[Any, ...]:

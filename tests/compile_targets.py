@@ -96,7 +96,9 @@ def whole(*shape: int) -> Tensor:
 
 def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each op of a round on a model of this shape: its name, and a call."""
+    from fastspec.kernels.attention import layout as tree_layout
     from fastspec.kernels.attention import tree as tree_attention
+    from fastspec.kernels.attention.reference import Span
     from fastspec.kernels.cache import commit as settle
     from fastspec.kernels.cache import kv_block_copy
     from fastspec.kernels.drafting import head_input, head_pairs, next_frontier, topk_expand, tree_build, tree_input
@@ -127,10 +129,17 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         yield f"rope_cache, {rows} rows", lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(q, t, t, n, k, k, n)
         for extent in (1024, 16384):
             words = None if rows == 1 else whole(1, rows, 1)
-            layout = tree_attention.attention_layout(whole(1), words, rows, rows, extent, group)
+            layout = tree_layout.attention_layout(whole(1), words, rows, rows, extent, group)
             keys = few(1, kv_heads, extent + 64, size)
             yield f"tree_attention, {rows} rows, {extent}", lambda n=rows, k=keys, to=layout: tree_attention.tree_attention(
                 few(1, n, heads, size), k, k, to, size**-0.5
+            )
+        keys, sinks = few(1, kv_heads, 16384, size), few(heads)
+        for span, extras in ((Span(4096), {}), (Span(128), {"sinks": sinks}), (Span(4096), {"cap": 50.0}), (Span(8192, chunk=True), {})):
+            depths = None if rows == 1 else whole(1, rows)
+            layout = tree_layout.attention_layout(whole(1), words, rows, rows, 16000, group, span=span, depths=depths)
+            yield f"tree_attention, {rows} rows, {span} {' '.join(extras)}", lambda n=rows, k=keys, to=layout, more=extras: (
+                tree_attention.tree_attention(few(1, n, heads, size), k, k, to, size**-0.5, **more)
             )
         logits = few(1, rows, vocab)
         yield f"pick, {rows} rows", lambda x=logits: posterior_eval.pick(x, None)

@@ -63,7 +63,7 @@ def _up_to(most: int, kernel: Callable[..., Any], plain: Callable[..., Any], siz
 def triton_ops() -> Ops:
     """The Triton kernels. Imports triton, and raises Unsupported where it is missing."""
     try:
-        from fastspec.kernels.attention import tree as attention
+        from fastspec.kernels.attention import layout, tree
         from fastspec.kernels.cache import commit, kv_block_copy
         from fastspec.kernels.drafting import fused as drafter
         from fastspec.kernels.drafting import head_input, head_pairs, next_frontier, topk_expand, tree_build, tree_input
@@ -76,8 +76,8 @@ def triton_ops() -> Ops:
     return replace(
         TORCH,
         name="triton",
-        attention_layout=attention.attention_layout,
-        tree_attention=attention.tree_attention,
+        attention_layout=layout.attention_layout,
+        tree_attention=tree.tree_attention,
         kv_block_copy=kv_block_copy.kv_block_copy,
         tree_input=tree_input.tree_input,
         commit_slots=commit.commit_slots,

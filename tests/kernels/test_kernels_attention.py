@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +18,7 @@ from fastspec.kernels.attention import few as few_attention
 from fastspec.kernels.attention import hopper as hopper_attention
 from fastspec.kernels.attention import reference
 from fastspec.kernels.attention import tree as kernels
+from fastspec.kernels.attention.layout import TreeLayout, attention_layout
 from fastspec.kernels.launch import is_hopper
 
 HAS_CUDA = torch.cuda.is_available()
@@ -57,6 +59,8 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         kv_heads, group = heads
         self.nodes, self.group, self.scale = nodes, group, size**-0.5
+        self.seeing: dict[str, Any] = {}  # more arguments of the layout
+        self.extras: dict[str, Any] = {}  # and of the attention
         self.tail = nodes if tail is None else tail
         self.extent = max(capacity, max(prefixes) + self.tail)
         rows = len(prefixes)
@@ -75,20 +79,20 @@ class Case:
             cache[:, row, :, prefix + self.tail :] = torch.nan
         self.k, self.v = cache
 
-    def layout(self) -> kernels.TreeLayout:
-        return kernels.attention_layout(self.prefix, self.words, self.nodes, self.tail, self.extent, self.group)
+    def layout(self) -> TreeLayout:
+        return attention_layout(self.prefix, self.words, self.nodes, self.tail, self.extent, self.group, **self.seeing)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The result, and the same of |v|."""
-        layout = reference.attention_layout(self.prefix, self.words, self.nodes, self.tail, self.extent, self.group)
+        layout = reference.attention_layout(self.prefix, self.words, self.nodes, self.tail, self.extent, self.group, **self.seeing)
         q, k, v = (x.double() for x in (self.q, *self.clean))
-        wanted, size = (reference.tree_attention(q, k, x, layout, self.scale) for x in (v, v.abs()))
+        wanted, size = (reference.tree_attention(q, k, x, layout, self.scale, **self.extras) for x in (v, v.abs()))
         return wanted, size
 
-    def check(self, layout: kernels.TreeLayout | None = None) -> Tensor:
+    def check(self, layout: TreeLayout | None = None) -> Tensor:
         layout = layout or self.layout()
         with patch.object(Tensor, "new_empty", poisoned):
-            got = kernels.tree_attention(self.q, self.k, self.v, layout, self.scale)
+            got = kernels.tree_attention(self.q, self.k, self.v, layout, self.scale, **self.extras)
         assert got.is_contiguous() and got.dtype == self.q.dtype
         assert excess(got, self.expected()) < 1
         return got
@@ -189,7 +193,7 @@ def test_each_bit_decides_one_slot(device, dtype, slots):
 
 
 def good() -> dict[str, object]:
-    layout = kernels.attention_layout(torch.tensor([4]), None, 2, 2, 8, 2)
+    layout = attention_layout(torch.tensor([4]), None, 2, 2, 8, 2)
     return {"q": torch.ones(1, 2, 4, 8), "k": torch.ones(1, 2, 8, 8), "v": torch.ones(1, 2, 8, 8), "layout": layout, "scale": 1.0}
 
 
@@ -225,7 +229,7 @@ def test_what_is_not_accepted(change, says):
 )
 def test_what_no_layout_is_made_of(prefix, words, says):
     with pytest.raises(ValueError, match=says):
-        kernels.attention_layout(prefix, words, 2, 65, 80)
+        attention_layout(prefix, words, 2, 65, 80)
 
 
 SHAPES = {"8b": ((8, 4), 128), "smollm2": ((3, 3), 64), "qwen2-1.5b": ((2, 6), 128), "odd-80": ((2, 1), 80), "odd-96": ((2, 4), 96)}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import launch
+from fastspec.kernels.attention import layout as tree_layout
 from fastspec.kernels.attention import tree as tree_attention
 from fastspec.kernels.cache.kv_block_copy import kv_block_copy
 from fastspec.kernels.drafting import reference
@@ -163,7 +164,7 @@ class Round:
         k, v = caches
         slots = self.prefix[:, None] + self.place
         q = rope_cache(self.qkv, self.cos, self.sin, slots, k[0], v[0], slots)
-        layout = tree_attention.attention_layout(self.prefix, self.words, nodes, nodes, self.slots, self.HEADS // self.KV_HEADS)
+        layout = tree_layout.attention_layout(self.prefix, self.words, nodes, nodes, self.slots, self.HEADS // self.KV_HEADS)
         mixed = tree_attention.tree_attention(q, k[0], v[0], layout, self.SIZE**-0.5).flatten(2)
         chosen = mixed.flatten(0, 1)[:, :8].float().topk(2).indices
         inner = experts(mixed.flatten(0, 1), self.gate_up, self.down, chosen, self.shares).view_as(mixed)

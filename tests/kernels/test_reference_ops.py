@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -89,6 +93,45 @@ def test_what_lies_behind_the_tail_is_not_read():
     k[:, :, :5] = 1.0
     layout = attention_reference.attention_layout(torch.tensor([2]), None, 3, 3, 5)
     assert torch.equal(attention_reference.tree_attention(torch.ones(1, 3, 1, 4), k, k, layout, 0.5), torch.ones(1, 3, 1, 4))
+
+
+@pytest.mark.parametrize("span", [None, attention_reference.Span(6), attention_reference.Span(4, chunk=True)], ids=str)
+@pytest.mark.parametrize("extra", ["sinks", "cap"])
+def test_sinks_and_caps_are_those_of_the_models(extra, span):
+    """Transformers' own attention of gpt-oss and Gemma 2 under the same mask, whose lowest number stands for what is not seen."""
+    generator = torch.Generator().manual_seed(0)
+    nodes, kv_heads, group, size, extent = 7, 2, 3, 8, 20
+    q = 4 * torch.randn(2, nodes, kv_heads * group, size, generator=generator)
+    k, v = (torch.randn(2, kv_heads, extent, size, generator=generator) for _ in range(2))
+    parents = random_parents(2, nodes, generator)
+    words = drafting_reference.ancestor_words(parents, nodes)
+    depths = torch.stack([dense_mask(row.tolist()).sum(1) - 1 for row in parents])
+    layout = attention_reference.attention_layout(torch.tensor([3, 13]), words, nodes, nodes, extent, group, span=span, depths=depths)
+    sinks = torch.randn(kv_heads * group, generator=generator)
+    mask = torch.zeros(layout.visible.shape).masked_fill(~layout.visible, torch.finfo(torch.float32).min)
+    module = SimpleNamespace(num_key_value_groups=group, sinks=sinks, training=False)
+    operands = module, q.transpose(1, 2), k, v, mask
+    if extra == "sinks":
+        wanted, _ = modeling_gpt_oss.eager_attention_forward(*operands, scaling=0.3)
+        got = attention_reference.tree_attention(q, k, v, layout, 0.3, sinks=sinks)
+    else:
+        wanted, _ = modeling_gemma2.eager_attention_forward(*operands, scaling=0.3, softcap=1.5)
+        got = attention_reference.tree_attention(q, k, v, layout, 0.3, cap=1.5)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)  # some dozens of roundings of fp32, of numbers of size 1
+    assert (got - attention_reference.tree_attention(q, k, v, layout, 0.3)).abs().max() > 0.1
+
+
+def test_a_sink_that_is_no_weight_and_a_cap_that_caps_nothing_change_nothing():
+    """In fp64, and where a node sees nothing."""
+    q, k = torch.randn(1, 3, 2, 4, dtype=torch.float64), torch.randn(1, 1, 5, 4, dtype=torch.float64)
+    words = torch.tensor([[[1], [0], [5]]])
+    layout = attention_reference.attention_layout(torch.tensor([0]), words, 3, 3, 5, 2)
+    plain = attention_reference.tree_attention(q, k, k, layout, 0.5)
+    sinks = torch.full((2,), -torch.inf)
+    for extras in ({"sinks": sinks}, {"cap": 1e6}, {"sinks": sinks, "cap": 1e6}):
+        got = attention_reference.tree_attention(q, k, k, layout, 0.5, **extras)
+        torch.testing.assert_close(got, plain, rtol=1e-9, atol=1e-9)
+        assert not got[:, 1].any() and got[:, 0].all()
 
 
 @given(st.sampled_from([1, 7, 63]), st.integers(1, 3), SEEDS)

@@ -2,8 +2,9 @@
 
 B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots. A pair is one key head
 of one row; its N * G queries, 16 at most, are the rows of a matrix. Up to S programs share the slots of a pair, in blocks of BLOCK_N;
-how many blocks a program takes follows the lengths, which are read on the device. What matters is how long one program takes from its
-first load to its last store, so all go through one loop, a program without a share too, and the parts are summed by a launch of its own.
+how many blocks a program takes follows the lengths, which are read on the device, and the span (a window or chunks), before which it reads
+nothing. What matters is how long one program takes from its first load to its last store, so all go through one loop, a program without a
+share too, and the parts are summed by a launch of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.attention.parts import LOG2E, MAX_SPLITS, merge, update
+from fastspec.kernels.attention.layout import TreeLayout
+from fastspec.kernels.attention.parts import (
+    MAX_SPLITS,
+    depths_of,
+    empty_sums,
+    first_seen,
+    merge,
+    scales,
+    seen_prefix,
+    update,
+)
 from fastspec.kernels.launch import dependent, stages_within
 
 MAX_ROWS = 16
@@ -24,12 +35,13 @@ LONG = 8192  # slots from which programs take wider blocks
 INTERPRETED_PROCESSORS = 16  # what the interpreter on the CPU pretends to have
 
 
-@triton.jit(do_not_specialize=["nodes", "tail", "extent", "splits", "kv_heads", "s_wb", "s_wn"])
+@triton.jit(do_not_specialize=["nodes", "tail", "extent", "splits", "kv_heads", "s_wb", "s_wn", "s_d"])
 def _few_kernel(
-    p_q, p_k, p_v, p_out, p_part, p_lse, p_prefix, p_words, scale2, nodes, tail, extent, splits, kv_heads,
-    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn,
+    p_q, p_k, p_v, p_out, p_part, p_lse, p_prefix, p_words, p_depths, p_sinks, scale2, nodes, tail, extent, splits, kv_heads,
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn, s_d,
     S_K: tl.constexpr, S_V: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -53,19 +65,28 @@ def _few_kernel(
         b_word = tl.load(p_words + i_row.to(tl.int64) * s_wb + o_node.to(tl.int64) * s_wn, mask=m_m, other=0)
     end = tl.minimum(prefix + tail, extent)
     blocks = (end + BLOCK_N - 1) // BLOCK_N
-    share = (blocks + splits - 1) // splits
-    first = i_split * share
+    if SPAN > 0:
+        if p_depths is not None:
+            p_depths += i_row.to(tl.int64) * s_d
+        b_low = first_seen(depths_of(p_depths, o_node, m_m), prefix, SPAN, CHUNK)
+        low, _ = seen_prefix(b_low, m_m, prefix)
+        share = (blocks - low // BLOCK_N + splits - 1) // splits
+        first = low // BLOCK_N + i_split * share
+    else:
+        share = (blocks + splits - 1) // splits
+        first = i_split * share
     # Within a block 32 bits do, and strides known to the compiler become immediates.
     o_k = o_n[:, None] * S_K + o_d[None, :]
     o_v = o_n[:, None] * S_V + o_d[None, :]
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_acc, b_max, b_sum = empty_sums(p_sinks, i_head * GROUP + o_m % GROUP, BLOCK_M, BLOCK_D)
     for block in tl.range(first, tl.minimum(first + share, blocks), num_stages=STAGES):
         start = block * BLOCK_N
         o_slot = start + o_n
         # Slots that nobody sees may hold anything: 0 * nan is nan, so they are not loaded.
-        m_kv = (o_slot < end)[:, None] & m_d[None, :]
+        m_slot = o_slot < end
+        if SPAN > 0:
+            m_slot = m_slot & (o_slot >= low)
+        m_kv = m_slot[:, None] & m_d[None, :]
         b_k = tl.load(p_k + start.to(tl.int64) * S_K + o_k, mask=m_kv, other=0.0)
         b_v = tl.load(p_v + start.to(tl.int64) * S_V + o_v, mask=m_kv, other=0.0)
         o_rel = o_slot - prefix
@@ -73,8 +94,11 @@ def _few_kernel(
             m_tail = o_rel[None, :] <= o_node[:, None]
         else:
             m_tail = (o_rel < 0)[None, :] | (((b_word[:, None] >> (o_rel & 63)[None, :]) & 1) == 1)
-        m_seen = (o_slot < end)[None, :] & m_tail
-        b_acc, b_max, b_sum = update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, True)
+        m_seen = m_slot[None, :] & m_tail
+        if SPAN > 0:
+            b_key = tl.where(o_rel < 0, o_rel, depths_of(p_depths, o_rel, m_slot & (o_rel >= 0)))
+            m_seen = m_seen & (b_key[None, :] >= b_low[:, None])
+        b_acc, b_max, b_sum = update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, True, CAP)
 
     b_total = tl.where(b_sum > 0.0, b_sum, 1.0)  # nothing seen: the sum is zero and stays so, its logarithm -inf through the maximum
     b_acc = b_acc / b_total[:, None]
@@ -111,34 +135,38 @@ _LAUNCHES: dict[tuple[int, int], tuple[Launch, Launch]] = {
 
 
 def few_attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, prefix: Tensor, words: Tensor | None, tail: int, extent: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, layout: TreeLayout, extent: int, scale: float, sinks: Tensor | None, cap: float | None
 ) -> None:
-    """Fill out [B, N, Hq, D], contiguous, with the attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D].
+    """Fill out [B, N, Hq, D], contiguous, with what `tree_attention` says of the other arguments, and has checked.
 
-    A node sees its row's prefix [B] int64 slots and, of the `tail` slots behind them, those of its bits in words [B, N, 1] int64, or the
-    first n + 1 for node n where words is None. Slots from `extent` on are not read. N * Hq / Hkv is at most MAX_ROWS, and tail at most 64
-    with words. dtypes, strides and sizes as `tree_attention` checks them.
+    N * Hq / Hkv is at most MAX_ROWS, and the layout a chain or of at most 64 tail slots. Slots from `extent` on are not read.
     """
     batch, nodes, heads, size = q.shape
     kv_heads = k.shape[1]
     rows, pairs, block_d = nodes * heads // kv_heads, batch * kv_heads, max(16, triton.next_power_of_2(size))
-    launch = _LAUNCHES[q.element_size(), max(64, block_d)][extent >= LONG]
-    splits = _splits(pairs, triton.cdiv(extent, launch.block_n), processors(q.device) * launch.resident)
+    reach = layout.reach(extent)
+    launch = _LAUNCHES[q.element_size(), max(64, block_d)][reach >= LONG]
+    blocks = triton.cdiv(reach, launch.block_n) + (reach < extent)  # a span begins within a block
+    splits = _splits(pairs, blocks, processors(q.device) * launch.resident)
+    words = None if layout.chain else layout.words
     s_wb, s_wn = (0, 0) if words is None else words.stride()[:2]
+    span, depths = layout.span, layout.depths
+    scale2, cap2 = scales(scale, cap)
     part, lse = out, out
     if splits > 1:
         part = q.new_empty((pairs, rows, splits, size), dtype=torch.float32)
         lse = q.new_empty((pairs, rows, splits), dtype=torch.float32)
     stages = stages_within(launch.stages, 2 * launch.block_n * block_d * k.element_size(), q.device)
     _few_kernel[(splits, pairs)](
-        q, k, v, out, part, lse, prefix, prefix if words is None else words, scale * LOG2E, nodes, tail, extent, splits, kv_heads,
-        *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), prefix.stride(0), s_wb, s_wn,
+        q, k, v, out, part, lse, layout.prefix, layout.prefix if words is None else words, depths, None if splits > 1 else sinks,
+        scale2, nodes, layout.tail, extent, splits, kv_heads, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0),
+        layout.prefix.stride(0), s_wb, s_wn, None if depths is None else depths.stride(0),
         S_K=k.stride(2), S_V=v.stride(2), GROUP=heads // kv_heads, D=size, BLOCK_M=MAX_ROWS, BLOCK_N=launch.block_n,
-        BLOCK_D=block_d, CHAIN=words is None, SPLIT=splits > 1, STAGES=stages,
-        num_warps=launch.warps, num_stages=stages, **dependent(q.device),
+        BLOCK_D=block_d, CHAIN=words is None, SPLIT=splits > 1, SPAN=span.size if span else 0, CHUNK=span is not None and span.chunk,
+        CAP=cap2, STAGES=stages, num_warps=launch.warps, num_stages=stages, **dependent(q.device),
     )  # fmt: skip
     if splits > 1:
-        merge(part, lse, out, kv_heads)
+        merge(part, lse, out, kv_heads, sinks)
 
 
 def _splits(pairs: int, blocks: int, slots: int) -> int:

@@ -1,4 +1,5 @@
-"""What the attention kernels share: a block of the online softmax, and the sum of the parts that programs left of one query's attention.
+"""What the attention kernels share: a block of the online softmax, what a span leaves of the slots, and the sum of the parts that programs
+left of one query's attention.
 
 A pair is one key head of one row of the batch; R matrix rows (nodes times G query heads of the key head), S parts, D head size, Hkv key
 heads. Parts are normed sums [pair, R, S, D] in fp32 with their log-sum-exp [pair, R, S] (base 2): -inf where nothing was seen, and then
@@ -18,11 +19,18 @@ from fastspec.kernels.launch import dependent
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64  # parts that a merge holds at once
 
+_LOG2E = tl.constexpr(LOG2E)
+_FAR = tl.constexpr(2**30)  # beyond every position
+
 
 @triton.jit
-def update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, MASKED: tl.constexpr):
-    """One block of the online softmax; maxima are in units of log2."""
+def update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, MASKED: tl.constexpr, CAP: tl.constexpr):
+    """One block of the online softmax; maxima are in units of log2, and so are products times scale2. With a CAP in these units products
+    times scale2 are what the tanh is taken of."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if CAP > 0:
+        b_s = _tanh(b_s * scale2)
+        scale2 = CAP
     if MASKED:
         b_s = tl.where(m_seen, b_s, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale2)
@@ -36,9 +44,54 @@ def update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, MASKED: tl.conste
     return b_acc, b_new, b_sum
 
 
+@triton.jit
+def _tanh(b_x):
+    """By exponentials, and near zero, where these cancel, by the first terms of the series, which leave out 1e-8 of it."""
+    b_abs = tl.abs(b_x)
+    b_e = tl.exp2(b_abs * (-2 * _LOG2E))
+    b_square = b_abs * b_abs
+    b_series = 1.0 + b_square * (-1 / 3 + b_square * (2 / 15 + b_square * (-17 / 315 + b_square * (62 / 2835))))
+    b_y = tl.where(b_abs < 0.25, b_abs * b_series, (1.0 - b_e) / (1.0 + b_e))
+    return tl.where(b_x < 0, -b_y, b_y)
+
+
+@triton.jit
+def empty_sums(p_sinks, o_head, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The sums, maxima and sums of weights that a softmax begins with: a sink is a key that is always seen, and whose value is zero."""
+    b_acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    if p_sinks is None:
+        b_max = tl.full([ROWS], float("-inf"), tl.float32)
+        b_sum = tl.zeros([ROWS], tl.float32)
+    else:
+        b_max = tl.load(p_sinks + o_head).to(tl.float32) * _LOG2E
+        b_sum = tl.full([ROWS], 1.0, tl.float32)
+    return b_acc, b_max, b_sum
+
+
+@triton.jit
+def depths_of(p_depths, o_node, m_node):
+    """How deep nodes are; a chain that brings no depths is numbered by them."""
+    return o_node if p_depths is None else tl.load(p_depths + o_node, mask=m_node, other=0).to(tl.int32)
+
+
+@triton.jit
+def first_seen(b_depth, prefix, SPAN: tl.constexpr, CHUNK: tl.constexpr):
+    """The first position that queries at these depths see, counted like these from the end of the prefix. The text's order cuts what lies
+    behind a query, in its chunk too."""
+    return (prefix + b_depth) // SPAN * SPAN - prefix if CHUNK else b_depth - SPAN + 1
+
+
+@triton.jit
+def seen_prefix(b_low, m_m, prefix):
+    """The first slot of the prefix that a query sees, and the first that all see; `prefix` where there is none."""
+    low = prefix + tl.min(tl.where(m_m, b_low, _FAR), 0)
+    high = prefix + tl.max(tl.where(m_m, b_low, -_FAR), 0)
+    return tl.maximum(tl.minimum(low, prefix), 0), tl.maximum(tl.minimum(high, prefix), 0)
+
+
 @triton.jit(do_not_specialize=["splits", "kv_heads"])
 def _merge_kernel(
-    p_part, p_lse, p_out, splits, kv_heads, s_ob,
+    p_part, p_lse, p_out, p_sinks, splits, kv_heads, s_ob,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -52,8 +105,14 @@ def _merge_kernel(
     # All parts are asked for at once, before it is known which of them hold something.
     b_part = tl.load(p_part + o_part * D + (o_s[:, None] * D + o_d[None, :]), mask=m_s[:, None] & m_d[None, :], other=0.0)
     b_max = tl.max(b_lse, 0)
-    b_weight = tl.exp2(b_lse - tl.where(b_max == float("-inf"), 0.0, b_max))
+    if p_sinks is not None:
+        b_sink = tl.load(p_sinks + (i_pair % kv_heads) * GROUP + row % GROUP).to(tl.float32) * _LOG2E
+        b_max = tl.maximum(b_max, b_sink)
+    b_off = tl.where(b_max == float("-inf"), 0.0, b_max)
+    b_weight = tl.exp2(b_lse - b_off)
     b_total = tl.sum(b_weight, 0)
+    if p_sinks is not None:
+        b_total += tl.exp2(b_sink - b_off)
     b_sum = tl.sum(tl.where((b_weight > 0.0)[:, None], b_part * b_weight[:, None], 0.0), 0)
     b_out = b_sum / tl.where(b_total > 0.0, b_total, 1.0)
     o_head = (i_pair % kv_heads) * GROUP + row % GROUP
@@ -61,11 +120,17 @@ def _merge_kernel(
     tl.store(p_out + o_out + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
 
 
-def merge(part: Tensor, lse: Tensor, out: Tensor, kv_heads: int) -> None:
-    """Fill out [B, N, Hq, D], contiguous, with the sums of part [B * Hkv, R, S, D] by lse [B * Hkv, R, S]; S is at most MAX_SPLITS."""
+def scales(scale: float, cap: float | None) -> tuple[float, float]:
+    """`update`'s scale2 and CAP; a CAP of zero is none."""
+    return (scale * LOG2E, 0.0) if cap is None else (scale / cap, cap * LOG2E)
+
+
+def merge(part: Tensor, lse: Tensor, out: Tensor, kv_heads: int, sinks: Tensor | None = None) -> None:
+    """Fill out [B, N, Hq, D], contiguous, with the sums of part [B * Hkv, R, S, D] by lse [B * Hkv, R, S]; S is at most MAX_SPLITS.
+    sinks [Hq] join the sums of weights."""
     pairs, rows, splits, size = part.shape
     block_s, block_d = triton.next_power_of_2(splits), triton.next_power_of_2(size)
     _merge_kernel[(rows, pairs)](
-        part, lse, out, splits, kv_heads, out.stride(0), GROUP=out.shape[2] // kv_heads, D=size, BLOCK_D=block_d, BLOCK_S=block_s,
+        part, lse, out, sinks, splits, kv_heads, out.stride(0), GROUP=out.shape[2] // kv_heads, D=size, BLOCK_D=block_d, BLOCK_S=block_s,
         num_warps=max(1, min(8, block_s * block_d // 2048)), **dependent(out.device),
     )  # fmt: skip

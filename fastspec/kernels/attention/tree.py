@@ -4,12 +4,15 @@ B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq
 words. A pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g, cut into tiles of BLOCK_M. A tile's
 slots are cut into blocks of BLOCK_N that are aligned to the end of the prefix, so that a tail block starts at a bit that is a multiple
 of 32: first the full blocks of the prefix (no mask), then the rest at its start and the tail (masked). Up to S programs share the blocks
-of one tile and leave parts for parts.py to merge. All lengths are read on the device: the shares follow them.
-Few queries, plain decoding above all, have a kernel of their own, few.py, and so have trees behind a long prefix on Hopper, hopper.py.
+of one tile and leave parts for parts.py to merge. All lengths are read on the device: the shares follow them. With a span (a window or
+chunks) the prefix begins for a tile where one of its queries begins to see, and its blocks are masked until all do; positions are counted
+from the prefix's end, where a node stands at its depth. Few queries, plain decoding above all, have a kernel of their own, few.py, and so
+have trees behind a long prefix on Hopper, hopper.py, which knows no spans, sinks and caps: these are computed here.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,7 +23,18 @@ from torch import Tensor
 
 from fastspec.kernels.attention import hopper
 from fastspec.kernels.attention.few import MAX_ROWS, few_attention, processors
-from fastspec.kernels.attention.parts import LOG2E, MAX_SPLITS, merge, update
+from fastspec.kernels.attention.layout import TreeLayout
+from fastspec.kernels.attention.parts import (
+    LOG2E,
+    MAX_SPLITS,
+    depths_of,
+    empty_sums,
+    first_seen,
+    merge,
+    scales,
+    seen_prefix,
+    update,
+)
 from fastspec.kernels.launch import dependent, stages_within
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -49,13 +63,13 @@ def _active(blocks, splits, MIN_BLOCKS: tl.constexpr):
     return tl.maximum(tl.minimum((blocks + MIN_BLOCKS - 1) // MIN_BLOCKS, splits), 1)
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "s_wb", "s_wn"])
+@triton.jit(do_not_specialize=[*_VARYING, "s_wb", "s_wn", "s_d"])
 def _attention_kernel(
-    p_q, p_k, p_v, p_out, p_part, p_lse, p_prefix, p_words, scale2, nodes, tail, extent, splits, kv_heads,
-    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn,
+    p_q, p_k, p_v, p_out, p_part, p_lse, p_prefix, p_words, p_depths, p_sinks, scale2, nodes, tail, extent, splits, kv_heads,
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn, s_d,
     S_K: tl.constexpr, S_V: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, MIN_BLOCKS: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr,
-    TAIL_STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPAN: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, TAIL_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -65,17 +79,31 @@ def _attention_kernel(
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     rows = nodes * GROUP
     prefix, width, blocks = _bounds(p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP, BLOCK_M, BLOCK_N, CHAIN)
-    active = _active(blocks, splits, MIN_BLOCKS)
     o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < rows
+    if SPAN > 0:
+        if p_depths is not None:
+            p_depths += i_row.to(tl.int64) * s_d
+        b_low = first_seen(depths_of(p_depths, o_m // GROUP, m_m), prefix, SPAN, CHUNK)
+        low, high = seen_prefix(b_low, m_m, prefix)
+        full = (prefix - high) // BLOCK_N
+        rest = prefix - full * BLOCK_N
+        ragged = (rest - low + BLOCK_N - 1) // BLOCK_N  # blocks that not all see whole
+        passed = 0  # tail blocks before what is seen
+        if CHAIN and p_depths is None:
+            passed = tl.maximum(tl.min(tl.where(m_m, b_low, nodes), 0), 0) // BLOCK_N
+        blocks = full + ragged + (width + BLOCK_N - 1) // BLOCK_N - passed
+    active = _active(blocks, splits, MIN_BLOCKS)
     if SPLIT:
         o_part = (i_pair.to(tl.int64) * rows + o_m) * splits + i_split
         if i_split >= active:
             tl.store(p_lse + o_part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=m_m)
             return
     first, last = blocks * i_split // active, blocks * (i_split + 1) // active
-    full, rest = prefix // BLOCK_N, prefix % BLOCK_N
-    ragged = (rest + BLOCK_N - 1) // BLOCK_N  # 1 if the prefix starts with less than a block
+    if SPAN == 0:
+        low = 0
+        full, rest = prefix // BLOCK_N, prefix % BLOCK_N
+        ragged = (rest + BLOCK_N - 1) // BLOCK_N  # 1 if the prefix starts with less than a block
     end = prefix + width
 
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -88,9 +116,7 @@ def _attention_kernel(
     # Within a block 32 bits do, and strides known to the compiler become immediates: pointers in 64 bits would spill.
     o_k = o_n[:, None] * S_K + o_d[None, :]
     o_v = o_n[:, None] * S_V + o_d[None, :]
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_acc, b_max, b_sum = empty_sums(p_sinks, i_head * GROUP + o_m % GROUP, BLOCK_M, BLOCK_D)
 
     for block in range(first, tl.minimum(last, full)):
         start = (rest + block * BLOCK_N).to(tl.int64)
@@ -100,15 +126,18 @@ def _attention_kernel(
         else:
             b_k = tl.load(p_k + start * S_K + o_k, mask=m_d[None, :], other=0.0)
             b_v = tl.load(p_v + start * S_V + o_v, mask=m_d[None, :], other=0.0)
-        b_acc, b_max, b_sum = update(b_q, b_k, b_v, m_m, b_acc, b_max, b_sum, scale2, False)
+        b_acc, b_max, b_sum = update(b_q, b_k, b_v, m_m, b_acc, b_max, b_sum, scale2, False, CAP)
 
     # A stage less: the ancestor bits take shared memory too, and two programs should fit a processor.
     for block in tl.range(tl.maximum(first, full), last, num_stages=TAIL_STAGES):
         turn = block - full - ragged  # -1: the start of the prefix; then the tail
-        start = tl.where(turn < 0, rest - BLOCK_N, prefix + turn * BLOCK_N)
+        if SPAN > 0:
+            start = tl.where(turn < 0, rest + turn * BLOCK_N, prefix + (turn + passed) * BLOCK_N)
+        else:
+            start = tl.where(turn < 0, rest - BLOCK_N, prefix + turn * BLOCK_N)
         o_slot = start + o_n
         # Slots that nobody sees may hold anything: 0 * nan is nan, so they are not loaded.
-        m_kv = ((o_slot >= 0) & (o_slot < end))[:, None] & m_d[None, :]
+        m_kv = ((o_slot >= low) & (o_slot < end))[:, None] & m_d[None, :]
         b_k = tl.load(p_k + start.to(tl.int64) * S_K + o_k, mask=m_kv, other=0.0)
         b_v = tl.load(p_v + start.to(tl.int64) * S_V + o_v, mask=m_kv, other=0.0)
         o_rel = o_slot - prefix
@@ -123,8 +152,11 @@ def _attention_kernel(
                 b_half = (b_word >> (o_bit & 63).to(tl.int64)).to(tl.int32)
                 b_bits = tl.where((o_n // 32 == half)[None, :], b_half[:, None], b_bits)
             m_tail = ((b_bits >> (o_n % 32)[None, :]) & 1) == 1
-        m_seen = ((o_slot >= 0) & (o_slot < end))[None, :] & ((o_rel < 0)[None, :] | m_tail)
-        b_acc, b_max, b_sum = update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, True)
+        m_seen = ((o_slot >= low) & (o_slot < end))[None, :] & ((o_rel < 0)[None, :] | m_tail)
+        if SPAN > 0:
+            b_key = tl.where(o_rel < 0, o_rel, depths_of(p_depths, o_rel, (o_rel >= 0) & (o_slot < end)))
+            m_seen = m_seen & (b_key[None, :] >= b_low[:, None])
+        b_acc, b_max, b_sum = update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, True, CAP)
 
     b_total = tl.where(b_sum > 0.0, b_sum, 1.0)  # nothing seen: the sum is zero and stays so, its logarithm -inf through the maximum
     b_acc = b_acc / b_total[:, None]
@@ -136,21 +168,6 @@ def _attention_kernel(
         o_head = i_head * GROUP + o_m % GROUP
         o_out = i_row.to(tl.int64) * s_ob + (o_node.to(tl.int64) * (kv_heads * GROUP) + o_head) * D
         tl.store(p_out + o_out[:, None] + o_d[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_md)
-
-
-@dataclass(frozen=True, slots=True)
-class TreeLayout:
-    """What N queries of each row may see, made once per forward pass and shared by its layers. No mask is stored.
-
-    `prefix` [B] int64; `words` [B, N, W] int64 or None for a chain; `extent` bounds prefix + tail.
-    """
-
-    prefix: Tensor
-    words: Tensor | None
-    nodes: int
-    tail: int
-    extent: int
-    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,33 +194,19 @@ _LAUNCHES: dict[tuple[int, int], tuple[tuple[int, Launch], ...]] = {
 _HOPPER = Launch(hopper.TILE, hopper.BLOCK_N, warps=9, stages=hopper.STAGES, resident=1, least=hopper.MIN_BLOCKS)
 
 
-def attention_layout(prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1) -> TreeLayout:
-    """Lay out tree attention: prefix [B] int64 slots are seen by all, then `tail` slots by ancestor bits.
-
-    Bit j of words [B, N, W] int64 (last dimension contiguous) says whether the node sees tail slot j; words=None means a chain (slot j is
-    seen by nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent, which only chooses how many
-    programs a launch has. `group` is the number of query heads per key head.
-    """
-    if prefix.ndim != 1 or prefix.dtype != torch.int64:
-        raise ValueError(f"prefix is {prefix.dtype} of shape {tuple(prefix.shape)}; it must be int64 of shape [B]")
-    if words is not None:
-        if words.dtype != torch.int64 or words.ndim != 3 or words.shape[:2] != (prefix.shape[0], nodes):
-            raise ValueError(f"words are {words.dtype} of shape {tuple(words.shape)}; they must be int64 [{prefix.shape[0]}, {nodes}, W]")
-        if words.shape[2] * 64 < tail:
-            raise ValueError(f"{words.shape[2]} words of 64 bits do not cover a tail of {tail} slots")
-        if words.shape[2] > 1 and words.stride(2) != 1:
-            raise ValueError(f"words have strides {words.stride()}; the last dimension must be contiguous: words.contiguous()")
-    return TreeLayout(prefix, words, nodes, tail, extent, group)
-
-
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) -> Tensor:
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float, *, sinks: Tensor | None = None, cap: float | None = None
+) -> Tensor:
     """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout made for Hq / Hkv -> [B, N, Hq, D] contiguous.
 
     q, k, v are of one dtype (fp32, fp16, bf16) and contiguous in their last dimension, strided otherwise; D is 1 to 256 and the scale is
-    positive. Products accumulate in fp32, and the weights are rounded to the dtype before they meet the values. A row that sees nothing
-    is zero. Raises ValueError for what it does not accept.
+    positive. `sinks` [Hq] of these dtypes, contiguous, are logits that join the sum of a head's weights beside the scores, once for every
+    query, and bring no value (gpt-oss); with a positive `cap` the scaled scores s become cap * tanh(s / cap) before masking (Gemma 2).
+    Products accumulate in fp32, and the weights are rounded to the dtype before they meet the values. A row that sees nothing is zero.
+    Raises ValueError for what it does not accept.
     """
     _check(q, k, v, layout, scale)
+    _check_extras(q, sinks, cap)
     batch, nodes, _, size = q.shape
     kv_heads, capacity = k.shape[1], k.shape[2]
     group, rows, pairs = layout.group, nodes * layout.group, batch * kv_heads
@@ -212,16 +215,17 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: f
     out = q.new_empty(q.shape)
     if out.numel() == 0:
         return out
-    chain = layout.words is None or layout.tail == 0
+    chain, span, depths = layout.chain, layout.span, layout.depths
     if rows <= MAX_ROWS and (chain or layout.tail <= 64):
-        few_attention(q, k, v, out, layout.prefix, None if chain else layout.words, layout.tail, extent, scale)
+        few_attention(q, k, v, out, layout, extent, scale, sinks, cap)
         return out
-    on_hopper = hopper.fits(q, k, v, rows, extent)
+    on_hopper = span is None and sinks is None and cap is None and hopper.fits(q, k, v, rows, extent)
     launch = _HOPPER if on_hopper else _launch(q.element_size(), block_d, rows)
     tiles = triton.cdiv(rows, launch.block_m)
-    blocks = triton.cdiv(extent, launch.block_n) + 1  # the prefix and the tail begin a block each
-    least = triton.cdiv(extent, MAX_SHARE) if batch > 1 else 1
-    expected = blocks // 2 if batch > 1 and extent < HALF_FULL else blocks
+    held, reach = triton.cdiv(extent, launch.block_n) + 1, layout.reach(extent)  # the prefix and the tail begin a block each
+    blocks = triton.cdiv(reach, launch.block_n) + 1
+    least = triton.cdiv(reach, MAX_SHARE) if batch > 1 else 1
+    expected = min(blocks, held // 2 if batch > 1 and extent < HALF_FULL else held)
     splits = _splits(pairs * tiles, blocks, expected, processors(q.device) * launch.resident, least, launch.least)
     part, lse = out, out
     if splits > 1:
@@ -231,18 +235,21 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: f
         tree = None if chain else layout.words
         hopper.launch(q, k, v, out, part, lse, layout.prefix, tree, layout.tail, extent, splits, scale * LOG2E)
     else:
-        held = launch.block_m * block_d * q.element_size()  # the queries, and the weights of a block on their way to the second product
-        stages = stages_within(launch.stages, 2 * launch.block_n * block_d * k.element_size(), q.device, fixed=2 * held)
+        scale2, cap2 = scales(scale, cap)
+        tile = launch.block_m * block_d * q.element_size()  # the queries, and the weights of a block on their way to the second product
+        stages = stages_within(launch.stages, 2 * launch.block_n * block_d * k.element_size(), q.device, fixed=2 * tile)
         words, (s_wb, s_wn) = (layout.prefix, (0, 0)) if layout.words is None else (layout.words, layout.words.stride()[:2])
         _attention_kernel[(tiles, splits, pairs)](
-            q, k, v, out, part, lse, layout.prefix, words, scale * LOG2E, nodes, layout.tail, extent, splits, kv_heads,
-            *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), layout.prefix.stride(0), s_wb, s_wn,
+            q, k, v, out, part, lse, layout.prefix, words, depths, None if splits > 1 else sinks, scale2, nodes, layout.tail, extent,
+            splits, kv_heads, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), layout.prefix.stride(0), s_wb, s_wn,
+            None if depths is None else depths.stride(0),
             S_K=k.stride(2), S_V=v.stride(2), GROUP=group, D=size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=block_d,
-            MIN_BLOCKS=launch.least, CHAIN=chain, SPLIT=splits > 1, TAIL_STAGES=max(2, stages - 1),
+            MIN_BLOCKS=launch.least, CHAIN=chain, SPLIT=splits > 1, SPAN=span.size if span else 0,
+            CHUNK=span is not None and span.chunk, CAP=cap2, TAIL_STAGES=max(2, stages - 1),
             num_warps=launch.warps, num_stages=stages, **dependent(q.device),
         )  # fmt: skip
     if splits > 1:
-        merge(part, lse, out, kv_heads)
+        merge(part, lse, out, kv_heads, sinks)
     return out
 
 
@@ -262,6 +269,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) ->
         raise ValueError(f"the last dimension of q, k, v must be contiguous; its strides are {strides}")
     if not scale > 0:
         raise ValueError(f"the scale is {scale}; it must be positive")
+
+
+def _check_extras(q: Tensor, sinks: Tensor | None, cap: float | None) -> None:
+    if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.dtype not in DTYPES or not sinks.is_contiguous()):
+        given = f"{sinks.dtype} of shape {tuple(sinks.shape)} and stride {sinks.stride()}"
+        raise ValueError(f"sinks are {given}; they must be contiguous floats [{q.shape[2]}] of one of {', '.join(map(str, DTYPES))}")
+    if cap is not None and not 0 < cap < math.inf:
+        raise ValueError(f"the cap is {cap}; it must be positive and finite, or None")
 
 
 @lru_cache
