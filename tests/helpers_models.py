@@ -27,6 +27,8 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
     "gpt_oss": {"head_dim": 16, "sliding_window": 64, "num_local_experts": 4, "rope_parameters": PLAIN_ROPE, **MOE},
     "olmo3": {"sliding_window": 64},
+    "cohere2": {"sliding_window": 64, "tie_word_embeddings": False},
+    "exaone4": {"sliding_window": 64},
     "ministral": {"head_dim": 16, "sliding_window": 64},
     "cwm": {"head_dim": 16, "sliding_window": 64},
     "seed_oss": {"head_dim": 16},

@@ -21,7 +21,7 @@ from fastspec.patches.hf.families import ADAPTERS, adapter_for
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.session import session_of
 
-GENERIC = ("gpt2", "gpt_neox", "gemma", "phi3", "olmo2", "stablelm", "opt", "gpt_bigcode", "falcon", "phi")
+GENERIC = ("gpt2", "gpt_neox", "cohere2", "phi3", "exaone4", "stablelm", "opt", "gpt_bigcode", "falcon", "phi")
 FACTORS = [1.0 + 0.5 * i for i in range(8)]
 ROPES = {
     "linear": {"factor": 4.0},

@@ -17,6 +17,7 @@ from fastspec.patches.hf import trust
 
 SPAN, NEW = 8, 26
 ROWS = prompts(5, 11)
+TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
 ASSISTANTS = "autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3)
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -37,14 +38,18 @@ def windowed(kind: str, seed: int = 0, **over: Any) -> Any:
     return tiny_model(kind, seed, **{**SHALLOW, "tie_word_embeddings": False, **own, **KINDS[kind], **over})
 
 
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_outgrow_windows_and_chunks(kind: str) -> None:
-    model = windowed(kind)
-    expected = free(model, ROWS, NEW)
-    fastspec.patch(model, speculative=windowed(kind, 1))
-    for assistant in ASSISTANTS:
-        assert free(model, ROWS, NEW, assistant=assistant) == expected, assistant
-    assert expected != free(wide(model), ROWS, NEW)  # the window matters
+def test_texts_outgrow_windows_and_chunks(kind: str, device: str) -> None:
+    model, inputs = windowed(kind).to(device), {name: each.to(device) for name, each in ROWS.items()}
+    expected = free(model, inputs, NEW)
+    fastspec.patch(model, speculative=windowed(kind, 1).to(device), eagle3=tiny_head(model).to(device))
+    for assistant in (*ASSISTANTS, TREE):
+        assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+    assert expected != free(wide(model), inputs, NEW)  # the window matters
 
 
 def wide(model: Any) -> Any:
@@ -62,7 +67,7 @@ def test_trees_of_a_head_keep_to_the_window(kind: str) -> None:
     model = windowed(kind)
     expected = free(model, ROWS, NEW)
     fastspec.patch(model, eagle3=tiny_head(model))
-    assert free(model, ROWS, NEW, assistant=fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)) == expected
+    assert free(model, ROWS, NEW, assistant=TREE) == expected
     assert free(model, ROWS, NEW, assistant=fastspec.ContinuousBatch("nasd", rows=1)) == expected
     if kind != "gemma2":  # needs an adapter
         assert free(model, ROWS, NEW, assistant=fastspec.Speculative(early_exit=2)) == expected
