@@ -2,7 +2,7 @@
 
     captured | draft  | verify | schedule
     no       | any    | any    | Eager           one phase after another
-    yes      | DEVICE | DEVICE | WholeGraph      one graph; LookAhead launches it before the round in front is read
+    yes      | DEVICE | DEVICE | WholeGraph      one graph, launched ahead of the host where nothing is read but tokens
     yes      | DEVICE | HOST   | SplitGraph      a graph on either side of the host's decision
     yes      | HOST   | DEVICE | GraphFromScore  the host drafts, and what follows is a graph for each shape of the tree
     yes      | HOST   | HOST   | GraphOfScore    scoring alone is one

@@ -17,7 +17,7 @@ from fastspec.patches.hf.wrappers import calls_original, where_defined
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Names of the parts of one `model_type`, as dotted paths from the model or the layer."""
+    """Names of the parts of one `model_type`, as attributes of the model, of its decoder or of a layer."""
 
     model_type: str
     decoder: str = "model"
