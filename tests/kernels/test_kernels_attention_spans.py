@@ -85,6 +85,15 @@ def test_the_interpreted_kernels_agree_with_the_reference(prefixes, nodes, heads
         case.check()
 
 
+@EVERYWHERE
+@pytest.mark.parametrize("size", [32, 34, 66])
+def test_queries_of_a_tile_begin_to_see_on_both_sides_of_a_block(device, size):
+    """Blocks of 32 slots end with the prefix: a block before one end of the window or chunk is whole to some queries only."""
+    for chunk in (False, True):
+        for chain in (False, True):
+            SpanCase([130, size - 1], 33, (1, 1), 16, torch.float32, device, Span(size, chunk), chain=chain).check()
+
+
 @ON_CPU
 @given(
     PREFIXES, st.sampled_from([1, 7, 33]), HEADS, st.sampled_from([torch.float32, torch.float16]), st.booleans(), CAPS,
@@ -140,6 +149,20 @@ def test_a_sink_joins_once(device, nodes, splits):
         for row, prefix in enumerate((200, 3)):
             case.extras = {"sinks": torch.full((4,), float(prefix + 1), device=device).log()}
             torch.testing.assert_close(case.check()[row, 0], whole[row, 0] / 2, rtol=1e-5, atol=1e-6)
+
+
+@EVERYWHERE
+def test_a_cap_bends_small_scores_and_large_ones(device):
+    """64 heads see one key each, whose capped score is the head's sink: half a weight. A logit of up to 50 is held to its rounding and that
+    of the tanh, 3e-7 of 50 together, of which the weight takes a half."""
+    x = torch.linspace(-3, 3, 64, dtype=torch.float64)
+    q, k = torch.zeros(1, 1, 64, 16, device=device), torch.ones(1, 1, 1, 16, device=device)
+    q[0, 0, :, 0] = 50 * x
+    sinks = (50 * x.tanh()).to(device, torch.float32)
+    given = torch.tensor([0], device=device), None, 1, 1, 1, 64
+    got = kernels.tree_attention(q, k, k, layouts.attention_layout(*given), 1.0, sinks=sinks, cap=50.0)
+    wanted = reference.tree_attention(q.double(), k.double(), k.double(), reference.attention_layout(*given), 1.0, sinks=sinks, cap=50.0)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=0)
 
 
 @EVERYWHERE

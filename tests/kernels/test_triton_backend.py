@@ -50,6 +50,21 @@ def test_every_family_says_in_fp32_what_the_unpatched_model_says(family, device)
 
 
 @EVERYWHERE
+def test_texts_outgrow_windows(device):
+    """A window of six positions in one layer of two; a prompt, the texts and the trees behind them pass it."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model = tiny_model("qwen2", sliding_window=6, use_sliding_window=True, num_attention_heads=4, **layers).to(device)
+    inputs = moved(prompts(3, 9), device)
+    options = {"do_sample": False, "max_new_tokens": 4}
+    expected = model.generate(**inputs, **options)
+    with fastspec.patched(model, eagle3=tiny_head(model).to(device), backend="triton"):
+        for assistant in ("autoregressive", SMALL) if device == "cuda" else (SMALL,):
+            assert model.generate(**inputs, **options, assistant=assistant).tolist() == expected.tolist()
+    model.config.sliding_window = 400
+    assert model.generate(**inputs, **options).tolist() != expected.tolist()  # the window matters
+
+
+@EVERYWHERE
 def test_the_backend_s_ops_are_called(device):
     target, head = MAKERS["bigram"]
     model = target(**SHALLOW).to(device)
