@@ -102,6 +102,8 @@ def test_the_feature_is_what_the_lm_head_reads(kind):
         # As in test_adapters.py: a few layers amplify fp32's rounding to up to 4e-5 of the largest value.
         torch.testing.assert_close(found, out.hidden_states[-1][0], rtol=0.0, atol=1e-4 * float(out.hidden_states[-1].abs().max()))
         said = model.get_output_embeddings()(found)
+        cap = getattr(model.config, "final_logit_softcapping", None)
+        said = said if cap is None else cap * torch.tanh(said / cap)
         torch.testing.assert_close(said[count:], logits[row], rtol=0.0, atol=1e-4 * float(logits.abs().max()))
         torch.testing.assert_close(said[count - 1], last[row], rtol=0.0, atol=1e-4 * float(logits.abs().max()))
 

@@ -13,6 +13,7 @@ import torch
 from helpers_enumerate import PROCESSES, Scripts, Tables, Text, agree, closed
 from torch import Tensor
 
+import fastspec
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
@@ -180,4 +181,8 @@ BUGS = [(old_root, False), (old_text, False), (old_text, True), (old_length, Fal
 @pytest.mark.parametrize(("bug", "drafted"), BUGS)
 def test_a_row_that_keeps_something_of_the_prompt_before_is_found(bug, drafted, monkeypatch):
     bug(monkeypatch)
+    if bug is old_drafts:  # a tree that begins elsewhere is refused before it could emit anything
+        with pytest.raises(fastspec.Unsupported, match="gave a tree that begins with token"):
+            distributions(0, None, drafted, monkeypatch)
+        return
     assert not all(map(agree, distributions(0, None, drafted, monkeypatch), wanted(0, None)))

@@ -43,9 +43,11 @@ def poisoned(like: Tensor, *args: object, **options: object) -> Tensor:
 
 def excess(got: Tensor, expected: tuple[Tensor, Tensor]) -> float:
     """By how much an element is off, as a share of its bound: the weights and the result are rounded once each to the dtype, by half an
-    eps, and both errors are at most that share of the weighted sum of |v|. In fp32 these are lost in the slack."""
+    eps, and both errors are at most that share of the weighted sum of |v|. In fp32 these are lost in the slack. A result below the dtype's
+    smallest normal number is rounded to a multiple of its smallest."""
     wanted, size = expected
-    bound = (torch.finfo(got.dtype).eps + FP32_SLACK) * size + 1e-30
+    kind = torch.finfo(got.dtype)
+    bound = (kind.eps + FP32_SLACK) * size + kind.smallest_normal * kind.eps + 1e-30
     return float(((got.double() - wanted).abs() / bound).nan_to_num(torch.inf).max())
 
 

@@ -47,7 +47,7 @@ class SpanCase(Case):
         if span is not None:
             self.seeing = {"span": span, "depths": depths}
         if sinks:
-            self.extras["sinks"] = 2 * torch.randn(heads[0] * heads[1], generator=generator).to(device, dtype)
+            self.extras["sinks"] = (2 * torch.randn(heads[0] * heads[1], generator=generator)).clamp(max=2.0).to(device, dtype)
         if cap is not None:
             self.extras["cap"] = cap
         layout = reference.attention_layout(self.prefix, self.words, nodes, nodes, self.extent, **self.seeing)

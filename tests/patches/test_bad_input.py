@@ -44,7 +44,7 @@ def model(shared: tuple[Any, torch.Tensor]) -> Iterator[Any]:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown assistant": ({"assistant": "eagle9"}, "'eagle9' is unknown.*'eagle3'"),
     "unknown object": ({"assistant": 3}, "assistant=3 is neither"),
-    "class instead of a config": ({"assistant": fastspec.Eagle3}, "is neither"),
+    "class instead of a config": ({"assistant": fastspec.Eagle3}, "Eagle3 is a class: give an object"),
     "beam search": ({"num_beams": 2}, "num_beams=2"),
     "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha=0\.6"),
     "guidance": ({"guidance_scale": 1.5}, r"guidance_scale=1\.5"),

@@ -33,9 +33,13 @@ KINDS: dict[str, dict[str, Any]] = {
 """Model type -> what makes its layers see SPAN positions, all of them or some."""
 
 
-def windowed(kind: str, seed: int = 0, **over: Any) -> Any:
+SEEDS = {"gemma2": 4}
+"""Weights whose texts have no near-tie that fp32 on a GPU decides otherwise."""
+
+
+def windowed(kind: str, seed: int | None = None, **over: Any) -> Any:
     own = {} if kind == "llama4_text" else {"sliding_window": SPAN}
-    return tiny_model(kind, seed, **{**SHALLOW, "tie_word_embeddings": False, **own, **KINDS[kind], **over})
+    return tiny_model(kind, SEEDS.get(kind, 0) if seed is None else seed, **{**SHALLOW, "tie_word_embeddings": False, **own, **KINDS[kind], **over})
 
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])

@@ -100,7 +100,7 @@ def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:
 def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     """The feed-forward: fused where it is a plain SwiGLU, a mixture of experts through the backend's op where it has one."""
     dense = parts.gated_mlp and hasattr(mlp, "gate_proj")
-    own = not any(is_foreign(module) for module in mlp.modules() if type(module) is not nn.Linear)
+    own = _is_own(mlp)
     if dense and own and all(map(is_plain, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))):
         if isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation":
             return gated(ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
@@ -114,6 +114,22 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
         return mixed[0] if isinstance(mixed, tuple) else mixed
 
     return run
+
+
+def _is_own(mlp: Any) -> bool:
+    """Whether nobody else has a say in a feed-forward."""
+    return not any(is_foreign(module) for module in mlp.modules() if type(module) is not nn.Linear)
+
+
+def waits_for_host(mlp: Any, model: Any, ops: Ops) -> bool:
+    """Whether a feed-forward is a mixture of experts that runs its own module and reads its routing back, which no graph can hold.
+
+    Transformers' `grouped_mm` multiplies on the device in bf16 alone, its `batched_mm` always, its `eager` never.
+    """
+    if not hasattr(mlp, "experts") or (ops.experts is not None and _is_own(mlp) and is_mixture(mlp)):
+        return False
+    way = getattr(model.config.get_text_config(), "_experts_implementation", None)
+    return way != "batched_mm" and not (way == "grouped_mm" and model.dtype == torch.bfloat16)
 
 
 def is_mixture(mlp: Any) -> bool:

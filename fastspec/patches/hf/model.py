@@ -20,7 +20,7 @@ from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import cache_geometry, device_of, rope_bound, rope_tables
 from fastspec.patches.hf.families import Adapter, is_watched
-from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of
+from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of, waits_for_host
 from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows, spans_of
 
 PREFILL_CHUNK = 512
@@ -61,10 +61,15 @@ class HFModel(Target):
         self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
         self.tables: dict[str | None, tuple[Tensor, Tensor]] = {}
         self.layers: list[LayerParts] = []
-        self.captures = ops.captures and adapter is not None and not any(map(is_watched, model.modules()))
+        self.captures = ops.captures and adapter is not None and self._can_capture(adapter)
         self.chunks: CapturedByShape[tuple[Tensor, Tensor]] | None = CapturedByShape() if self.captures else None
         if adapter is not None:
             self._take(adapter)
+
+    def _can_capture(self, parts: Adapter) -> bool:
+        layers = getattr(getattr(self.model, parts.decoder), parts.layers)
+        waits = any(waits_for_host(getattr(layer, parts.mlp), self.model, self.ops) for layer in layers)
+        return not waits and not any(map(is_watched, self.model.modules()))
 
     def _take(self, parts: Adapter) -> None:
         """Read the model's parts."""
