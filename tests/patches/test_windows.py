@@ -38,8 +38,9 @@ SEEDS = {"gemma2": 4}
 
 
 def windowed(kind: str, seed: int | None = None, **over: Any) -> Any:
+    seed = SEEDS.get(kind, 0) if seed is None else seed
     own = {} if kind == "llama4_text" else {"sliding_window": SPAN}
-    return tiny_model(kind, SEEDS.get(kind, 0) if seed is None else seed, **{**SHALLOW, "tie_word_embeddings": False, **own, **KINDS[kind], **over})
+    return tiny_model(kind, seed, **{**SHALLOW, "tie_word_embeddings": False, **own, **KINDS[kind], **over})
 
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
