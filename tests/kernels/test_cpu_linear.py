@@ -27,6 +27,10 @@ def strided(x: Tensor, layout: str) -> Tensor:
     return torch.cat((x, x), -1)[..., : x.shape[-1]] if layout == "sliced" else x
 
 
+def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return cpu.through_onednn(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+
+
 @given(ROWS, SIZES, SIZES, st.sampled_from([1, 3]), st.booleans(), LAYOUTS, LAYOUTS, st.integers(0, 2**31))
 @settings(max_examples=120, deadline=None)
 def test_linear_is_the_product_within_the_rounding_of_a_sum(rows, inner, outer, batch, biased, x_layout, w_layout, seed):
@@ -37,7 +41,7 @@ def test_linear_is_the_product_within_the_rounding_of_a_sum(rows, inner, outer, 
     # A sum of `inner` fp32 products is off by at most inner * eps of the sum of their magnitudes.
     bound = (inner + 1) * 2**-23 * (x.abs() @ weight.abs().t() + (bias.abs() if biased else 0)) + 1e-30
     with torch.no_grad():
-        for linear in (cpu.linear, reference.linear):
+        for linear in (cpu.linear, reference.linear, by_onednn):
             got = linear(x, weight, bias)
             assert got.shape == want.shape and got.dtype == torch.float32
             assert bool(((got.double() - want).abs() <= bound.double()).all())
@@ -66,6 +70,37 @@ def test_a_patched_model_multiplies_through_onednn(monkeypatch):
     per_pass = 7 * model.config.num_hidden_layers + 1  # q, k, v, o, gate, up, down; LM head
     assert len(calls) == 4 * per_pass  # the prefill and three rounds
     assert fastspec.report(model).backend == "torch+onednn"
+
+
+@pytest.mark.parametrize("quicker", ["MKL", "oneDNN"])
+def test_the_quicker_library_multiplies_and_is_asked_for_once(quicker, monkeypatch):
+    """For each size of weight and group of rows; small products are MKL's without a measurement, many rows oneDNN's."""
+    measured, multiplied, product = [], [], cpu.through_onednn
+    monkeypatch.setattr(cpu, "_FASTER", {})
+    monkeypatch.setattr(cpu, "_times", lambda rows, weight: measured.append(len(rows)) or ((1.0, 2.0) if quicker == "MKL" else (2.0, 1.0)))
+    monkeypatch.setattr(cpu, "through_onednn", lambda rows, *rest: multiplied.append(len(rows)) or product(rows, *rest))
+    with torch.no_grad():
+        weight, small = torch.randn(1100, 1000), torch.randn(100, 1000)
+        for rows in (1, 5, 7, 8, 1, 5):
+            got = cpu.linear(torch.ones(rows, 1000), weight, None)
+            torch.testing.assert_close(got, weight.sum(1).expand(rows, -1), rtol=1e-4, atol=1e-4)
+        assert measured == [1, 5] and multiplied == ([] if quicker == "MKL" else [1, 5, 7, 8, 1, 5])
+        cpu.linear(torch.ones(8, 1000), small, None)
+        assert measured == [1, 5] and len(multiplied) in (0, 6)
+        cpu.linear(torch.ones(65, 1000), weight, None)
+        assert measured == [1, 5] and multiplied[-1] == 65
+
+
+def test_a_long_product_is_timed_once(monkeypatch):
+    """And a short one behind a run that warms up."""
+    runs = []
+    monkeypatch.setattr(cpu, "through_onednn", lambda *_: runs.append(1))
+    monkeypatch.setattr(cpu, "perf_counter", iter(range(1000)).__next__)
+    with torch.no_grad():
+        assert cpu._times(torch.ones(1, 4), torch.ones(3, 4)) == (1, 1) and len(runs) == 1
+        monkeypatch.setattr(cpu, "perf_counter", iter(i * 1e-6 for i in range(1000)).__next__)
+        cpu._times(torch.ones(1, 4), torch.ones(3, 4))
+    assert len(runs) == 1 + 1 + cpu.REPEATS
 
 
 def _counting(calls: list):
