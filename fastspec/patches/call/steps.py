@@ -23,7 +23,7 @@ class PlainSteps:
         self.logits: tuple[Tensor, ...] | None = () if wanted and config.output_logits else None
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         """Whether rows that have ended are padded; else they go on until all have ended, as in transformers."""
-        pad = getattr(config, "_pad_token_tensor", None)
+        pad = config._pad_token_tensor
         self.pad_token = 0 if pad is None else int(pad)
         self.unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)
         self.width = ids.shape[1]

@@ -30,8 +30,7 @@ class SlotCache(Cache):
                     f"layer {layer_idx} has {states.shape[1]} key heads of size {states.shape[3]}, its config says {held[0]} of {held[1]}: "
                     "fastspec needs the same in every layer"
                 )
-        k, v = (x.transpose(1, 2).to(self.store.k.dtype) for x in (key_states, value_states))  # autocast computes in another
-        self.store.write(self.ops, layer_idx, k, v, self.slots)
+        self.store.write(self.ops, layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2), self.slots)
         return self.store.k[layer_idx][:, :, : self.extent], self.store.v[layer_idx][:, :, : self.extent]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
