@@ -96,7 +96,21 @@ def test_what_the_walk_asked_is_not_asked_again():
     run.take(0, [2, 3, 4], 3, None, None)
     assert run.out.tokens == [[1, 2, 3]] and asked == [1, 2, 3] and run.active == [False]
     together = Batch(request(1, 9, (), stop=lambda row, said: True), Stats())
-    assert not together.over(0, [1]) and together.stopped(0, []) is not None
+    assert not together.over(0, [1]) and together.stopped(0, []) is True
+    assert Batch(request(1, 9, (5,)), Stats()).stopped(0, [1]) is False
+
+
+def test_no_row_goes_on_once_every_row_was_stopped():
+    """Rows that have the common length by then are over with the last one, without another round."""
+    run = Batch(request(2, 9, stop=lambda row, said: len(said) == 2), Stats())
+    run.take(0, [1, 2], 1, None, None)
+    assert run.active == [True, True]
+    run.take(1, [3, 4], 1, None, None)
+    assert run.active == [False, False] and run.limit == 2
+    later = Batch(request(2, 9, stop=lambda row, said: len(said) == 2 + row), Stats())
+    later.take(0, [1, 2], 1, None, None)
+    later.take(1, [3, 4, 5], 2, None, None)
+    assert later.active == [True, False] and later.limit == 3
 
 
 class Ended:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastspec import Unsupported
 from fastspec.errors import FastSpecError
 from fastspec.generation.state import sequence as module
-from fastspec.generation.state.attention import FirstLayers
+from fastspec.generation.state.attention import FirstLayers, FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.tree import Verdict
 from fastspec.patches.backends import TORCH
@@ -58,6 +58,13 @@ def test_buffers_double_up_to_the_calls_capacity(first, capacity, tail, asked):
         assert cache.bound == bound and cache.k.shape == cache.v.shape == (2, 2, 3, bound + tail, 5)
         for now, before in zip((cache.k, cache.v), held, strict=True):
             assert torch.equal(now[:, :, :, : before.shape[3]], before) and not now[:, :, :, before.shape[3] :].any()
+
+
+def test_layers_hold_no_memory_until_a_call_reserves_some():
+    layers = FullAttentionState(2, 4, 3, 5, dtype=torch.float16, device=CPU)
+    assert layers.k.shape == layers.v.shape == (2, 4, 3, 0, 5) and layers.bytes(7) == 2 * 2 * 2 * 4 * 3 * 7 * 5
+    layers.resize(7)
+    assert layers.k.shape == layers.v.shape == (2, 4, 3, 7, 5) and layers.k.data_ptr() != layers.v.data_ptr()
 
 
 def test_a_cache_keeps_its_dtype_as_it_grows_and_begins_again_with_empty_rows(monkeypatch):
@@ -112,6 +119,9 @@ def test_memory_is_the_systems_or_unbounded(monkeypatch):
     assert module._memory(CPU) == float("inf")
     monkeypatch.delattr(module.os, "sysconf")
     assert module._memory(CPU) == float("inf")
+    second = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {second: SimpleNamespace(total_memory=5)}.__getitem__)
+    assert module._memory(second) == 5
 
 
 @given(SEEDS, st.integers(1, 6), st.integers(0, 3))

@@ -252,6 +252,18 @@ def test_a_distribution_is_of_each_node_by_itself(distribution):
     assert torch.equal(under_settings(scores, distribution), alone)
 
 
+@pytest.mark.parametrize("scores, top_p, kept", [
+    ([0.0, 0.0, 0.0, 0.0], 0.5, [2, 3]), ([0.0, 0.0, 0.0, 0.0], 0.51, [1, 2, 3]), ([0.0, 0.0, 0.0, 0.0], 0.0, [3]),
+    ([2.0, 0.0, 2.0, 0.0, 0.0], 0.85, [0, 2, 4]), ([2.0, 0.0, 2.0, 0.0, 0.0], 0.8, [0, 2]),
+])  # fmt: skip
+def test_top_p_takes_the_lowest_of_equal_tokens_away_while_their_mass_is_at_most_the_rest(scores, top_p, kept):
+    """A mass of exactly 1 - top_p goes too. Of equal tokens the lowest ids go first, in nodes [B, N, V] as in a row."""
+    row = torch.tensor(scores)
+    for shape in ((), (1,), (2, 3)):
+        got = under_settings(row.expand(*shape, -1), SamplingSettings(top_p=top_p)).view(-1, len(row))
+        assert [node.isfinite().nonzero().flatten().tolist() for node in got] == [kept] * len(got)
+
+
 def test_a_choice_under_a_distribution_is_the_distributions():
     scores, uniform, distribution = torch.randn(2, 5, 7), torch.rand(2, 5), SamplingSettings(top_k=2)
     assert torch.equal(choose(scores, uniform, TORCH, distribution), pick(under_settings(scores, distribution), uniform))

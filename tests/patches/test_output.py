@@ -109,6 +109,19 @@ def test_rows_that_ended_early_read_padding_as_plain_decoding_does(tail, scores,
                 assert torch.equal(out.scores[step][row], processed) and out.scores[step].shape == (3, VOCAB) and len(out.scores) == 5
 
 
+def test_padding_is_processed_by_what_processors_keep_of_its_own_row():
+    """A penalty that leaves out each row's own number of tokens; the rows that ended early are the second and the third."""
+    penalty = lp.RepetitionPenaltyLogitsProcessor(2.0)
+    penalty.prompt_ignore_length = torch.tensor([0, 4, 3])
+    call, outcome, target = made(output_scores=True, output_logits=True, processors=lp.LogitsProcessorList([penalty]))
+    out = returned(call, outcome, target)
+    for row, seen in ((1, [1, PAD, PAD]), (2, [3, 3, 4, PAD])):
+        raw = out.logits[4][row]
+        want = raw.clone()
+        want[seen] = raw[seen] / 2  # no logit is negative
+        assert torch.equal(out.scores[4][row], want)
+
+
 @pytest.mark.parametrize("handed_in", [True, False])
 def test_a_cache_comes_back_with_the_call_in_columns_and_its_padding(handed_in):
     """Behind what it held: prompts in their columns, then what was said but for the last token, padding of ended rows included."""

@@ -112,6 +112,13 @@ def test_a_sample_is_generates_own_and_scores_may_stand_in():
         assert torch.equal(steps.logits[-1], logits)
 
 
+def test_rows_are_drawn_each_from_its_own_distribution():
+    """A token that is likely in every row is drawn in every row: over the batch it would be no likelier than the other four."""
+    logits = torch.tensor([0.0, 0.0, 40.0, 0.0, 0.0]).expand(64, -1)
+    ids = torch.zeros(64, 1, dtype=torch.long)
+    assert PlainSteps(ids, LogitsProcessorList(), criteria(), config(do_sample=True), None)(logits) == [2] * 64
+
+
 def test_processors_may_not_change_the_models_logits():
     class Spoiling(lp.LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
