@@ -65,6 +65,7 @@ class Script:
         self.choice = Choice(TORCH, sample=sample, process=None)
         self.main, self.in_flight, self.given = SimpleNamespace(longest=NODES), False, None
         self.holds, self.said, self.log, self.rounds = list(range(rows)), [1] * rows, [], 0
+        self.verifiers: set[type] = set()
         self.before: Callable[[], Any] = lambda: None
         self.drafted: tuple[int, ...] | None = None
 
@@ -106,7 +107,8 @@ class Script:
     def step(self, longest: int, stats: Any, verifier: Any = None, ahead: bool = False) -> list[list[int]]:
         self.before()
         self.log.append(("step", longest, list(self.state.running), list(self.state.padded), ahead, self.given is not None))
-        self.stats, self.verifier, self.in_flight = stats, verifier, ahead
+        self.stats, self.in_flight = stats, ahead
+        self.verifiers.add(type(verifier))
         tree = self.tree()
         nodes = tree.tokens.shape[1]
         picks = torch.tensor([self.text(row)[said : said + nodes] for row, said in enumerate(self.said)])
@@ -258,7 +260,7 @@ def test_rows_that_are_padded_go_on_and_are_not_counted():
     engine, told = Script(2), []
     engine.before = lambda: setattr(steps, "over", engine.rounds == 2)
     out = run(engine, asked(2, steps=steps, keep_logits=True, emit=lambda *call: told.append(call)))
-    assert out.tokens == [TEXTS[0][:7], TEXTS[1][:2]] and isinstance(engine.verifier, InLockstep)
+    assert out.tokens == [TEXTS[0][:7], TEXTS[1][:2]] and engine.verifiers == {InLockstep}
     assert [running for _, running, *_ in engine.steps] == [[True, True]] * 3
     assert [padded for _, _, padded, *_ in engine.steps] == [[False, True]] * 3
     assert (out.stats.row_rounds, out.stats.accepted, out.stats.rounds, out.logits) == (3, 0 + 1 + 2, 3, [[], []])
@@ -280,7 +282,7 @@ def test_waiting_prompts_begin_in_rows_that_are_free_when_nothing_is_in_flight(m
     engine = Script(1, Told() if drafts else None)
     request = asked(3, rows=1, entry=engine.entry, process_at=process, keep_scores=True, keep_logits=True, measure=True)
     out = run(engine, request)
-    assert out.tokens == [text[:8] for text in TEXTS] and isinstance(engine.verifier, WithHistory)
+    assert out.tokens == [text[:8] for text in TEXTS] and engine.verifiers == {WithHistory}
     assert seen == [(0, 0), (1, 1), (2, 2)] and engine.target.read == [([[10]], [1])] and engine.one[0].read == [([[10, 1, 2]], [3])]
     assert [entry for entry in engine.log if entry[0] == "admit"] == [("admit", 0, 2, [2]), ("admit", 0, 3, [9])]
     for text, scores, logits, measures in zip(TEXTS, out.scores, out.logits, out.measures, strict=True):
@@ -327,7 +329,7 @@ def test_given_answers_are_verified_before_the_calls_own_rounds_begin(monkeypatc
     first = verified.index(False)
     assert verified == [True] * first + [False] * (len(verified) - first) and first == 1
     assert out.tokens == TEXTS and out.kept == [3, 5, 0] and out.stats.rounds == len(verified) - first
-    assert out.stats.phases == {"prefill": 1.0, "verify": 1.0} and isinstance(engine.verifier, WithHistory) and engine.stats is out.stats
+    assert out.stats.phases == {"prefill": 1.0, "verify": 1.0} and engine.verifiers == {WithHistory} and engine.stats is out.stats
     if drafts:
         hint, (ids, counts, features, root) = drafter.log
         assert hint is answers and counts.tolist() == [1 + 3, 2 + 5, 3 + 1] and root.tolist() == [4, 3, 8]
