@@ -71,7 +71,10 @@ def made(tail: int = 4, **changes: Any) -> tuple[Any, Outcome, Any]:
 
 
 def returned(call: Any, outcome: Outcome, target: Any) -> Any:
-    return output_of(call, outcome, target, torch.tensor(READ))
+    """With another default device than the tensors have: one that is made without a device cannot meet the others."""
+    counts = torch.tensor(READ)
+    with torch.device("meta"):
+        return output_of(call, outcome, target, counts)
 
 
 SEQUENCES = [[1, 2, 3, 1, 2, 3, 4, 5], [0, 0, 4, 2, 1, PAD, PAD, PAD], [0, 5, 6, 3, 3, 4, PAD, PAD]]
