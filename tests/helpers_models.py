@@ -18,6 +18,11 @@ COMMON = {
 GROUPED = {"num_key_value_heads": 2, "sliding_window": None}
 MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SHARED = {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 96, **MOE}
+RECURRENT = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "head_dim": 16,
+    "full_attention_interval": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 SPECIFIC: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, **MOE},
@@ -32,7 +37,11 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16, "sliding_window": 64},
     "cwm": {"head_dim": 16, "sliding_window": 64},
     "seed_oss": {"head_dim": 16},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 96, **MOE},
+    "qwen2_moe": SHARED,
+    "qwen3_5_text": RECURRENT,
+    "qwen3_5_moe_text": {**RECURRENT, **SHARED},
+    "qwen3_next": {**RECURRENT, **SHARED, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "olmo_hybrid": {**RECURRENT, "linear_num_key_heads": 4, "linear_value_head_dim": 8},
     "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 3, "tie_word_embeddings": False},
     "starcoder2": {"tie_word_embeddings": False},
     "gpt_bigcode": {"num_key_value_heads": 1},
@@ -46,7 +55,7 @@ def tiny_config(model_type: str = "llama", **over: Any) -> PretrainedConfig:
     """A configuration of six layers, 64 wide, over 97 tokens; `over` replaces any of it."""
     config = AutoConfig.for_model(model_type)
     wanted = {**COMMON, **GROUPED, **SPECIFIC.get(model_type, {}), **over}
-    known = {*config.to_dict(), *config.attribute_map, *over}
+    known = {*config.to_dict(), *config.attribute_map, *SPECIFIC.get(model_type, {}), *over}
     layers = {"layer_types": None} if "layer_types" in known and "layer_types" not in over else {}
     return type(config)(**{config.attribute_map.get(k, k): v for k, v in (wanted | layers).items() if k in known})
 

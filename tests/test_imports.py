@@ -11,7 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "fastspec"
 KNOWS_TRANSFORMERS = ("patches", "training", "demo.py", "models.py")
 HEAVY = {"torch", "triton", "transformers", "accelerate", "safetensors", "numpy", "huggingface_hub"}
-REFERENCE = tuple(f"kernels.{group}.reference" for group in ("attention", "cache", "drafting", "layer", "linear", "verification"))
+GROUPS = "attention", "cache", "drafting", "layer", "linear", "recurrent", "verification"
+REFERENCE = tuple(f"kernels.{group}.reference" for group in GROUPS)
 ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("errors", "kernels")),
     "generation": ({"torch", "safetensors"}, ("config", "errors", "generation", "reading", *REFERENCE)),

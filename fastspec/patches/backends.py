@@ -20,6 +20,7 @@ from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import onednn
 from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.recurrent import reference as recurrent_reference
 from fastspec.kernels.verification import reference as verification_reference
 
 TORCH = Ops(
@@ -37,6 +38,13 @@ TORCH = Ops(
     rms_norm=layer_reference.rms_norm,
     rope_cache=layer_reference.rope_cache,
     gate_up=linear_reference.gate_up,
+    gate_heads=layer_reference.gate_heads,
+    tree_conv=recurrent_reference.tree_conv,
+    hold=recurrent_reference.hold,
+    delta_tree=recurrent_reference.delta_tree,
+    delta_chain=recurrent_reference.delta_chain,
+    delta_commit=recurrent_reference.delta_commit,
+    gated_norm=recurrent_reference.gated_norm,
     topk_logprobs=drafting_reference.topk_logprobs,
     topk_expand=drafting_reference.topk_expand,
     next_frontier=drafting_reference.next_frontier,

@@ -46,7 +46,8 @@ def test_a_span_of_a_cache_is_its_slots_column_by_column(data: st.DataObject, ro
         part.normal_(generator=generator)
     lengths, first, offset = (data.draw(st.lists(st.integers(0, most), min_size=rows, max_size=rows)) for most in (40, 40, width))
     store.lengths.copy_(torch.tensor(lengths))
-    for cache, got in zip((store.k, store.v), export_span(store, torch.tensor(first), width, torch.tensor(offset)), strict=True):
+    held = export_span(store, torch.tensor(first), width, torch.tensor(offset))
+    for cache, got in zip((store.k, store.v), zip(*held, strict=True), strict=True):
         assert len(got) == 2
         for layer, found in enumerate(got):
             assert found.shape == (rows, 2, width, 3) and found.is_contiguous()

@@ -232,7 +232,7 @@ def test_a_users_cache_comes_in_without_its_padding_and_goes_out_in_columns(keep
     first = torch.tensor([int(torch.randint(0, len(row) + 1, (), generator=generator)) for row in kept])
     offset = torch.randint(0, 3, (rows,), generator=generator)
     with ELSEWHERE:
-        keys, values = export_span(cache, first, 9, offset)
+        keys, values = zip(*export_span(cache, first, 9, offset), strict=True)
     for layer, pair in enumerate(past):
         for out, source in zip((keys[layer], values[layer]), pair, strict=True):
             assert out.shape == (rows, 3, 9, 5) and out.is_contiguous()

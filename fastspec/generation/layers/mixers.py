@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
+from fastspec.generation.state.recurrent import DeltaState
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.linear.reference import Parts
+from fastspec.kernels.recurrent.reference import Rates
 
 Summed: TypeAlias = Tensor | Parts
 """A tensor, or the parts of a sum where a norm follows, which adds them up."""
@@ -30,12 +32,17 @@ class Nodes:
     """Tables cos, sin [P, R / 2] by the kind of layer; None: of all layers."""
     positions: Tensor
     slots: Tensor
-    layouts: Mapping[Span | None, object]
+    layouts: Mapping[Span | None, Any]
     """By what a layer's queries see of the text, all of it (None) or a span; of the backend's own kind."""
+    parents: Tensor | None = None
+    words: Tensor | None = None
+    """Parents [B, N] and ancestors [B, N, W] of a tree's nodes; None: the nodes are a text that stands."""
+    counts: Tensor | None = None
+    """[B] how many nodes of a text that stands are real."""
 
 
 class SequenceMixer(ABC):
-    """The part of a layer that looks at other tokens: attention here; a window, a recurrence or latent keys are others of its kind."""
+    """The part of a layer that looks at other tokens."""
 
     @abstractmethod
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
@@ -65,13 +72,51 @@ class FullAttention(SequenceMixer):
     """[Hq] a logit of every head that joins its softmax and brings no value."""
     cap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
+    gated: bool = False
+    """Whether every head's queries are followed by as many gates, which what it reads is multiplied by, through a sigmoid."""
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
         """See `SequenceMixer`."""
         k, v = self.state.k[self.index], self.state.v[self.index]
+        qkv = self.qkv(x)
         q = self.ops.rope_cache(
-            self.qkv(x), *nodes.rotary[self.rotary], nodes.positions, k, v, nodes.slots, self.q_norm, self.k_norm, self.eps,
-            self.unit_offset,
+            qkv, *nodes.rotary[self.rotary], nodes.positions, k, v, nodes.slots, self.q_norm, self.k_norm, self.eps, self.unit_offset,
+            self.gated,
         )  # fmt: skip
         mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.span], self.scale, sinks=self.sinks, cap=self.cap)
-        return self.out(mixed.flatten(-2))
+        return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta(SequenceMixer):
+    """Gated DeltaNet: a convolution over the last inputs, a state per head, and a gated norm; layer `index` of `state`."""
+
+    ops: Ops
+    state: DeltaState
+    index: int
+    project: Linear
+    """x [..., H] -> the convolution's channels, the norm's gate, b and a, side by side [..., C + Hv * Dv + 2 * Hv]."""
+    conv: Tensor
+    """[C, K]."""
+    rates: Rates
+    norm: Tensor
+    """[Dv]."""
+    eps: float
+    out: Product
+
+    def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
+        """See `SequenceMixer`."""
+        ops, kept, at, count = self.ops, self.state, self.index, x.shape[1]
+        _, heads, _, size = kept.s[at].shape
+        qkv, gate, b, a = self.project(x).split((len(self.conv), heads * size, heads, heads), -1)
+        held, state = kept.held[at], kept.s[at]
+        if nodes.words is None:
+            assert nodes.counts is not None
+            mixed = ops.tree_conv(qkv, self.conv, held, None)
+            ops.hold(qkv, held, nodes.counts)
+            read = ops.delta_chain(mixed, a, b, self.rates, state, nodes.counts)
+        else:
+            inputs, outputs, u, g = (each[at][:, :count] for each in (kept.inputs, kept.mixed, kept.u, kept.g))
+            mixed = ops.tree_conv(qkv, self.conv, held, nodes.parents, inputs, outputs)
+            read = ops.delta_tree(mixed, a, b, self.rates, state, nodes.words, u, g)
+        return self.out(ops.gated_norm(read, gate.unflatten(-1, (heads, size)), self.norm, self.eps).flatten(-2))

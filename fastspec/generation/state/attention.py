@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.ops import Ops
-from fastspec.generation.state.base import LayerState, Moves
+from fastspec.generation.state.base import Held, LayerState, Moves
 
 
 class FullAttentionState(LayerState):
     """Keys `k` and values `v` [L, B, Hkv, C, D] of L layers and B rows, C slots a row."""
 
     def __init__(self, layers: int, rows: int, kv_heads: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.layers = layers
         self.k = torch.zeros((layers, rows, kv_heads, 0, size), dtype=dtype, device=device)
         self.v = self.k.clone()
 
@@ -24,6 +25,9 @@ class FullAttentionState(LayerState):
     def resize(self, slots: int) -> None:
         """Replace the buffers by larger ones that hold the same."""
         self.k, self.v = self._resized(self.k, slots), self._resized(self.v, slots)
+
+    def clear(self) -> None:
+        """What lies in slots behind a row's tokens is never read."""
 
     def write(self, ops: Ops, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k, v [B, N, Hkv, D] of one layer at slots [B, N]."""
@@ -40,17 +44,17 @@ class FullAttentionState(LayerState):
         for mine, theirs in ((self.k, other.k), (self.v, other.v)):
             mine[:, row, :, :count] = theirs[:, 0, :, :count]
 
-    def load(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def load(self, layer: int, held: Held, order: Tensor) -> None:
         """Take keys and values [B, Hkv, T, D] of one layer's first tokens."""
-        self.k[layer][:, :, : keys.shape[2]] = keys
-        self.v[layer][:, :, : values.shape[2]] = values
+        row = torch.arange(len(order), device=order.device)[:, None]
+        for buffer, states in zip((self.k, self.v), held, strict=True):
+            buffer[layer][:, :, : order.shape[1]] = states.transpose(1, 2)[row, order].transpose(1, 2)
 
-    def export(self, slots: Tensor, real: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values [B, Hkv, T, D] of each layer at slots [B, T]; zeros where `real` [B, T] is false."""
+    def export(self, layer: int, slots: Tensor, real: Tensor) -> Held:
+        """Keys and values [B, Hkv, T, D] of one layer at slots [B, T]; zeros where `real` [B, T] is false."""
         row = torch.arange(len(slots), device=slots.device)[:, None]
         keys, values = (
-            [(layer.transpose(1, 2)[row, slots] * real[:, :, None, None]).transpose(1, 2).contiguous() for layer in buffer]
-            for buffer in (self.k, self.v)
+            (buffer[layer].transpose(1, 2)[row, slots] * real[:, :, None, None]).transpose(1, 2).contiguous() for buffer in (self.k, self.v)
         )
         return keys, values
 

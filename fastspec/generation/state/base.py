@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import Verdict
+
+Held: TypeAlias = tuple[Tensor, Tensor]
+"""What transformers keeps of one layer: keys and values [B, Hkv, T, D], or the last inputs of a convolution and a recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,9 @@ class LayerState(ABC):
     are, and must not let a node that was rejected change what it keeps.
     """
 
+    layers: int
+    """How many layers there are of the kind."""
+
     @abstractmethod
     def bytes(self, slots: int) -> int:
         """Memory of the buffers with so many slots a row."""
@@ -47,9 +54,13 @@ class LayerState(ABC):
         """Begin a row anew with the `count` committed tokens of another state's only row, of the same kind."""
 
     @abstractmethod
-    def load(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Take what transformers keeps of one layer's first tokens."""
+    def clear(self) -> None:
+        """Begin with an empty text."""
 
     @abstractmethod
-    def export(self, slots: Tensor, real: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What transformers keeps of the tokens in slots [B, T], layer by layer; zeros where `real` [B, T] is false."""
+    def load(self, layer: int, held: Held, order: Tensor) -> None:
+        """Take what transformers keeps of one layer's first tokens; order [B, T] are the columns that a row's tokens stand in."""
+
+    @abstractmethod
+    def export(self, layer: int, slots: Tensor, real: Tensor) -> Held:
+        """What transformers keeps of the tokens of one layer in slots [B, T]; zeros where `real` [B, T] is false."""

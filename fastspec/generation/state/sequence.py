@@ -38,13 +38,20 @@ WIDE_STEP = 16384
 class SequenceState:
     """The states `kinds` of a model's layers, one for all layers of a kind, and `lengths` [B] int64, all on one device.
 
+    `order` says of every layer of the model which of the kinds it is of; None: there is one kind.
+
     Slots below a row's length hold its committed tokens, `capacity` of them at most; the `tail` slots after it are
     provisional, written by every forward pass and moved or forgotten by `commit`. The buffers start small and double when
     `reserve` asks for more. Raises FastSpecError, with the size, when memory cannot hold the capacity.
     """
 
-    def __init__(self, kinds: Sequence[LayerState], *, rows: int, capacity: int, tail: int, device: torch.device) -> None:
+    def __init__(
+        self, kinds: Sequence[LayerState], *, rows: int, capacity: int, tail: int, device: torch.device, order: Sequence[int] | None = None
+    ) -> None:  # fmt: skip
         self.kinds, self.tail, self.slots = tuple(kinds), tail, 0
+        order = [0] * kinds[0].layers if order is None else order
+        self.places = [(self.kinds[kind], order[:layer].count(kind)) for layer, kind in enumerate(order)]
+        """The state of every layer of the model, and the layer's number in it."""
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.open(capacity)
 
@@ -55,6 +62,8 @@ class SequenceState:
         if need > _memory(self.lengths.device):  # the system may grant it, and kill the process later
             raise _too_large(capacity, len(self.lengths), need, self.lengths.device)
         self.lengths.zero_()
+        for kind in self.kinds:
+            kind.clear()
         self.reserve(min(capacity, FIRST_SLOTS))
 
     @property
@@ -115,7 +124,7 @@ class SharedState(SequenceState):
     """
 
     def __init__(self, whole: SequenceState, layers: LayerState) -> None:
-        self.whole, self.kinds, self.tail = whole, (layers,), whole.tail
+        self.whole, self.kinds, self.tail, self.places = whole, (layers,), whole.tail, whole.places[: layers.layers]
         self.lengths = whole.lengths.clone()
 
     @property

@@ -33,18 +33,20 @@ def rms_norm(
 
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, unit_offset: bool = False,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, unit_offset: bool = False, gated: bool = False,
 ) -> Tensor:  # fmt: skip
     """Norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D].
 
     qkv [B, N, (Hq + 2 * Hkv) * D] holds queries, keys, values; k_cache, v_cache [B, Hkv, C, D] of one layer take row b's node n at
     slots [B, N] int64. cos, sin [P, R / 2] are tables by position, positions [B, N] int64 index them: the first R channels are
     rotated in neox halves, computed in fp32 and rounded once. q_norm, k_norm [D] are the weights of an RMS norm over each head, with
-    `rms_norm`'s numerics and its `unit_offset`, before the rotation.
+    `rms_norm`'s numerics and its `unit_offset`, before the rotation. With `gated` every head's queries are followed by D gates, which
+    `gate_heads` reads: qkv is [B, N, (2 * Hq + 2 * Hkv) * D].
     """
     kv_heads, size = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.unflatten(-1, (-1, size))
     q, k, v = heads.split((heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
+    q = q[:, :, ::2] if gated else q
     if q_norm is not None and k_norm is not None:
         q, k = (rms_norm(x, norm, eps, unit_offset=unit_offset)[0] for x, norm in ((q, q_norm), (k, k_norm)))
     c, s = cos[positions][:, :, None].float(), sin[positions][:, :, None].float()
@@ -58,3 +60,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+def gate_heads(x: Tensor, qkv: Tensor) -> Tensor:
+    """What heads have read, x [B, N, Hq, D], times the sigmoid of their gates [B, N, Hq * D], which stand behind the queries of each head
+    at the beginning of qkv [B, N, ...]; the sigmoid is rounded to x's dtype."""
+    heads, size = x.shape[2:]
+    gates = qkv[..., : 2 * heads * size].unflatten(-1, (heads, 2, size))[..., 1, :]
+    return (x * torch.sigmoid(gates)).flatten(-2)

@@ -25,7 +25,7 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.source import Source
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
-from fastspec.patches.hf.compat import device_of, unpack_weights
+from fastspec.patches.hf.compat import device_of, recurrent_layers, unpack_weights
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.families import adapter_for, check_supported
 from fastspec.patches.hf.model import HFModel
@@ -203,6 +203,11 @@ def check_draft(draft: Any, target: Any) -> Any:
             f"not {given}: load one with AutoModelForCausalLM.from_pretrained(...)"
         )
     check_supported(model)
+    if any(recurrent_layers(model.config)):
+        raise Unsupported(
+            f"the draft model {type(model).__name__} keeps a recurrent state, which cannot be taken back when a draft of its own is "
+            "rejected: give one with attention in every layer"
+        )
     if model.config.is_encoder_decoder != target.config.is_encoder_decoder:
         kinds = ["a decoder-only", "an encoder-decoder"]
         raise Unsupported(
@@ -290,6 +295,9 @@ def resolve_speculative(config: Speculative, resources: dict[str, Any], target: 
     layers = target.config.get_text_config().num_hidden_layers
     if config.early_exit >= layers:
         raise Unsupported(f"early_exit={config.early_exit}: the target has {layers} layers, so at most {layers - 1}")
+    if any(recurrent_layers(target.config)):
+        name = type(target).__name__
+        raise Unsupported(f"early_exit: {name} keeps a recurrent state, which cannot be taken back when a draft of its own is rejected")
     if adapter_for(target) is None:
         raise Unsupported(f"early_exit needs a model with an adapter, and {type(target).__name__} runs in generic mode")
     return SpeculativeDecoding(config, target, target)

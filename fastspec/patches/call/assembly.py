@@ -18,6 +18,7 @@ from fastspec.generation.engine.engine import Engine
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Clock
 from fastspec.generation.source import Source
+from fastspec.generation.state.base import Held
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.assistants.registry import EagleDecoding
 from fastspec.patches.assistants.tree_size import choose_tree
@@ -56,7 +57,7 @@ class Assembly:
     answers: bool
     measures: bool
     pad_token: int | None
-    past: list[tuple[Tensor, Tensor]] | None
+    past: list[Held] | None
     keep: Tensor
 
     @property

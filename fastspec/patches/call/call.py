@@ -15,6 +15,7 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.loop import decode
+from fastspec.generation.state.base import Held
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.assistants.mixtures import MixedDecoding
 from fastspec.patches.assistants.registry import Continued
@@ -31,7 +32,7 @@ from fastspec.patches.call.processors import (
 )
 from fastspec.patches.call.refusals import refuse_prompts
 from fastspec.patches.call.steps import PlainSteps
-from fastspec.patches.hf.compat import device_of, fill_cache, is_out_of_memory, read_cache
+from fastspec.patches.hf.compat import device_of, fill_cache, is_out_of_memory, read_cache, text_length
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
 from fastspec.patches.session import PatchSession
@@ -56,14 +57,14 @@ class Call:
         self.handed_in = given.get("past_key_values") is not None  # the cache is the user's own, to be filled in place
         self.cache = model_kwargs.get("past_key_values")
         self.past = read_cache(self.cache, model.config.get_text_config().num_hidden_layers)
-        self.past_length = 0 if self.past is None else self.past[0][0].shape[2]
+        self.past_length = text_length(self.past)
         self.source = read_source(model, given, model_kwargs, ids.shape[0]) if model.config.is_encoder_decoder else None
         if self.source is None:
             self.keep = self._keep(given.get("attention_mask"), ids.shape[0])
         else:  # the mask is the source's
             self.keep = torch.ones_like(self.ids, dtype=torch.bool)
             self.decoding = self.decoding.reading(self.source)
-        self.virtual: list[tuple[Tensor, Tensor]] | None = None
+        self.virtual: list[Held] | None = None
         self._put_virtual_tokens()
         refuse_prompts(model, self.ids, self.keep, self.past_length)
         self.ending = Ending(criteria, self.ids)
@@ -119,7 +120,7 @@ class Call:
         if self.past is not None or self.given.rows is not None:
             what = "past_key_values" if self.past is not None else "ContinuousBatch"
             raise Unsupported(f"{what} cannot be combined with a prompt-learning adapter: its virtual tokens begin every prompt of a call")
-        self.past, self.past_length = virtual, virtual[0][0].shape[2]
+        self.past, self.past_length = virtual, text_length(virtual)
         self.keep = torch.cat((torch.ones_like(self.keep[:, :1]).expand(-1, self.past_length), self.keep), 1)
         self.virtual = virtual
 
@@ -161,7 +162,7 @@ class Call:
         """Decode, and return what `generate` returns."""
         engine = self.engine
         if self.cache is not None and self.virtual is not None:  # not before: a call that is refused must leave the cache as it was
-            fill_cache(self.cache, 0, *map(list, zip(*self.virtual, strict=True)))
+            fill_cache(self.cache, 0, self.virtual)
         with self._memory(len(engine.state.running)):
             outcome = decode(engine, self.request, self.decoding.name)
         outcome.stats.fused = engine.drafter is not None and engine.drafter.fused

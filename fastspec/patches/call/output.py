@@ -6,14 +6,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.source import Source
-from fastspec.generation.tree import TokenTree
+from fastspec.generation.state.base import Held
+from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.call.processors import process_rows
 from fastspec.patches.call.steps import PlainSteps
-from fastspec.patches.hf.cache import export_span
+from fastspec.patches.hf.cache import export_span, import_past
 from fastspec.patches.hf.compat import fill_cache
 from fastspec.patches.hf.model import HFModel
 
@@ -29,6 +31,8 @@ class Asked(Protocol):
     keep: Tensor
     pad: int
     past_length: int
+    past: list[Held] | None
+    """What the call began behind."""
     cache: Any
     """Transformers' cache, to be filled where the call `handed_in` one of its own or asks for it."""
     handed_in: bool
@@ -48,14 +52,15 @@ def output_of(call: Asked, outcome: Outcome, target: HFModel, counts: Tensor) ->
     wants_past = call.cache is not None and call.source is None and call.rows is None and (call.handed_in or returned)
     wants = returned and bool(config.output_scores or config.output_logits)
     first = call.keep[:, : call.past_length].sum(1)
-    if steps is None and call.rows is None and (wants or wants_past):
-        emitted = torch.tensor([len(row) for row in outcome.tokens], device=first.device)
-        target.state.lengths.copy_(first + counts + emitted - 1)  # a row's last round may have gone on behind its end
-        _add_padding(call, outcome, target, longest)
+    if call.rows is None and (wants or wants_past):
+        if steps is None:
+            _stand(call, target, outcome.tokens, counts)
+            _add_padding(call, outcome, target, longest)
+        elif not target.rewinds:
+            _stand(call, target, sequences[:, -longest:].tolist(), counts)
     if wants_past:
         width = call.keep.shape[1] - call.past_length
-        keys, values = export_span(target.state, first, width + longest - 1, width - counts)
-        fill_cache(call.cache, call.past_length, keys, values)
+        fill_cache(call.cache, call.past_length, export_span(target.state, first, width + longest - 1, width - counts))
     if not returned:
         return sequences
     scores = steps.scores if steps is not None else _columns(outcome.scores, longest) if config.output_scores else None
@@ -64,6 +69,23 @@ def output_of(call: Asked, outcome: Outcome, target: HFModel, counts: Tensor) ->
     out = kind(sequences=sequences, scores=scores, logits=logits, past_key_values=call.cache if wants_past else None)
     out.fastspec = outcome.stats
     return out
+
+
+def _stand(call: Asked, target: HFModel, tokens: list[list[int]], counts: Tensor) -> None:
+    """Let every row stand behind its own new tokens, but for the last: its last round may have gone on behind its end. Where a state cannot
+    be taken back, the rows read their texts once more."""
+    first = call.keep[:, : call.past_length].sum(1)
+    wanted = first + counts + torch.tensor([len(row) for row in tokens], device=first.device) - 1
+    if target.rewinds:
+        target.rewind(wanted)
+    elif not torch.equal(target.lengths, wanted):
+        width = call.keep.shape[1] - call.past_length
+        real, ids = call.keep[:, -width:], call.ids[:, -width:]
+        texts = [torch.cat((row[shown], row.new_tensor(more[:-1]))) for row, shown, more in zip(ids, real, tokens, strict=True)]
+        target.open(int(wanted.max()))
+        if call.past is not None:
+            import_past(target.state, call.past, call.keep[:, : call.past_length])
+        target.prefill(pad_sequence(texts, batch_first=True), wanted - first)
 
 
 def _add_padding(call: Asked, outcome: Outcome, target: HFModel, longest: int) -> None:
@@ -92,11 +114,13 @@ def _read_padding(target: HFModel, tokens: list[list[int]], longest: int, pad: i
     while done < max(need):
         width = min(target.state.tail, max(need) - done)
         chain = torch.tensor([[row[-1] if done == 0 else pad] + [pad] * (width - 1) for row in tokens], device=device)
-        logits, _ = target.score(TokenTree.chain(chain), int(target.lengths.max()))
+        tree = TokenTree.chain(chain)
+        logits, _ = target.score(tree, int(target.lengths.max()))
         more = [max(0, min(count - done, width)) for count in need]
         for row, count in enumerate(more):
             read[row].append(logits[row, :count].float())
-        target.state.grow(torch.tensor(more, device=device))
+        counted = torch.tensor(more, device=device)
+        target.commit(Verdict(tree.depths, (counted - 1).clamp(min=0), chain[:, -1]), counted > 0)
         done += width
     return [torch.cat(parts) if parts else torch.empty(0, device=device) for parts in read]
 

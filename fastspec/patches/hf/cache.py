@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
+from fastspec.generation.state.base import Held
 from fastspec.generation.state.sequence import SequenceState
 
 
@@ -47,25 +48,21 @@ class SlotCache(Cache):
         return False
 
 
-def import_past(state: SequenceState, past: list[tuple[Tensor, Tensor]], keep: Tensor) -> None:
-    """Copy a user's keys and values (per layer [B, Hkv, T, D]) into slots from 0; keep [B, T] bool drops padded slots."""
-    rows = keep.shape[0]
+def import_past(state: SequenceState, past: list[Held], keep: Tensor) -> None:
+    """Copy what a user's cache holds of each layer into slots from 0; keep [B, T] bool drops padded slots of keys and values."""
     counts = keep.sum(1)
     width = int(counts.max())
     order = torch.argsort((~keep).int(), dim=1, stable=True)[:, :width]  # kept slots first, in order
-    row = torch.arange(rows, device=keep.device)[:, None]
     state.reserve(width)
-    (kind,) = state.kinds
-    for layer, pair in enumerate(past):
-        kind.load(layer, *(states.transpose(1, 2)[row, order].transpose(1, 2) for states in pair))
+    for (kind, layer), held in zip(state.places, past, strict=True):
+        kind.load(layer, held, order)
     state.lengths.copy_(counts)
 
 
-def export_span(state: SequenceState, first: Tensor, width: int, offset: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Slots first[b] .. of every row as keys, values [B, Hkv, width, D] per layer; row b starts at column offset[b], and
-    columns before it or past the row's length are zero."""
+def export_span(state: SequenceState, first: Tensor, width: int, offset: Tensor) -> list[Held]:
+    """What transformers keeps of slots first[b] .. of every row, layer by layer: keys and values [B, Hkv, width, D], where row b starts at
+    column offset[b] and columns before it or past the row's length are zero."""
     column = torch.arange(width, device=first.device)
     slots = first[:, None] + column - offset[:, None]
     real = (column >= offset[:, None]) & (slots < state.lengths[:, None])
-    (kind,) = state.kinds
-    return kind.export(slots.clamp(0, state.slots - 1), real)
+    return [kind.export(layer, slots.clamp(0, state.slots - 1), real) for kind, layer in state.places]

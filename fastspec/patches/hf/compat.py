@@ -9,8 +9,12 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING, is_deepspeed_zero3_enabled, is_fsdp_managed_module
+
+from fastspec.generation.state.base import Held
+from fastspec.generation.state.recurrent import DeltaShape
 
 
 def cache_geometry(config: Any) -> tuple[int, int, int]:
@@ -28,6 +32,26 @@ def cache_geometry(config: Any) -> tuple[int, int, int]:
     return config.num_hidden_layers, kv_heads, size
 
 
+RECURRENT = "linear_attention"
+"""What configurations call a layer with a recurrent state, in `layer_types`."""
+
+
+def recurrent_layers(config: Any) -> list[bool]:
+    """Which layers of a decoder keep a recurrent state."""
+    layers = cache_geometry(config)[0]
+    kinds = getattr(config.get_text_config(), "layer_types", None)
+    return [False] * layers if kinds is None else [kind == RECURRENT for kind in kinds[:layers]]
+
+
+def delta_shape(config: Any) -> DeltaShape:
+    """The sizes of a decoder's Gated DeltaNet layers."""
+    config = config.get_text_config()
+    return DeltaShape(
+        config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
+    )  # fmt: skip
+
+
 def varied_sizes(config: Any) -> list[str]:
     """Settings of a KV cache that differ from layer to layer (Gemma 4's `head_dim`); reading one from the whole raises."""
     differing = getattr(config.get_text_config(), "per_layer_attributes", None) or ()
@@ -37,16 +61,32 @@ def varied_sizes(config: Any) -> list[str]:
 LENGTHS = ("sliding_window", "attention_chunk_size", "max_position_embeddings")
 
 
-def read_cache(cache: Any, layers: int) -> list[tuple[Tensor, Tensor]] | None:
-    """Keys and values [B, Hkv, T, D] per layer of a cache handed in by the user; None when it is empty or absent. A layer with a window
-    has dropped the oldest tokens, which it never sees again: zeros take their places.
+def read_cache(cache: Any, layers: int) -> list[Held] | None:
+    """What a cache handed in by the user holds of each layer: keys and values [B, Hkv, T, D], or a recurrent layer's inputs and state; None
+    when it is empty or absent. A layer with a window has dropped the oldest tokens, which it never sees again: zeros take their places.
 
     Caches hold `layers` with `keys` and `values` since transformers 4.56; delete the probe when that is all there is.
     """
     if cache is None or int(cache.get_seq_length()) == 0:
         return None
     length = int(cache.get_seq_length())
-    return [(_last(layer.keys, length), _last(layer.values, length)) for layer in cache.layers[:layers]]
+    return [_held(layer, length) for layer in cache.layers[:layers]]
+
+
+def _held(layer: Any, length: int) -> Held:
+    if is_recurrent(layer):
+        return layer.conv_states[0], layer.recurrent_states[0]
+    return _last(layer.keys, length), _last(layer.values, length)
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a layer of a cache keeps the last inputs of a convolution and a state."""
+    return isinstance(layer, LinearAttentionLayer)
+
+
+def text_length(held: list[Held] | None) -> int:
+    """How many tokens `read_cache` has read: keys and values are of one shape, and what recurrent layers keep is of any length."""
+    return max((keys.shape[2] for keys, values in held or () if keys.shape == values.shape), default=0)
 
 
 def _last(states: Tensor, length: int) -> Tensor:
@@ -54,12 +94,17 @@ def _last(states: Tensor, length: int) -> Tensor:
     return F.pad(states, (0, 0, length - states.shape[2], 0)) if states.shape[2] < length else states[:, :, :length]
 
 
-def fill_cache(cache: Any, kept: int, keys: list[Tensor], values: list[Tensor]) -> Any:
-    """Append keys and values [B, Hkv, T, D] per layer to a cache that holds `kept` tokens, through its own `update`."""
+def fill_cache(cache: Any, kept: int, more: list[Held]) -> Any:
+    """Append keys and values [B, Hkv, T, D] per layer to a cache that holds `kept` tokens, through its own `update`; a recurrent layer's
+    inputs [B, C, K] and state take the place of what it has."""
     if int(cache.get_seq_length()) != kept:
         raise RuntimeError(f"the cache changed during generation: it held {kept} tokens and now holds {cache.get_seq_length()}")
-    for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
-        cache.update(k, v, layer)
+    for layer, (keys, values) in enumerate(more):
+        if is_recurrent(cache.layers[layer]):
+            cache.update_conv_state(keys, layer, conv_kernel_size=keys.shape[-1])
+            cache.update_recurrent_state(values, layer)
+        else:
+            cache.update(keys, values, layer)
     return cache
 
 
@@ -149,6 +194,8 @@ def rope_tables(rotary: Any, model: Any, count: int, kind: str | None = None, *,
     Transformers' modules repeat each angle for both halves of a head, unless they give it `once`.
     """
     device = device_of(model)
+    if rotary is None:  # nothing is rotated: the fewest channels that a table can have stay as they are
+        return torch.ones(count, 1, dtype=model.dtype, device=device), torch.zeros(count, 1, dtype=model.dtype, device=device)
     given = torch.zeros(1, dtype=model.dtype, device=device), torch.arange(count, device=device)[None]
     cos, sin = rotary(*given) if kind in (None, NO_ROTATION) else rotary(*given, kind)
     if kind == NO_ROTATION:

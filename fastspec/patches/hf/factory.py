@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.source import Source
-from fastspec.patches.hf.families import adapter_for, check_decoder
+from fastspec.patches.hf.compat import recurrent_layers
+from fastspec.patches.hf.families import adapter_for, check_decoder, why_generic
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
@@ -24,6 +26,11 @@ def language_model(
     if source is not None:
         check_decoder(model)  # by its hooks of now: what is found of trees is kept
     if adapter is None:
+        if any(recurrent_layers(model.config)):
+            raise Unsupported(
+                f"{type(model).__name__} keeps a recurrent state, which only fastspec's own loop over its layers can take back, and it "
+                f"cannot run now: {why_generic(model)}"
+            )
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
         check_trust(model, reads_source=source is not None)
     if source is not None:

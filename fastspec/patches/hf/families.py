@@ -10,7 +10,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastspec.errors import Unsupported
-from fastspec.patches.hf.compat import device_of, has_global_hooks, is_autocast, is_capturing_hook, is_unpacking_hook, varied_sizes
+from fastspec.patches.hf.compat import (
+    RECURRENT,
+    device_of,
+    has_global_hooks,
+    is_autocast,
+    is_capturing_hook,
+    is_unpacking_hook,
+    varied_sizes,
+)
 from fastspec.patches.hf.limits import LAYER_KINDS
 from fastspec.patches.hf.wrappers import calls_original, where_defined
 
@@ -53,6 +61,20 @@ class Adapter:
     """The attribute of an attention that its scores are soft-capped with, None for no cap."""
     final_cap: str = ""
     """The setting that logits are soft-capped with, None for no cap."""
+    gated_attention: bool = False
+    """Whether q_proj gives every head's queries and as many gates, which what the head reads is multiplied by."""
+    recurrent: str = ""
+    """The Gated DeltaNet of a layer that has one in place of attention, and its parts."""
+    recurrent_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    """Products of queries, keys and values, of the norm's gates, and of b and a, which make rates and decays."""
+    grouped_inputs: bool = False
+    """Whether these hold everything of one key head side by side."""
+    recurrent_norm: str = "norm"
+    recurrent_out: str = "out_proj"
+    doubles: str = ""
+    """The attribute of a Gated DeltaNet that says whether its rates go up to 2."""
+    recurrent_row: Adapter | None = None
+    """The row of the layers that have one, where their norms stand elsewhere than in the others."""
     gated_mlp: bool = True
     """Whether a dense `mlp` is down_proj(act_fn(gate_proj(x)) * up_proj(x)); a mixture of experts runs its own forward."""
 
@@ -65,6 +87,7 @@ OLMO2 = Adapter(
     "olmo2", input_norm="", mlp_norm="", mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm",
     wide_qk_norm=True,
 )  # fmt: skip
+QWEN3_5 = Adapter("qwen3_5_text", qk_norm=True, eps="eps", unit_offset=True, gated_attention=True, recurrent="linear_attn")
 ADAPTERS = {
     row.model_type: row
     for row in (
@@ -86,6 +109,15 @@ ADAPTERS = {
         replace(GEMMA2, model_type="gemma3_text", cap="", qk_norm=True, rotary_by_kind=True),
         OLMO2,
         replace(OLMO2, model_type="olmo3", rotary_by_kind=True),
+        QWEN3_5,
+        replace(QWEN3_5, model_type="qwen3_5_moe_text"),
+        replace(QWEN3_5, model_type="qwen3_next", recurrent_inputs=("in_proj_qkvz", "in_proj_ba"), grouped_inputs=True),
+        replace(
+            OLMO2, model_type="olmo_hybrid", recurrent="linear_attn", recurrent_row=Adapter(
+                "olmo_hybrid", recurrent="linear_attn", recurrent_inputs=("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+                recurrent_norm="o_norm", recurrent_out="o_proj", doubles="allow_neg_eigval",
+            ),
+        ),
         Adapter("gpt_oss", gated_mlp=False, sinks="sinks", angles_once=True),
     )
 }
@@ -144,9 +176,11 @@ def check_supported(model: Any) -> None:
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         check_decoder(model)
-    if getattr(model, "_is_stateful", False):
+    adapter = ADAPTERS.get(model.config.model_type)
+    known = {"full_attention", *LAYER_KINDS, *((RECURRENT,) if adapter is not None and adapter.recurrent else ())}
+    if getattr(model, "_is_stateful", False) and RECURRENT not in known:
         raise Unsupported(f"{name} keeps a recurrent state, which cannot be taken back when a draft is rejected")
-    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - {"full_attention", *LAYER_KINDS})
+    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - known)
     if kinds:
         raise Unsupported(f"{name} has layers of type {', '.join(kinds)}; fastspec needs a full-attention KV cache in every layer")
     if not model.config.is_encoder_decoder and adapter_for(model) is None:
@@ -216,9 +250,12 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     """The modules whose forward an adapter's loop takes the place of."""
     decoder = getattr(model, adapter.decoder)
     layers = list(getattr(decoder, adapter.layers))
-    attention = [getattr(layer, adapter.attention) for layer in layers]
+    attention = [getattr(layer, adapter.attention) for layer in layers if hasattr(layer, adapter.attention)]
+    nets = [getattr(layer, adapter.recurrent) for layer in layers if adapter.recurrent and hasattr(layer, adapter.recurrent)]
+    own = adapter.recurrent_row or adapter
     norms = [norm for each in attention for norm in (each.q_norm, each.k_norm)] if adapter.qk_norm else []
-    return [model, decoder, *layers, *attention, *norms]
+    inner = [module for net in nets for module in (net, net.conv1d, getattr(net, own.recurrent_norm))]
+    return [model, decoder, *layers, *attention, *norms, *inner]
 
 
 def why_generic(model: Any) -> str | None:

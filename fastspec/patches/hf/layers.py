@@ -9,47 +9,80 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
-from fastspec.generation.layers.mixers import FullAttention, Linear, Product, Summed
+from fastspec.generation.layers.mixers import FullAttention, GatedDelta, Linear, Product, Summed
 from fastspec.generation.layers.packing import pack
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
+from fastspec.generation.state.base import LayerState
+from fastspec.generation.state.recurrent import DeltaState
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.linear.reference import joined
+from fastspec.kernels.recurrent.reference import Rates
 from fastspec.patches.hf.compat import NO_ROTATION
 from fastspec.patches.hf.families import Adapter, adapter_for, is_foreign
 
 
 def layer_parts(
-    parts: Adapter, layer: Any, ops: Ops, state: FullAttentionState, index: int, *, span: Span | None = None, rotary: str | None = None
+    parts: Adapter, layer: Any, ops: Ops, state: LayerState, index: int, *, span: Span | None = None, rotary: str | None = None
 ) -> LayerParts:
     """One decoder layer, number `index` of `state`, whose attention sees a span or all, with the rotary tables of its kind. A quantised,
     hooked or replaced module in it keeps its own forward."""
-    attn = getattr(layer, parts.attention)
+    parts = parts if isinstance(state, FullAttentionState) else parts.recurrent_row or parts
 
     def norm(name: str) -> Norm:
         return norm_of(getattr(layer, name), ops, parts) if name else plain_sum
 
     return LayerParts(
         input_norm=norm(parts.input_norm),
-        mixer=FullAttention(
-            ops, state, index, scale=attn.scaling, eps=getattr(attn.q_norm, parts.eps) if parts.qk_norm else 0.0,
-            qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops),
-            out=product_of((attn.o_proj,), ops, parts=True),
-            q_norm=attn.q_norm.weight if parts.qk_norm else None, k_norm=attn.k_norm.weight if parts.qk_norm else None,
-            unit_offset=parts.unit_offset, span=span, rotary=rotary,
-            sinks=getattr(attn, parts.sinks) if parts.sinks else None, cap=getattr(attn, parts.cap) if parts.cap else None,
-        ),
+        mixer=_attention(parts, getattr(layer, parts.attention), ops, state, index, span, rotary)
+        if isinstance(state, FullAttentionState)
+        else _gated_delta(parts, getattr(layer, parts.recurrent), ops, state, index),
         mlp_norm=norm(parts.mlp_norm),
         mlp=mlp_of(parts, getattr(layer, parts.mlp), ops),
         mixer_out_norm=norm(parts.mixer_out_norm) if parts.mixer_out_norm else None,
         mlp_out_norm=norm(parts.mlp_out_norm) if parts.mlp_out_norm else None,
+    )
+
+
+def _attention(
+    parts: Adapter, attn: Any, ops: Ops, state: FullAttentionState, index: int, span: Span | None, rotary: str | None
+) -> FullAttention:  # fmt: skip
+    return FullAttention(
+        ops, state, index, scale=attn.scaling, eps=getattr(attn.q_norm, parts.eps) if parts.qk_norm else 0.0,
+        qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops),
+        out=product_of((attn.o_proj,), ops, parts=True),
+        q_norm=attn.q_norm.weight if parts.qk_norm else None, k_norm=attn.k_norm.weight if parts.qk_norm else None,
+        unit_offset=parts.unit_offset, span=span, rotary=rotary, gated=parts.gated_attention,
+        sinks=getattr(attn, parts.sinks) if parts.sinks else None, cap=getattr(attn, parts.cap) if parts.cap else None,
     )  # fmt: skip
+
+
+def _gated_delta(parts: Adapter, net: Any, ops: Ops, state: LayerState, index: int) -> GatedDelta:
+    assert isinstance(state, DeltaState)
+    project = product_of([getattr(net, name) for name in parts.recurrent_inputs], ops)
+    order = _by_kind(net).to(net.A_log.device) if parts.grouped_inputs else None
+    norm, most = getattr(net, parts.recurrent_norm), 2.0 if parts.doubles and getattr(net, parts.doubles) else 1.0
+    return GatedDelta(
+        ops, state, index, project=project if order is None else lambda x: project(x).index_select(-1, order),
+        conv=net.conv1d.weight.squeeze(1), rates=Rates(net.A_log, net.dt_bias, most), norm=norm.weight, eps=norm.variance_epsilon,
+        out=product_of((getattr(net, parts.recurrent_out),), ops, parts=True),
+    )  # fmt: skip
+
+
+def _by_kind(net: Any) -> Tensor:
+    """Where queries, keys, values, gates, b and a stand in products that hold them key head by key head, in that order."""
+    per = net.num_v_heads // net.num_k_heads
+    wide, narrow = (net.head_k_dim, net.head_k_dim, per * net.head_v_dim, per * net.head_v_dim), (per, per)
+    first = torch.arange(net.num_k_heads * sum(wide)).view(net.num_k_heads, -1).split(wide, 1)
+    second = (torch.arange(net.num_k_heads * sum(narrow)) + net.num_k_heads * sum(wide)).view(net.num_k_heads, -1).split(narrow, 1)
+    return torch.cat([part.flatten() for part in (*first, *second)])
 
 
 def rotary_kinds(parts: Adapter, layers: Sequence[Any], config: Any) -> list[str | None]:
     """Which rotary tables each layer takes, as `rope_tables` names them."""
     kinds = config.layer_types[: len(layers)] if parts.rotary_by_kind else [None] * len(layers)
-    turning = [not parts.rotates or getattr(getattr(layer, parts.attention), parts.rotates) for layer in layers]
+    attention = [getattr(layer, parts.attention, None) for layer in layers]
+    turning = [attn is None or not parts.rotates or getattr(attn, parts.rotates) for attn in attention]
     return [kind if turns else NO_ROTATION for kind, turns in zip(kinds, turning, strict=True)]
 
 
@@ -157,8 +190,11 @@ def pack_model(model: Any) -> list[nn.Parameter]:
     if parts is None:
         return moved
     for layer in getattr(getattr(model, parts.decoder), parts.layers):
-        attn, mlp = getattr(layer, parts.attention), getattr(layer, parts.mlp)
-        groups = [[attn.q_proj, attn.k_proj, attn.v_proj]]
+        attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
+        if attn is None:
+            groups = [[getattr(getattr(layer, parts.recurrent), name) for name in (parts.recurrent_row or parts).recurrent_inputs]]
+        else:
+            groups = [[attn.q_proj, attn.k_proj, attn.v_proj]]
         if parts.gated_mlp and hasattr(mlp, "gate_proj"):
             groups.append([mlp.gate_proj, mlp.up_proj])
         for group in groups:

@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastspec.errors import Unsupported
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.layers.decoder import LayerParts, is_plain
 from fastspec.generation.layers.mixers import Nodes, Summed
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FirstLayers, FullAttentionState
+from fastspec.generation.state.base import LayerState
+from fastspec.generation.state.recurrent import DeltaState
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import SlotCache
-from fastspec.patches.hf.compat import cache_geometry, device_of, rope_bound, rope_tables
+from fastspec.patches.hf.compat import cache_geometry, delta_shape, device_of, recurrent_layers, rope_bound, rope_tables
 from fastspec.patches.hf.families import Adapter, is_watched
 from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of, waits_for_host
 from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows, spans_of
@@ -49,11 +52,19 @@ class HFModel(Target):
         check_length(model, self.limits, capacity, tail)
         layers, kv_heads, size = cache_geometry(model.config)
         self.depth = layers if early is None else early[1]
+        self.recurrent = recurrent_layers(model.config)
         self.state: SequenceState
         if early is None:
             device = device_of(model)
-            self.attention = FullAttentionState(layers, rows, kv_heads, size, dtype=model.dtype, device=device)
-            self.state = SequenceState([self.attention], rows=rows, capacity=capacity, tail=tail, device=device)
+            self.attention = FullAttentionState(
+                layers - sum(self.recurrent), rows, kv_heads, size, dtype=model.dtype, device=device
+            )  # fmt: skip
+            kinds: list[LayerState] = [self.attention]
+            if any(self.recurrent):
+                kinds.append(
+                    DeltaState(sum(self.recurrent), rows, tail, delta_shape(model.config), dtype=model.dtype, device=device)
+                )  # fmt: skip
+            self.state = SequenceState(kinds, rows=rows, capacity=capacity, tail=tail, device=device, order=self.recurrent)
         else:
             self.attention = FirstLayers(early[0].attention, self.depth)
             self.state = SharedState(early[0].state, self.attention)
@@ -78,7 +89,7 @@ class HFModel(Target):
         kinds = rotary_kinds(parts, layers, self.model.config.get_text_config())
         self.kinds = tuple(dict.fromkeys(kinds))
         self.layers = [
-            layer_parts(parts, layer, ops, self.attention, index, span=self.spans[index], rotary=kinds[index])
+            layer_parts(parts, layer, ops, *self.state.places[index], span=self.spans[index], rotary=kinds[index])
             for index, layer in enumerate(layers)
         ]
         self.norm = norm_of(getattr(decoder, parts.norm), ops, parts)
@@ -106,7 +117,7 @@ class HFModel(Target):
             width = part.shape[1]
             self.reserve(done + begin + width)
             want = counts - 1 - begin
-            inputs = part, start + begin, want.clamp(0, width - 1)
+            inputs = part, start + begin, want.clamp(0, width - 1), (want + 1).clamp(0, width)
             if self.chunks is None:
                 logits, feats = self._chunk(*inputs, done + begin + width)
             else:
@@ -118,15 +129,18 @@ class HFModel(Target):
         assert last is not None
         return last, torch.cat(features, 1) if many else features[0]
 
-    def _chunk(self, tokens: Tensor, base: Tensor, want: Tensor, extent: int | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] from slot base [B] on -> logits of node want [B] of each row [B, V], features [B, T, F]."""
+    def _chunk(
+        self, tokens: Tensor, base: Tensor, want: Tensor, counts: Tensor, extent: int | None = None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Tokens [B, T], the first counts [B] real, from slot base [B] on -> logits of node want [B] of each row [B, V], features
+        [B, T, F]."""
         width = tokens.shape[1]
         steps = base[:, None] + torch.arange(width, device=tokens.device)
         layouts = self._layouts(base, None, width, self.state.slots if extent is None else extent)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         # A padded chunk may reach behind the buffers: the last slot is never committed.
         positions, slots = steps.clamp(max=self._positions() - 1), steps.clamp(max=self.state.slots - 1)
-        return self._forward(tokens, positions, slots, layouts, (row, want))
+        return self._forward(tokens, Nodes(self.tables, positions, slots, layouts, counts=counts), (row, want))
 
     def reserve(self, committed: int) -> int:
         """Make room for this many committed tokens; returns how many of them are in bounds."""
@@ -148,7 +162,8 @@ class HFModel(Target):
         nodes, lengths = tree.tokens.shape[1], self.state.lengths
         layouts = self._layouts(lengths, tree.ancestors, nodes, extent + nodes, tree.depths)
         positions, slots, embedded = self.ops.tree_input(tree.tokens, tree.depths, lengths, self._positions() - 1, self._table())
-        return self._forward(tree.tokens, positions, slots, layouts, None, embedded)
+        nodes_at = Nodes(self.tables, positions, slots, layouts, tree.parents, tree.ancestors)
+        return self._forward(tree.tokens, nodes_at, None, embedded)
 
     def _layouts(
         self, prefix: Tensor, words: Tensor | None, nodes: int, extent: int, depths: Tensor | None = None
@@ -156,7 +171,7 @@ class HFModel(Target):
         """The attention of nodes that are behind prefix [B], for every span that a layer sees. Within `extent` slots a longer span cuts
         nothing."""
         made: dict[Span | None, Any] = {}
-        for span in dict.fromkeys(self.spans):
+        for span in dict.fromkeys(span for span, recurrent in zip(self.spans, self.recurrent, strict=True) if not recurrent):
             if span is None or extent <= span.size:
                 made[span] = made.get(None) or self.ops.attention_layout(prefix, words, nodes, nodes, extent, self.group)
                 made.setdefault(None, made[span])
@@ -177,8 +192,15 @@ class HFModel(Target):
         self.state.commit(self.ops, verdict, active)
 
     def rewind(self, lengths: Tensor) -> None:
-        """Forget every row's committed tokens from lengths [B] on."""
+        """Forget every row's committed tokens from lengths [B] on. Raises Unsupported where layers keep a recurrent state."""
+        if not self.rewinds:
+            raise Unsupported(f"{type(self.model).__name__} keeps a recurrent state, which cannot be taken back: it cannot draft")
         self.state.lengths.copy_(lengths)
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a text can be made shorter again."""
+        return not any(self.recurrent)
 
     def fits(self, committed: int) -> bool:
         """Whether there is room for so many committed tokens already."""
@@ -201,19 +223,15 @@ class HFModel(Target):
         self.state.copy_row(row, other.state, count)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, layouts: dict[Span | None, Any], pick: tuple[Tensor, Tensor] | None,
-        embedded: Tensor | None = None,
+        self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None, embedded: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if self.adapter is None:
-            return self._forward_generic(tokens, positions, slots, layouts, pick)
+            return self._forward_generic(tokens, nodes, pick)
         if embedded is None:
             embedded = getattr(getattr(self.model, self.adapter.decoder), self.adapter.embed)(tokens)
-        return self._forward_adapted(embedded, positions, slots, layouts, pick)
+        return self._forward_adapted(embedded, nodes, pick)
 
-    def _forward_adapted(
-        self, total: Tensor, positions: Tensor, slots: Tensor, layouts: dict[Span | None, Any], pick: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        nodes = Nodes(self.tables, positions, slots, layouts)
+    def _forward_adapted(self, total: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         change: Summed | None = None  # what the last layer adds to the sum so far
         taps, width = self.taps or (), total.shape[-1]
         features = total.new_empty(*total.shape[:-1], len(taps) * width)
@@ -239,20 +257,18 @@ class HFModel(Target):
                 part.copy_(kept[tap])
         return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(kept, hidden)
 
-    def _forward_generic(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, layouts: dict[Span | None, Any], pick: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _forward_generic(self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         hidden_low = torch.finfo(self.model.dtype).min
         masks = {
             span: torch.zeros(layout.visible.shape, dtype=self.model.dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
-            for span, layout in layouts.items()
+            for span, layout in nodes.layouts.items()
         }
         kinds = spans_of(self.model.config.get_text_config())
         # Models with layers of several kinds take a mask for each; the others take one.
         mask = masks[self.spans[0]] if len(set(self.spans)) == 1 else {kind: masks[span] for kind, span in kinds.items()}
-        cache = SlotCache(self.state, self.attention, self.ops, slots, layouts[self.spans[0]].extent)
+        cache = SlotCache(self.state, self.attention, self.ops, nodes.slots, nodes.layouts[self.spans[0]].extent)
         out = self.model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, past_key_values=cache,
+            input_ids=tokens, attention_mask=mask, position_ids=nodes.positions, use_cache=True, past_key_values=cache,
             output_hidden_states=self.taps is not None, return_dict=True,
         )  # fmt: skip
         states = dict(enumerate(out.hidden_states)) if self.taps is not None else {}

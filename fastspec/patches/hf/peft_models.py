@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fastspec.errors import Unsupported
+from fastspec.generation.state.base import Held
 from fastspec.patches.hf.compat import read_cache
 
 AS_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
@@ -39,7 +40,7 @@ def refuse_peft(owner: Any) -> None:
         raise Unsupported("an activated LoRA begins within the text, at its invocation tokens: merge it, or leave out assistant=")
 
 
-def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[tuple[Tensor, Tensor]] | None:
+def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[Held] | None:
     """Keys and values [B, Hkv, n, D] per layer of the virtual tokens in front of prompts with the mask keep [B, T]; None without any.
 
     Raises Unsupported for virtual embeddings before padding: PEFT gives no positions then, and plain decoding counts the padding.
@@ -60,4 +61,4 @@ def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[tuple[Tensor, 
     with torch.no_grad():
         held = model(inputs_embeds=embeddings, use_cache=True, past_key_values=DynamicCache(config=model.config), return_dict=True)
     read = read_cache(held.past_key_values, layers)
-    return None if read is None else [(k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)) for k, v in read]
+    return None if read is None else [tuple(states.expand(rows, *states.shape[1:]) for states in held) for held in read]  # type: ignore[misc]

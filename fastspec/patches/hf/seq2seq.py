@@ -15,9 +15,9 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
+from fastspec.generation.layers.mixers import Nodes
 from fastspec.generation.ops import Ops
 from fastspec.generation.source import Source
-from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.families import SEQ2SEQ, check_decoder
@@ -84,19 +84,17 @@ class Seq2SeqModel(HFModel):
             raise Unsupported(f"decoder_input_ids holds the padding token {padding}, which {type(self.model).__name__} gives no position")
         return super().prefill(ids, counts)
 
-    def _forward_generic(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, layouts: dict[Span | None, Any], pick: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        hidden, layout = self._embed(tokens, positions), layouts[None]
+    def _forward_generic(self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        hidden, layout = self._embed(tokens, nodes.positions), nodes.layouts[None]
         states = self.source.states
         low = torch.finfo(hidden.dtype).min
         mask = torch.zeros(layout.visible.shape, dtype=hidden.dtype, device=tokens.device).masked_fill_(~layout.visible, low)
         cross = create_bidirectional_mask(
             config=self.decoder.config, inputs_embeds=hidden, attention_mask=self.source.mask, encoder_hidden_states=states
         )
-        cache = EncoderDecoderCache(DecoderCache(self.state, self.attention, self.ops, slots, layout.extent), self.cross)
+        cache = EncoderDecoderCache(DecoderCache(self.state, self.attention, self.ops, nodes.slots, layout.extent), self.cross)
         if self.parts.relative:
-            bias, across = self._bias(positions, slots, layout.extent), None
+            bias, across = self._bias(nodes.positions, nodes.slots, layout.extent), None
             for block in self.decoder.block:
                 hidden, bias, across = block(hidden, mask, bias, states, cross, across, past_key_values=cache)[:3]
         else:

@@ -1,0 +1,154 @@
+"""Models most of whose layers keep a recurrent state: assisted calls give what the unpatched model gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import Oracle, free, prompts
+from helpers_models import tiny_head, tiny_model
+from torch import Tensor
+from transformers import LogitsProcessor
+
+import fastspec
+from fastspec import Unsupported
+from fastspec.generation.tree import TokenTree
+
+NEW = 24
+ROWS = prompts(5, 11)
+LINEAR, FULL = "linear_attention", "full_attention"
+KINDS = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+
+
+def recurrent(kind: str = "qwen3_5_text", seed: int = 0, **over: Any) -> Any:
+    return tiny_model(kind, seed, **{"layer_types": [LINEAR, FULL, LINEAR], "num_hidden_layers": 3, **over})
+
+
+class Branches(Oracle):
+    """Trees whose last branch is right for the rows that it knows: siblings that are rejected stand between a node and its parent."""
+
+    name, nodes, max_path = "branches", 13, 5
+
+    def propose(self, extent: int) -> TokenTree:
+        rows, parents = [], [0, *([0] * 3), *([3] * 3), *([6] * 3), *([9] * 3)]
+        for row, place in enumerate(self.place.tolist()):
+            ahead = (self.texts[row][place : place + 4] + [7] * 4)[:4]
+            right = [token if row in self.known else (token + 1) % 97 for token in ahead]
+            rows.append([each for token in right for each in ((token + 2) % 97, (token + 3) % 97, token)])
+        return TokenTree.from_parents(torch.cat((self.root[:, None], torch.tensor(rows)), 1), torch.tensor(parents).expand(len(rows), -1))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recurrent_models_say_the_same(kind: str, device: str) -> None:
+    model, inputs = recurrent(kind).to(device), {name: each.to(device) for name, each in ROWS.items()}
+    expected = free(model, inputs, NEW)
+    fastspec.patch(model, speculative=tiny_model(num_hidden_layers=2).to(device), eagle3=tiny_head(model).to(device))
+    tree = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
+    for assistant in ("autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3), tree):
+        assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+    assert f"adapter {kind}" in str(fastspec.report(model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("assistant", [Oracle, Branches])
+def test_what_was_accepted_is_in_the_state_and_what_was_rejected_is_not(kind: str, assistant: type[Oracle]) -> None:
+    model = recurrent(kind)
+    expected = free(model, ROWS, NEW)
+    texts = [row[-NEW:] for row in expected]
+    fastspec.patch(model)
+    for known in ({0, 1}, {1}, set()):
+        assert free(model, ROWS, NEW, assistant=assistant(texts, known)) == expected, known
+        accepted = fastspec.report(model).last.acceptance_length
+        assert accepted > 1.4 if known else accepted == 1
+
+
+def test_prompts_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a prompt and the systems of tokens within them end anywhere in the shorter row."""
+    monkeypatch.setattr("fastspec.patches.hf.model.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("fastspec.kernels.recurrent.reference.CHUNK", 4)
+    model, inputs = recurrent(), prompts(3, 9, 23)
+    expected = free(model, inputs, 6)
+    fastspec.patch(model)
+    for assistant in ("autoregressive", fastspec.ContinuousBatch("nasd", rows=2)):
+        assert free(model, inputs, 6, assistant=assistant) == expected
+
+
+class Every(LogitsProcessor):
+    """A processor of somebody's own, which may have a state: such calls decode in lockstep."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - (torch.arange(scores.shape[-1]) % 7 == ids.shape[1] % 7) * 0.5
+
+
+@pytest.mark.parametrize("lengths", [(5,), (5, 11)])
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": list(range(0, 97, 9))}, {"logits_processor": [Every()]}])
+def test_turns_go_on_from_a_cache(lengths: tuple[int, ...], options: dict[str, Any]) -> None:
+    """The cache that a call leaves, and what the next says behind it, where rows end anywhere in a round or before the others."""
+    model = recurrent()
+    expected = conversation(model, lengths, options)
+    fastspec.patch(model)
+    known = Branches([[]], set())
+    for assistant in ("nasd", known):
+        found = conversation(model, lengths, {**options, "assistant": assistant}, expected)
+        for (text, cache), (wanted, wanted_cache) in zip(found, expected, strict=True):
+            assert text == wanted
+            for mine, theirs in zip(cache, wanted_cache, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def conversation(model: Any, lengths: tuple[int, ...], options: dict[str, Any], known: list[Any] | None = None) -> list[Any]:
+    """Texts and the cache's tensors after each of three turns; the second is transformers' own."""
+    inputs, past, found = prompts(*lengths), None, []
+    for turn in range(3):
+        given = dict(options) if turn != 1 else {name: each for name, each in options.items() if name != "assistant"}
+        if known is not None and isinstance(given.get("assistant"), Branches):
+            width = inputs["input_ids"].shape[1]
+            given["assistant"] = Branches([row[width:] for row in known[turn][0]], set(range(len(lengths))))
+        out = model.generate(
+            **inputs, max_new_tokens=9, do_sample=False, pad_token_id=0, return_dict_in_generate=True, past_key_values=past,
+            **{"eos_token_id": None, **given},
+        )  # fmt: skip
+        past = out.past_key_values
+        held = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in past.layers if hasattr(layer, "conv_states")]
+        held += [(layer.keys, layer.values) for layer in past.layers if hasattr(layer, "keys")]
+        found.append((out.sequences.tolist(), [each.clone() for pair in held for each in pair]))
+        more = torch.randint(3, 90, (len(lengths), 3), generator=torch.Generator().manual_seed(turn))
+        ids = torch.cat((out.sequences, more), 1)
+        mask = torch.ones_like(ids)
+        mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+        inputs = {"input_ids": ids, "attention_mask": mask}
+    return found
+
+
+def test_sampling_draws_what_plain_sampling_draws() -> None:
+    model = recurrent()
+    fastspec.patch(model)
+    drawn = []
+    for assistant in ("autoregressive", "nasd"):
+        torch.manual_seed(3)
+        drawn.append(model.generate(**ROWS, max_new_tokens=8, do_sample=True, assistant=assistant, eos_token_id=None, pad_token_id=0).shape)
+    assert drawn[0] == drawn[1] == (2, 19)
+
+
+def test_a_recurrent_model_cannot_draft() -> None:
+    model = tiny_model(num_hidden_layers=2)
+    with pytest.raises(Unsupported, match="keeps a recurrent state, which cannot be taken back when a draft of its own is rejected"):
+        fastspec.patch(model, speculative=recurrent())
+    model = recurrent()
+    fastspec.patch(model)
+    with pytest.raises(Unsupported, match=r"early_exit: .* keeps a recurrent state"):
+        free(model, ROWS, 3, assistant=fastspec.Speculative(early_exit=1))
+
+
+def test_without_its_adapter_a_recurrent_model_is_refused_and_the_default_leaves_it_to_transformers() -> None:
+    model = recurrent()
+    expected = free(model, ROWS, 4)
+    fastspec.patch(model, assistant="nasd")
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+    with pytest.raises(Unsupported, match=r"keeps a recurrent state, .* it cannot run now: Qwen3_5Attention has a forward hook"):
+        free(model, ROWS, 4, assistant="nasd")
+    with pytest.warns(UserWarning, match="keeps a recurrent state"):
+        assert free(model, ROWS, 4) == expected
