@@ -169,11 +169,48 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     )
     grown = floats(1, 710, dtype=torch.float32)
     yield "tree_build", lambda: tree_build.tree_build(grown, whole(1, 710), whole(1, 710), whole(710), whole(1), 60)
+    yield from recurrent_launches(dtype) if shape == "8B" else ()
     for rows in (1, 60, 128) if shape == "8B" else ():
         chosen, share = whole(rows, 2), few(rows, 2)
         yield f"experts, {rows} rows", lambda c=chosen, s=share, n=rows: experts.experts(
             few(n, hidden), few(8, 2 * 2048, hidden), few(8, hidden, 2048), c, s
         )
+
+
+def recurrent_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Those of a Gated DeltaNet layer of Qwen3.5-9B, and of its gated attention."""
+    from fastspec.kernels.layer import gated, rope_cache
+    from fastspec.kernels.recurrent import commit, conv, delta
+    from fastspec.kernels.recurrent.reference import Rates
+
+    def few(*sizes: int) -> Tensor:
+        return floats(*sizes, dtype=dtype)
+
+    channels, heads, size = 8192, 32, 128
+    rates, state = Rates(few(heads), few(heads)), floats(1, heads, size, size, dtype=torch.float32)
+    weight, held, cache = few(channels, 4), few(1, 4, channels), few(1, 4, 4096, 256)
+    for rows in (1, 8, 61, 512):
+        wide, at, words = few(1, rows, 12352), whole(1, rows), whole(1, rows, (rows + 63) // 64)
+        mixed, gate, b, a = wide.split((channels, 4096, heads, heads), -1)
+        parts = gate.unflatten(-1, (heads, size))
+        updates, gates = floats(1, rows, heads, size, dtype=torch.float32), floats(1, rows, heads, dtype=torch.float32)
+        qkv, table = few(1, rows, (2 * 16 + 8) * 256), floats(4096, 32, dtype=torch.float32)
+        yield f"tree_conv, {rows} rows", lambda x=mixed, p=at: conv.tree_conv(x, weight, held, p, x, x)
+        yield f"tree_conv of a text, {rows} rows", lambda x=mixed: conv.tree_conv(x, weight, held, None)
+        yield f"hold, {rows} rows", lambda x=mixed: conv.hold(x, held, whole(1))
+        yield f"delta_chain, {rows} rows", lambda x=mixed, a=a, b=b: delta.delta_chain(x, a, b, rates, state, whole(1))
+        yield f"delta_tree, {rows} rows", lambda x=mixed, a=a, b=b, w=words, u=updates, g=gates: (
+            delta.delta_tree(x, a, b, rates, state, w, u, g)
+        )
+        yield f"gated_norm, {rows} rows", lambda x=parts: gated.gated_norm(few(*x.shape), x, few(size), 1e-6)
+        yield f"gate_heads, {rows} rows", lambda x=qkv, n=rows: gated.gate_heads(few(1, n, 16, 256), x)
+        yield f"rope_cache with gates, {rows} rows", lambda q=qkv, n=at, t=table: rope_cache.rope_cache(
+            q, t, t, n, cache, cache, n, few(256), few(256), 1e-6, True, True
+        )
+    states, kept = state[None], few(1, 1, 61, channels)
+    updates, gates = floats(1, 1, 61, heads, size, dtype=torch.float32), floats(1, 1, 61, heads, dtype=torch.float32)
+    on = torch.ones(1, dtype=torch.bool)
+    yield "delta_commit", lambda: commit.delta_commit(states, held[None], kept, kept, updates, gates, whole(1, 8), whole(1), on)
 
 
 def main(capability: int, shapes: list[str], only: str = "") -> None:

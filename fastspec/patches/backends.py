@@ -75,9 +75,11 @@ def triton_ops() -> Ops:
         from fastspec.kernels.cache import commit, kv_block_copy
         from fastspec.kernels.drafting import fused as drafter
         from fastspec.kernels.drafting import head_input, head_pairs, next_frontier, topk_expand, tree_build, tree_input
-        from fastspec.kernels.layer import rms_norm, rope_cache
+        from fastspec.kernels.layer import gated, rms_norm, rope_cache
         from fastspec.kernels.linear import experts, linear
         from fastspec.kernels.linear import parts as linear_parts
+        from fastspec.kernels.recurrent import commit as delta_commit
+        from fastspec.kernels.recurrent import conv, delta
         from fastspec.kernels.verification import posterior_eval
     except ImportError as error:
         raise Unsupported(f'backend="triton" needs the package triton ({error}): install it, or patch with backend="torch"') from error
@@ -97,6 +99,13 @@ def triton_ops() -> Ops:
         rms_norm=rms_norm.rms_norm,
         rope_cache=rope_cache.rope_cache,
         gate_up=linear.gate_up,
+        gate_heads=gated.gate_heads,
+        tree_conv=conv.tree_conv,
+        hold=conv.hold,
+        delta_tree=delta.delta_tree,
+        delta_chain=delta.delta_chain,
+        delta_commit=delta_commit.delta_commit,
+        gated_norm=gated.gated_norm,
         topk_expand=_up_to(16, topk_expand.topk_expand, drafting_reference.topk_expand, lambda hidden, weight, scores, count, *_: count),
         next_frontier=next_frontier.next_frontier,
         head_input=head_input.head_input,

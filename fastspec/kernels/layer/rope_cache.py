@@ -17,18 +17,18 @@ HEADS = 8
 
 @triton.jit
 def _turn_heads(
-    p_in, p_out, p_cos, p_sin, p_weight, eps, o_head, m_head, stride_out,
+    p_in, p_out, p_cos, p_sin, p_weight, eps, o_head, m_head, stride_in, stride_out,
     SIZE: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, NORM: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate heads that lie SIZE apart at p_in, and write them stride_out apart at p_out.
+    """Norm and rotate heads that lie stride_in apart at p_in, and write them stride_out apart at p_out.
 
     A head is read as its two rotated halves and the REST that is not rotated (REST_BLOCK = 0: none).
     """
     o_half = tl.arange(0, HALF_BLOCK)
     m_half = o_half < HALF
     m_turn = m_head[:, None] & m_half[None, :]
-    p_a = p_in + o_head[:, None] * SIZE + o_half[None, :]
+    p_a = p_in + o_head[:, None] * stride_in + o_half[None, :]
     b_a = tl.load(p_a, mask=m_turn, other=0.0)
     b_b = tl.load(p_a + HALF, mask=m_turn, other=0.0)
     b_cos = tl.load(p_cos + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
@@ -39,7 +39,7 @@ def _turn_heads(
     if REST_BLOCK > 0:
         o_rest = 2 * HALF + tl.arange(0, REST_BLOCK)
         m_rest = m_head[:, None] & (o_rest < SIZE)[None, :]
-        b_rest = tl.load(p_in + o_head[:, None] * SIZE + o_rest[None, :], mask=m_rest, other=0.0).to(tl.float32)
+        b_rest = tl.load(p_in + o_head[:, None] * stride_in + o_rest[None, :], mask=m_rest, other=0.0).to(tl.float32)
     if NORM:
         b_square = tl.sum(b_a * b_a + b_b * b_b, 1)
         if REST_BLOCK > 0:
@@ -69,7 +69,8 @@ def _rope_cache(
     stride_qkv_b, stride_qkv_n, stride_cos, stride_sin, stride_positions_b, stride_positions_n, stride_slots_b, stride_slots_n,
     stride_k_b, stride_k_h, stride_k_c, stride_v_b, stride_v_h, stride_v_c,
     HQ: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -83,42 +84,50 @@ def _rope_cache(
     position = tl.load(p_positions + row * stride_positions_b + node * stride_positions_n)
     slot = tl.load(p_slots + row * stride_slots_b + node * stride_slots_n)
     p_in = p_qkv + row * stride_qkv_b + node * stride_qkv_n
+    p_keys = p_in + HQ * SIZE * (2 if GATED else 1)
     p_c = p_cos + position * stride_cos
     p_s = p_sin + position * stride_sin
     if part < Q_PARTS:
         o_head = part * HEADS + o_block
         p_out = p_q + (row * nodes + node) * (HQ * SIZE)
-        _turn_heads(p_in, p_out, p_c, p_s, p_q_norm, eps, o_head, o_head < HQ, SIZE, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, UNIT)
+        _turn_heads(
+            p_in, p_out, p_c, p_s, p_q_norm, eps, o_head, o_head < HQ, SIZE * (2 if GATED else 1), SIZE, SIZE, HALF, HALF_BLOCK, REST_BLOCK,
+            NORM, UNIT,
+        )  # fmt: skip
     elif part < Q_PARTS + KV_PARTS:
         o_head = (part - Q_PARTS) * HEADS + o_block
         p_out = p_k + row * stride_k_b + slot * stride_k_c
-        p_keys = p_in + HQ * SIZE
-        m_head = o_head < HKV
-        _turn_heads(p_keys, p_out, p_c, p_s, p_k_norm, eps, o_head, m_head, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, UNIT)
+        _turn_heads(
+            p_keys, p_out, p_c, p_s, p_k_norm, eps, o_head, o_head < HKV, SIZE, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, UNIT
+        )
     else:
         o_head = (part - Q_PARTS - KV_PARTS) * HEADS + o_block
         o_d = tl.arange(0, SIZE_BLOCK)
         m_v = (o_head < HKV)[:, None] & (o_d < SIZE)[None, :]
-        b_v = tl.load(p_in + (HQ + HKV) * SIZE + o_head[:, None] * SIZE + o_d[None, :], mask=m_v, other=0.0)
+        b_v = tl.load(p_keys + HKV * SIZE + o_head[:, None] * SIZE + o_d[None, :], mask=m_v, other=0.0)
         tl.store(p_v + row * stride_v_b + slot * stride_v_c + o_head[:, None] * stride_v_h + o_d[None, :], b_v, mask=m_v)
 
 
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, unit_offset: bool = False,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, unit_offset: bool = False, gated: bool = False,
 ) -> Tensor:  # fmt: skip
     """`reference.rope_cache`: norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D], contiguous.
 
-    qkv [B, N, (Hq + 2 * Hkv) * D] and one layer's k_cache, v_cache [B, Hkv, C, D], all of one dtype (fp32, fp16, bf16), are views of any
-    strides whose last dimension is contiguous; so are the tables cos, sin [P, R / 2] (fp32, fp16, bf16). positions, slots [B, N] int64
+    qkv [B, N, (Hq + 2 * Hkv) * D], with `gated` [B, N, (2 * Hq + 2 * Hkv) * D], and one layer's k_cache, v_cache [B, Hkv, C, D], all of
+    one dtype (fp32, fp16, bf16), are views of any strides whose last dimension is contiguous; so are the tables cos, sin [P, R / 2] (fp32,
+    fp16, bf16). positions, slots [B, N] int64
     are of any strides. q_norm, k_norm [D] contiguous, of qkv's dtype, are given together or not at all. Positions must be below P,
     slots below C and different within a row: the kernel does not look.
     """
     batch, nodes, width = qkv.shape
     kv_heads, size, half = k_cache.shape[1], k_cache.shape[3], cos.shape[-1]
-    q_heads = width // size - 2 * kv_heads
-    if width % size or q_heads < 1:
-        raise ValueError(f"qkv has rows of {width}; (Hq + 2 * Hkv) * D is accepted, with Hkv = {kv_heads} and D = {size} of k_cache")
+    q_heads, odd = divmod(width // size - 2 * kv_heads, 2 if gated else 1)
+    if width % size or q_heads < 1 or odd:
+        raise ValueError(
+            f"qkv has rows of {width}; ({'2 * ' if gated else ''}Hq + 2 * Hkv) * D is accepted, with Hkv = {kv_heads} and D = {size} of "
+            "k_cache"
+        )
     if v_cache.shape != k_cache.shape or k_cache.shape[0] != batch:
         raise ValueError(f"k_cache is {list(k_cache.shape)} and v_cache {list(v_cache.shape)}; both must be [{batch}, Hkv, C, D]")
     if sin.shape != cos.shape or cos.dim() != 2 or not 0 < 2 * half <= size:
@@ -144,7 +153,7 @@ def rope_cache(
         qkv, cos, sin, positions, slots, q, k_cache, v_cache, q_norm if norm else qkv, k_norm if norm else qkv, eps, nodes,
         *qkv.stride()[:2], cos.stride(0), sin.stride(0), *positions.stride(), *slots.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3],
         HQ=q_heads, HKV=kv_heads, SIZE=size, SIZE_BLOCK=max(4, triton.next_power_of_2(size)), HALF=half, HALF_BLOCK=half_block,
-        REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0, HEADS=HEADS, NORM=norm, UNIT=unit_offset,
+        REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0, HEADS=HEADS, NORM=norm, UNIT=unit_offset, GATED=gated,
         num_warps=_warps(size), **dependent(q.device),
     )  # fmt: skip
     return q

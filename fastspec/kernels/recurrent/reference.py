@@ -50,7 +50,7 @@ class Rates:
 def tree_conv(
     x: Tensor, weight: Tensor, held: Tensor, parents: Tensor | None, kept: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """A causal convolution along every node's ancestors, and SiLU -> [B, N, C].
+    """A causal convolution along every node's ancestors, and SiLU -> [B, N, C]. Sums are fp32, and rounded before and after SiLU.
 
     x [B, N, C] are the nodes' inputs, weight [C, K] the channels' own, the last column for the node itself; held [B, K, C] the last K
     inputs of the committed text, zeros where there are fewer. parents [B, N] int64 as in `TokenTree`; None: a chain. `kept` and `out`
@@ -61,13 +61,14 @@ def tree_conv(
     above = (index - 1 if parents is None else torch.where(index == 0, -1, parents)) + width
     before = (torch.arange(width, device=x.device) - 1).clamp(min=0).expand(len(x), -1)
     step, texts = torch.cat((before, above), 1), torch.cat((held, x), 1)
-    place, total = index + width, torch.zeros_like(x)
+    place, total = index + width, torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for column in reversed(range(width)):
-        total = total + texts.gather(1, place[..., None].expand_as(x)) * weight[:, column]
+        total = total + texts.gather(1, place[..., None].expand_as(x)).float() * weight[:, column].float()
         place = step.gather(1, place)
     if kept is not None:
         kept.copy_(x)
-    return F.silu(total) if out is None else out.copy_(F.silu(total))
+    mixed = F.silu(total.to(x.dtype))
+    return mixed if out is None else out.copy_(mixed)
 
 
 def hold(x: Tensor, held: Tensor, counts: Tensor) -> None:

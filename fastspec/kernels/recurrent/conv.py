@@ -1,0 +1,128 @@
+"""The convolution of Gated DeltaNet along every node's ancestors, and the inputs that it keeps of a text.
+
+B rows (sequences), N nodes per row, C channels, K width of the convolution, L layers, P nodes of the longest path.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.launch import dependent
+
+BLOCK = 512
+"""Channels of a program."""
+
+
+@triton.jit(do_not_specialize=["s_x_b", "s_held_b", "s_parents_b", "s_parents_n", "s_kept_b", "s_out_b"])
+def _tree_conv(
+    p_x, p_weight, p_held, p_parents, p_kept, p_out, channels, s_x_b, s_x_n, s_held_b, s_held_k, s_parents_b, s_parents_n,
+    s_kept_b, s_kept_n, s_out_b, s_out_n, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr, KEEP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    node = tl.program_id(0)
+    row = tl.program_id(2).to(tl.int64)
+    o_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_c = o_c < channels
+    dtype: tl.constexpr = p_out.dtype.element_ty
+    total = tl.zeros((BLOCK,), tl.float32)
+    place = node.to(tl.int64)  # below 0: -1 is the last of the inputs that are held
+    for step in tl.static_range(WIDTH):
+        b_w = tl.load(p_weight + o_c * WIDTH + (WIDTH - 1 - step), mask=m_c, other=0.0).to(tl.float32)
+        p_node = p_x + row * s_x_b + tl.maximum(place, 0) * s_x_n
+        p_before = p_held + row * s_held_b + (WIDTH + tl.minimum(place, -1)) * s_held_k
+        b_x = tl.load(tl.where(place < 0, p_before, p_node) + o_c, mask=m_c, other=0.0)
+        if KEEP and step == 0:
+            tl.store(p_kept + row * s_kept_b + place * s_kept_n + o_c, b_x, mask=m_c)
+        total += b_x.to(tl.float32) * b_w
+        if CHAIN:
+            place -= 1
+        else:
+            above = tl.load(p_parents + row * s_parents_b + tl.maximum(place, 0) * s_parents_n)
+            place = tl.where(place > 0, above, tl.minimum(place, 0) - 1)
+    b_sum = total.to(dtype).to(tl.float32)
+    tl.store(p_out + row * s_out_b + node.to(tl.int64) * s_out_n + o_c, (b_sum * tl.sigmoid(b_sum)).to(dtype), mask=m_c)
+
+
+def tree_conv(
+    x: Tensor, weight: Tensor, held: Tensor, parents: Tensor | None, kept: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """`reference.tree_conv`. x, kept and out [B, N, C] and held [B, K, C] are of one dtype, with a contiguous last dimension and any other
+    strides; weight [C, K] is contiguous."""
+    batch, nodes, channels = x.shape
+    out = x.new_empty(x.shape) if out is None else out
+    for name, each in (("x", x), ("held", held), ("kept", kept), ("out", out)):
+        if each is not None and (each.stride(-1) != 1 or each.dtype != x.dtype):
+            raise ValueError(f"{name} is {each.dtype} with strides {each.stride()}; {x.dtype} with a contiguous last dimension is accepted")
+    width = weight.shape[1]
+    if weight.shape != (channels, width) or not weight.is_contiguous() or held.shape != (batch, width, channels):
+        raise ValueError(
+            f"weight is {list(weight.shape)}, held {list(held.shape)}; [{channels}, K] contiguous and [{batch}, K, {channels}] are accepted"
+        )
+    if parents is not None and (parents.shape != (batch, nodes) or parents.dtype != torch.int64):
+        raise ValueError(f"parents are {parents.dtype} {list(parents.shape)}; int64 [{batch}, {nodes}] is accepted")
+    if out.numel():
+        above, into = x if parents is None else parents, out if kept is None else kept
+        _tree_conv[(nodes, triton.cdiv(channels, BLOCK), batch)](
+            x, weight, held, above, into, out, channels, *x.stride()[:2], *held.stride()[:2], *above.stride()[:2], *into.stride()[:2],
+            *out.stride()[:2], WIDTH=width, BLOCK=BLOCK, CHAIN=parents is None, KEEP=kept is not None, num_warps=4, **dependent(x.device),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["s_x_l", "s_x_b", "s_held_l", "s_held_b", "s_path_b", "s_path_p"])
+def _hold(
+    p_x, p_held, p_counts, p_path, p_active, channels, s_x_l, s_x_b, s_x_n, s_held_l, s_held_b, s_held_k, s_path_b, s_path_p,
+    WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PATH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(1).to(tl.int64)
+    layer = tl.program_id(2).to(tl.int64)
+    o_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(p_counts + row)
+    if PATH:
+        count = tl.where(tl.load(p_active + row) != 0, count + 1, 0)
+    o_k = tl.arange(0, WIDTH_BLOCK)
+    m_k = o_k < WIDTH
+    place = count + o_k - WIDTH  # below 0: held before
+    node = tl.maximum(place, 0)
+    if PATH:
+        node = tl.load(p_path + row * s_path_b + node * s_path_p, mask=m_k & (place >= 0), other=0)
+    p_before = p_held + layer * s_held_l + row * s_held_b
+    p_old = p_before + (WIDTH + tl.minimum(place, -1)) * s_held_k
+    p_new = p_x + layer * s_x_l + row * s_x_b + node * s_x_n
+    m = m_k[:, None] & (o_c < channels)[None, :]
+    b = tl.load(tl.where(place < 0, p_old, p_new)[:, None] + o_c[None, :], mask=m, other=0.0)
+    tl.debug_barrier()  # another thread may be about to read what is held
+    tl.store(p_before + o_k[:, None] * s_held_k + o_c[None, :], b, mask=m)
+
+
+def hold(x: Tensor, held: Tensor, counts: Tensor) -> None:
+    """`reference.hold`; x [B, T, C] and held [B, K, C] with a contiguous last dimension, counts [B] int64 contiguous."""
+    _launch(x[None], held[None], counts, None, None)
+
+
+def hold_paths(inputs: Tensor, held: Tensor, path: Tensor, accepted: Tensor, active: Tensor) -> None:
+    """The same for L layers and accepted paths: inputs [L, B, N, C], held [L, B, K, C], path [B, P], accepted [B], active [B] bool."""
+    _launch(inputs, held, accepted, path, active)
+
+
+def _launch(x: Tensor, held: Tensor, counts: Tensor, path: Tensor | None, active: Tensor | None) -> None:
+    layers, batch, width, channels = held.shape
+    if counts.shape != (batch,) or counts.dtype != torch.int64 or not counts.is_contiguous():
+        raise ValueError(f"counts are {counts.dtype} {list(counts.shape)}; int64 [{batch}] contiguous is accepted")
+    way = counts if path is None else path
+    on = counts if active is None else active.view(torch.uint8)
+    block = BLOCK // 2
+    _hold[(triton.cdiv(channels, block), batch, layers)](
+        x, held, counts, way, on, channels, *x.stride()[:3], *held.stride()[:3], way.stride(0), way.stride(-1),
+        WIDTH=width, WIDTH_BLOCK=max(2, triton.next_power_of_2(width)), BLOCK=block, PATH=path is not None, num_warps=4,
+        **dependent(x.device),
+    )  # fmt: skip

@@ -1,0 +1,310 @@
+"""Gated DeltaNet over a tree and over a text: blocks of nodes, each a triangular system that is solved level by level.
+
+B rows (sequences), N nodes per row, Hk key heads, Hv value heads, Dk and Dv their sizes, C channels. A program has one row, one value head
+and DV of its channels, whose updates do not depend on the others'.
+
+A node's level is the number of its ancestors within its block. Those of one level do not depend on each other, so that a block of a tree
+takes as many products as it is deep, and only finished updates are ever multiplied: an inverse by squaring would take fewer, and loses all
+digits where keys of a long chain are alike.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.launch import dependent
+from fastspec.kernels.recurrent.reference import Rates
+
+TINY = tl.constexpr(1e-6)
+BLOCK, WARPS = 32, 4
+"""Nodes of a system, and warps of a program."""
+
+
+@triton.jit
+def _keys(p_mixed, stride, rows, m_rows, first, SIZE: tl.constexpr, STEP: tl.constexpr):
+    """STEP channels of rows of one head, from `first` on, of which SIZE are the head's: [len(rows), STEP] as they lie."""
+    o_d = tl.arange(0, STEP)
+    return tl.load(p_mixed + rows[:, None] * stride + (first + o_d)[None, :], mask=m_rows[:, None] & (o_d < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def scale_of(p_mixed, stride, rows, m_rows, first, SIZE: tl.constexpr, STEP: tl.constexpr):
+    """What makes rows of one head vectors of length 1."""
+    b_square = tl.zeros(rows.shape, tl.float32)
+    for at in range(0, SIZE, STEP):
+        b = _keys(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP).to(tl.float32)
+        b_square += tl.sum(b * b, 1)
+    return tl.rsqrt(b_square + TINY)
+
+
+@triton.jit
+def _pairs(p_mixed, stride, rows, m_rows, first, others, m_others, second, SIZE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr):
+    """Products of rows from `first` on with others from `second` on, in the precision that they lie in: [len(rows), len(others)]."""
+    b_pairs = tl.zeros((rows.shape[0], others.shape[0]), tl.float32)
+    for at in range(0, SIZE, STEP):
+        b_one = _keys(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP)
+        b_two = _keys(p_mixed, stride, others, m_others, second + at, SIZE - at, STEP)
+        b_pairs += tl.dot(b_one, tl.trans(b_two), input_precision=DOT)
+    return b_pairs
+
+
+@triton.jit
+def _through(
+    p_mixed, stride, rows, m_rows, first, p_state, o_v, m_v, DV: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
+):
+    """Rows from `first` on times the state [Dk, Dv] at p_state: [len(rows), len(o_v)]."""
+    b_read = tl.zeros((rows.shape[0], o_v.shape[0]), tl.float32)
+    for at in range(0, SIZE, STEP):
+        o_k = at + tl.arange(0, STEP)
+        b_state = tl.load(p_state + o_k[:, None] * DV + o_v[None, :], mask=(o_k < SIZE)[:, None] & m_v[None, :], other=0.0)
+        b_one = _keys(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP).to(tl.float32)
+        b_read += tl.dot(b_one, b_state, input_precision=DOT)
+    return b_read
+
+
+@triton.jit
+def add_updates(
+    p_mixed, stride, rows, m_rows, first, b_weight, b_u, decay, p_state, o_v, m_v, DV: tl.constexpr, SIZE: tl.constexpr,
+    STEP: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The state at p_state becomes decay times itself and the sum of the rows' weighted keys times their updates, in place."""
+    for at in range(0, SIZE, STEP):
+        o_k = at + tl.arange(0, STEP)
+        p_s = p_state + o_k[:, None] * DV + o_v[None, :]
+        m_s = (o_k < SIZE)[:, None] & m_v[None, :]
+        b_k = _keys(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP).to(tl.float32) * b_weight[:, None]
+        b_state = tl.load(p_s, mask=m_s, other=0.0) * decay + tl.dot(tl.trans(b_k), b_u, input_precision=DOT)
+        tl.store(p_s, b_state, mask=m_s)
+
+
+@triton.jit
+def _rates(p_a, p_b, s_a, s_b, rows, m_rows, log_decay, bias, scale):
+    """g and beta of rows of one head; 0 where m_rows is false. beta is rounded to b's dtype on its way."""
+    b_a = tl.load(p_a + rows * s_a, mask=m_rows, other=0.0).to(tl.float32) + bias
+    b_b = tl.load(p_b + rows * s_b, mask=m_rows, other=0.0)
+    softplus = tl.where(b_a > 20.0, b_a, tl.log(1.0 + tl.exp(tl.minimum(b_a, 20.0))))
+    beta = (tl.sigmoid(b_b.to(tl.float32)).to(b_b.dtype).to(tl.float32) * scale).to(b_b.dtype).to(tl.float32)
+    return tl.where(m_rows, -tl.exp(log_decay) * softplus, 0.0), tl.where(m_rows, beta, 0.0)
+
+
+@triton.jit
+def _seen(p_words, stride, rows, m_rows, block, BLOCK: tl.constexpr):
+    """Which nodes of a block are ancestors of rows, or they themselves: [len(rows), BLOCK] bool."""
+    b_word = tl.load(p_words + rows * stride + ((block * BLOCK) >> 6), mask=m_rows, other=0) >> ((block * BLOCK) & 63)
+    return ((b_word[:, None] >> tl.arange(0, BLOCK)[None, :]) & 1) != 0
+
+
+@triton.jit
+def _decay(b_seen, b_sum, b_other):
+    """e^(G_i - G_j) where j is seen, else 0."""
+    return tl.exp(tl.where(b_seen, b_sum[:, None] - b_other[None, :], float("-inf")))
+
+
+@triton.jit
+def _solve(b_system, b_wanted, b_level, DOT: tl.constexpr):
+    """(1 + system) u = wanted, where system [N, N] has entries from nodes of a lower level only."""
+    b_u = tl.where((b_level == 0)[:, None], b_wanted, 0.0)
+    for level in range(1, tl.max(b_level, 0) + 1):
+        b_next = b_wanted - tl.dot(b_system, b_u, input_precision=DOT)
+        b_u = tl.where((b_level == level)[:, None], b_next, b_u)
+    return b_u
+
+
+@triton.jit(do_not_specialize=["nodes", "s_mixed_b", "s_a_b", "s_b_b", "s_words_b", "s_words_n", "s_u_b", "s_g_b"])
+def _delta_tree(
+    p_mixed, p_a, p_b, p_decay, p_bias, p_state, p_words, p_u, p_g, p_out, nodes, scale, root,
+    s_mixed_b, s_mixed_n, s_a_b, s_a_n, s_b_b, s_b_n, s_words_b, s_words_n, s_u_b, s_u_n, s_g_b, s_g_n,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr, DV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    PARTS: tl.constexpr = (DV + DV_BLOCK - 1) // DV_BLOCK
+    head = tl.program_id(0) // PARTS
+    row = tl.program_id(1).to(tl.int64)
+    first_q = (head // (HV // HK)) * DK
+    first_k = first_q + HK * DK
+    o_v = (tl.program_id(0) % PARTS) * DV_BLOCK + tl.arange(0, DV_BLOCK)
+    m_v = o_v < DV
+    log_decay = tl.load(p_decay + head).to(tl.float32)
+    bias = tl.load(p_bias + head).to(tl.float32)
+    p_mixed += row * s_mixed_b
+    p_a += row * s_a_b + head
+    p_b += row * s_b_b + head
+    p_words += row * s_words_b
+    p_u += row * s_u_b + head * DV
+    p_g += row * s_g_b + head
+    p_state += (row * HV + head) * (DK * DV)
+    o_n = tl.arange(0, BLOCK)
+    for block in range(0, tl.cdiv(nodes, BLOCK)):
+        rows = (block * BLOCK + o_n).to(tl.int64)
+        m_rows = rows < nodes
+        m_out = m_rows[:, None] & m_v[None, :]
+        b_g, b_beta = _rates(p_a, p_b, s_a_n, s_b_n, rows, m_rows, log_decay, bias, scale)
+        b_seen = _seen(p_words, s_words_n, rows, m_rows, block, BLOCK)
+        b_sum = tl.sum(tl.where(b_seen, b_g[None, :], 0.0), 1)
+        for before in range(0, block):
+            others = (before * BLOCK + o_n).to(tl.int64)
+            g_other, _ = _rates(p_a, p_b, s_a_n, s_b_n, others, others < nodes, log_decay, bias, scale)
+            b_sum += tl.sum(tl.where(_seen(p_words, s_words_n, rows, m_rows, before, BLOCK), g_other[None, :], 0.0), 1)
+        tl.store(p_g + rows * s_g_n, b_sum, mask=m_rows)
+        b_unit = scale_of(p_mixed, s_mixed_n, rows, m_rows, first_k, DK, STEP)
+        b_v = tl.load(p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0).to(tl.float32)
+        b_grown = tl.exp(b_sum)
+        b_read = _through(p_mixed, s_mixed_n, rows, m_rows, first_k, p_state, o_v, m_v, DV, DK, STEP, DOT)
+        b_wanted = b_v - (b_grown * b_unit)[:, None] * b_read
+        for before in range(0, block):
+            others = (before * BLOCK + o_n).to(tl.int64)
+            m_others = others < nodes
+            b_decay = _decay(_seen(p_words, s_words_n, rows, m_rows, before, BLOCK), b_sum, tl.load(p_g + others * s_g_n))
+            b_pairs = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_k, others, m_others, first_k, DK, STEP, DOT)
+            other_unit = scale_of(p_mixed, s_mixed_n, others, m_others, first_k, DK, STEP)
+            u_other = tl.load(p_u + others[:, None] * s_u_n + o_v[None, :], mask=m_v[None, :], other=0.0)
+            b_wanted -= tl.dot(b_pairs * b_decay * b_unit[:, None] * other_unit[None, :], u_other, input_precision=DOT)
+        b_above = b_seen & (o_n[:, None] != o_n[None, :])
+        b_system = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_k, rows, m_rows, first_k, DK, STEP, DOT)
+        b_system *= _decay(b_above, b_sum, b_sum) * (b_unit * b_beta)[:, None] * b_unit[None, :]
+        b_u = _solve(b_system, b_wanted * b_beta[:, None], tl.sum(b_above.to(tl.int32), 1), DOT)
+        tl.store(p_u + rows[:, None] * s_u_n + o_v[None, :], b_u, mask=m_out)
+        b_pairs = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_q, rows, m_rows, first_k, DK, STEP, DOT)
+        b_out = tl.dot(b_pairs * _decay(b_seen, b_sum, b_sum) * b_unit[None, :], b_u, input_precision=DOT)
+        b_out += b_grown[:, None] * _through(p_mixed, s_mixed_n, rows, m_rows, first_q, p_state, o_v, m_v, DV, DK, STEP, DOT)
+        for before in range(0, block):
+            others = (before * BLOCK + o_n).to(tl.int64)
+            m_others = others < nodes
+            b_decay = _decay(_seen(p_words, s_words_n, rows, m_rows, before, BLOCK), b_sum, tl.load(p_g + others * s_g_n))
+            b_pairs = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_q, others, m_others, first_k, DK, STEP, DOT)
+            other_unit = scale_of(p_mixed, s_mixed_n, others, m_others, first_k, DK, STEP)
+            u_other = tl.load(p_u + others[:, None] * s_u_n + o_v[None, :], mask=m_v[None, :], other=0.0)
+            b_out += tl.dot(b_pairs * b_decay * other_unit[None, :], u_other, input_precision=DOT)
+        b_out *= (scale_of(p_mixed, s_mixed_n, rows, m_rows, first_q, DK, STEP) / root)[:, None]
+        p_o = p_out + ((row * nodes + rows)[:, None] * HV + head) * DV + o_v[None, :]
+        tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_out)
+        tl.debug_barrier()  # the next block reads what this one wrote
+
+
+@triton.jit(do_not_specialize=["tokens", "s_mixed_b", "s_a_b", "s_b_b"])
+def _delta_chain(
+    p_mixed, p_a, p_b, p_decay, p_bias, p_state, p_counts, p_out, tokens, scale, root,
+    s_mixed_b, s_mixed_n, s_a_b, s_a_n, s_b_b, s_b_n,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr, DV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    PARTS: tl.constexpr = (DV + DV_BLOCK - 1) // DV_BLOCK
+    head = tl.program_id(0) // PARTS
+    row = tl.program_id(1).to(tl.int64)
+    first_q = (head // (HV // HK)) * DK
+    first_k = first_q + HK * DK
+    o_v = (tl.program_id(0) % PARTS) * DV_BLOCK + tl.arange(0, DV_BLOCK)
+    m_v = o_v < DV
+    log_decay = tl.load(p_decay + head).to(tl.float32)
+    bias = tl.load(p_bias + head).to(tl.float32)
+    count = tl.load(p_counts + row)
+    p_mixed += row * s_mixed_b
+    p_a += row * s_a_b + head
+    p_b += row * s_b_b + head
+    p_state += (row * HV + head) * (DK * DV)
+    o_n = tl.arange(0, BLOCK)
+    b_seen = o_n[:, None] >= o_n[None, :]
+    for block in range(0, tl.cdiv(tokens, BLOCK)):
+        rows = (block * BLOCK + o_n).to(tl.int64)
+        m_rows = rows < tokens
+        m_out = m_rows[:, None] & m_v[None, :]
+        b_g, b_beta = _rates(p_a, p_b, s_a_n, s_b_n, rows, m_rows & (rows < count), log_decay, bias, scale)
+        b_sum = tl.sum(tl.where(b_seen, b_g[None, :], 0.0), 1)
+        last = tl.sum(b_g, 0)
+        b_unit = scale_of(p_mixed, s_mixed_n, rows, m_rows, first_k, DK, STEP)
+        b_v = tl.load(p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0).to(tl.float32)
+        b_grown = tl.exp(b_sum)
+        b_read = _through(p_mixed, s_mixed_n, rows, m_rows, first_k, p_state, o_v, m_v, DV, DK, STEP, DOT)
+        b_wanted = (b_v - (b_grown * b_unit)[:, None] * b_read) * b_beta[:, None]
+        b_system = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_k, rows, m_rows, first_k, DK, STEP, DOT)
+        b_system *= _decay(o_n[:, None] > o_n[None, :], b_sum, b_sum) * (b_unit * b_beta)[:, None] * b_unit[None, :]
+        b_u = _solve(b_system, b_wanted, o_n, DOT)
+        b_pairs = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_q, rows, m_rows, first_k, DK, STEP, DOT)
+        b_out = tl.dot(b_pairs * _decay(b_seen, b_sum, b_sum) * b_unit[None, :], b_u, input_precision=DOT)
+        b_out += b_grown[:, None] * _through(p_mixed, s_mixed_n, rows, m_rows, first_q, p_state, o_v, m_v, DV, DK, STEP, DOT)
+        b_out *= (scale_of(p_mixed, s_mixed_n, rows, m_rows, first_q, DK, STEP) / root)[:, None]
+        p_o = p_out + ((row * tokens + rows)[:, None] * HV + head) * DV + o_v[None, :]
+        tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_out)
+        tl.debug_barrier()  # other threads may be about to read the state
+        b_weight = b_unit * tl.exp(last - b_sum)
+        add_updates(p_mixed, s_mixed_n, rows, m_rows, first_k, b_weight, b_u, tl.exp(last), p_state, o_v, m_v, DV, DK, STEP, DOT)
+        tl.debug_barrier()
+
+
+def delta_tree(
+    mixed: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, words: Tensor, updates: Tensor, gates: Tensor
+) -> Tensor:  # fmt: skip
+    """`reference.delta_tree`. mixed [B, N, C], a, b [B, N, Hv], updates [B, N, Hv, Dv] and gates [B, N, Hv] are contiguous but for their
+    rows' and nodes' strides; state [B, Hv, Dk, Dv] and `rates` are contiguous; words [B, N, W] with a contiguous last dimension."""
+    sizes = _checked(mixed, a, b, rates, state)
+    batch, nodes = mixed.shape[:2]
+    if words.shape[:2] != (batch, nodes) or words.shape[2] * 64 < nodes or words.dtype != torch.int64 or words.stride(2) != 1:
+        raise ValueError(f"words are {words.dtype} {list(words.shape)}; int64 [{batch}, {nodes}, W] that cover all nodes are accepted")
+    wanted = {"updates": (updates, (batch, nodes, *sizes[1::2])), "gates": (gates, (batch, nodes, sizes[1]))}
+    for name, (each, shape) in wanted.items():
+        if each.shape != shape or each.dtype != torch.float32 or not each[0, 0].is_contiguous():
+            raise ValueError(f"{name} is {each.dtype} {list(each.shape)}; fp32 {list(shape)} with contiguous nodes is accepted")
+    out = mixed.new_empty(batch, nodes, sizes[1], sizes[3])
+    block = min(BLOCK, max(16, triton.next_power_of_2(nodes)))
+    options, parts = _launch(mixed, sizes)
+    _delta_tree[(sizes[1] * parts, batch)](
+        mixed, a, b, rates.log_decay, rates.bias, state, words, updates, gates, out, nodes, rates.scale, sizes[2] ** 0.5,
+        *mixed.stride()[:2], *a.stride()[:2], *b.stride()[:2], *words.stride()[:2], *updates.stride()[:2], *gates.stride()[:2],
+        **options, BLOCK=block, num_warps=WARPS, **dependent(mixed.device),
+    )  # fmt: skip
+    return out
+
+
+def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, counts: Tensor) -> Tensor:
+    """`reference.delta_chain`, with the layouts of `delta_tree`; counts [B] int64 contiguous."""
+    sizes = _checked(mixed, a, b, rates, state)
+    batch, tokens = mixed.shape[:2]
+    if counts.shape != (batch,) or counts.dtype != torch.int64 or not counts.is_contiguous():
+        raise ValueError(f"counts are {counts.dtype} {list(counts.shape)}; int64 [{batch}] contiguous is accepted")
+    out = mixed.new_empty(batch, tokens, sizes[1], sizes[3])
+    options, parts = _launch(mixed, sizes)
+    _delta_chain[(sizes[1] * parts, batch)](
+        mixed, a, b, rates.log_decay, rates.bias, state, counts, out, tokens, rates.scale, sizes[2] ** 0.5,
+        *mixed.stride()[:2], *a.stride()[:2], *b.stride()[:2],
+        **options, BLOCK=BLOCK if tokens > 16 else 16, num_warps=WARPS, **dependent(mixed.device),
+    )  # fmt: skip
+    return out
+
+
+def _launch(mixed: Tensor, sizes: tuple[int, int, int, int]) -> tuple[dict[str, int | str], int]:
+    """The compile-time numbers of both kernels, and how many programs share a head."""
+    key_heads, value_heads, key_size, value_size = sizes
+    value_block = min(32, max(16, triton.next_power_of_2(value_size)))
+    options: dict[str, int | str] = {
+        "HK": key_heads, "HV": value_heads, "DK": key_size, "DV": value_size, "STEP": min(32, max(16, triton.next_power_of_2(key_size))),
+        "DV_BLOCK": value_block, "DOT": "ieee" if mixed.dtype == torch.float32 else "tf32x3",
+    }  # fmt: skip
+    return options, triton.cdiv(value_size, value_block)
+
+
+def _checked(mixed: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor) -> tuple[int, int, int, int]:
+    """(Hk, Hv, Dk, Dv). Raises ValueError for what the kernels do not accept."""
+    batch, tokens, channels = mixed.shape
+    _, value_heads, key_size, value_size = state.shape
+    key_heads, rest = divmod(channels - value_heads * value_size, 2 * key_size)
+    if rest or key_heads < 1 or value_heads % key_heads or len(state) != batch:
+        raise ValueError(f"mixed is {list(mixed.shape)}, state {list(state.shape)}; [B, N, 2 Hk Dk + Hv Dv], [B, Hv, Dk, Dv] are accepted")
+    if state.dtype != torch.float32 or not state.is_contiguous():
+        raise ValueError(f"state is {state.dtype} with strides {state.stride()}; fp32 and contiguous is accepted")
+    small = batch, tokens, value_heads
+    for name, each, shape in (("mixed", mixed, mixed.shape), ("a", a, small), ("b", b, small)):
+        if each.shape != shape or each.stride(-1) != 1:
+            raise ValueError(f"{name} is {list(each.shape)}, strides {each.stride()}; {list(shape)}, contiguous in the last, is accepted")
+    for name, each in (("log_decay", rates.log_decay), ("bias", rates.bias)):
+        if each.shape != (value_heads,) or not each.is_contiguous():
+            raise ValueError(f"{name} is {list(each.shape)}; [{value_heads}] contiguous is accepted")
+    return key_heads, value_heads, key_size, value_size
