@@ -15,7 +15,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.stats import Stats
-from fastspec.generation.tree import TokenTree
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.backends import TORCH
 from fastspec.patches.call.output import output_of
 
 VOCAB, PAD = 7, 6
@@ -30,7 +31,13 @@ class Reader:
     def __init__(self, tail: int) -> None:
         self.state = AttentionState(1, 3, 1, 40, tail, 2)
         self.state.lengths.fill_(30)  # a row's last round may have gone on behind its end
-        self.lengths, self.widths = self.state.lengths, []
+        self.lengths, self.widths, self.rewinds = self.state.lengths, [], True
+
+    def rewind(self, lengths: Tensor) -> None:
+        self.state.lengths.copy_(lengths)
+
+    def commit(self, verdict: Verdict, active: Tensor) -> None:
+        self.state.commit(TORCH, verdict, active)
 
     def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
         places = self.state.lengths[:, None] + tree.depths
