@@ -238,6 +238,7 @@ def test_token_mode_at_the_small_end_says_what_the_small_model_says(models: list
     ("options", "message"),
     [
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
         ({"num_beams": 2}, "num_beams"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "padding on the left"),
         ({"inputs_embeds": torch.zeros(1, 3, 64)}, "inputs_embeds"),

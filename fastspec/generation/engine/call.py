@@ -32,6 +32,8 @@ class Request:
 
     `rows` prompts are decoded at a time, None: all of them. The others wait, and take the place of those that have ended: `entry()` then
     gives a target and a drafter of one row for a prompt to begin in. Such calls have no context and no answers.
+
+    `prefill(target)` takes the place of `Target.prefill` for all prompts, where these are more than tokens.
     """
 
     prompts: Tensor
@@ -51,6 +53,11 @@ class Request:
     rows: int | None = None
     steps: Steps | None = None
     entry: Callable[[], tuple[Target, Drafter | None]] | None = None
+    prefill: Callable[[Target], tuple[Tensor, Tensor]] | None = None
+
+    def read(self, target: Target) -> tuple[Tensor, Tensor]:
+        """Let a target stand behind the prompts -> logits of their last tokens [B, V] and the features of all [B, T, F]."""
+        return target.prefill(self.prompts, self.counts) if self.prefill is None else self.prefill(target)
 
     def begins(self) -> Request:
         """The same of the prompts that it begins with."""

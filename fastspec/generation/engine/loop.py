@@ -24,7 +24,7 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
     verifier = verifier_of(engine.choice, request, batch)
     with timed(stats, "prefill"):
         first = request.begins()
-        logits, features = target.prefill(first.prompts, first.counts)
+        logits, features = first.read(target)
         text = request.context if request.context is not None and not features.shape[-1] else (first.prompts, first.counts)
         root, scores = verifier.first(logits, text, batch.places)
         if drafter is not None and request.answers is None:

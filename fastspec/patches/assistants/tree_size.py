@@ -122,7 +122,7 @@ class _Trial:
 
     def __init__(self, target: Any, drafter: Any, ops: Ops, request: Request) -> None:
         self.target, self.drafter, self.ops, self.request = target, drafter, ops, request
-        logits, self.features = target.prefill(request.prompts, request.counts)
+        logits, self.features = request.read(target)
         self.root = choose(logits[:, None], None, ops)[:, 0].clone()
         self.lengths = target.lengths.clone()
 

@@ -38,7 +38,8 @@ class Assembly:
     `rows` sequences of at most `capacity` tokens; `ends` are the call's end tokens. The call samples or not, under `process`, which maps
     scores [R, V] as its `processors` do where these look at no history, or under `settings` alone. `answers` tells whether given texts are
     verified first; `measures` and `pad_token` are those of `RoundProgram`. The target begins behind `past`, keys and values
-    [B, Hkv, T, D] of each layer, where keep [B, T] bool is True for what is real.
+    [B, Hkv, T, D] of each layer, where keep [B, T] bool is True for what is real; positions begin
+    shift [B] further than tokens are counted.
     """
 
     model: PreTrainedModel
@@ -59,6 +60,7 @@ class Assembly:
     pad_token: int | None
     past: list[Held] | None
     keep: Tensor
+    shift: Tensor | None
 
     @property
     def device(self) -> torch.device:
@@ -102,6 +104,8 @@ class Assembly:
         else:
             target, drafter = engine.entry
             engine.entry = target, self._opened(target, drafter, 1)
+        if self.shift is not None:
+            engine.entry[0].move(self.shift[:1])
         if engine.drafter is not None and engine.entry[1] is engine.drafter:
             raise Unsupported(f"assistant {self.decoding.name!r} is continuous, and made one drafter twice: each must be its own")
         return engine.entry
@@ -161,6 +165,8 @@ class Assembly:
         return target, drafter
 
     def _restore(self, target: HFModel) -> None:
-        """Begin where the caller's cache ends."""
+        """Begin where the caller's cache ends, and count positions as behind the prompt: the pass over images counts its own."""
         if self.past is not None:
             import_past(target.state, self.past, self.keep)
+        if self.shift is not None:
+            target.move(self.shift[: len(target.lengths)])  # with fewer rows than prompts these are tokens alone, all of one shift

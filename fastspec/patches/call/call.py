@@ -21,6 +21,7 @@ from fastspec.patches.assistants.mixtures import MixedDecoding
 from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.assistants.speculative import warn_if_refused
 from fastspec.patches.call.assembly import Assembly
+from fastspec.patches.call.inputs import OwnPrefill, besides_tokens, position_shift
 from fastspec.patches.call.output import output_of
 from fastspec.patches.call.processors import (
     Ending,
@@ -64,6 +65,8 @@ class Call:
         else:  # the mask is the source's
             self.keep = torch.ones_like(self.ids, dtype=torch.bool)
             self.decoding = self.decoding.reading(self.source)
+        self.shift = None if self.source is not None else position_shift(model, self.ids, self.keep, model_kwargs)
+        self.own = None if self.source is not None else self._own_prefill(model_kwargs)
         self.virtual: list[Held] | None = None
         self._put_virtual_tokens()
         refuse_prompts(model, self.ids, self.keep, self.past_length)
@@ -90,6 +93,16 @@ class Call:
             )
         on_round = callable(getattr(self.streamer, "on_round", None))  # ours: a round before its tokens
         return PlainSteps(ids, self.processors, criteria, self.config, None if on_round else self.streamer)
+
+    def _own_prefill(self, model_kwargs: dict[str, Any]) -> OwnPrefill | None:
+        """The model's own pass over a prompt with images and the like; None where there is nothing but tokens."""
+        inputs = besides_tokens(model_kwargs)
+        if not inputs:
+            return None
+        if self.given.rows is not None:
+            names = ", ".join(sorted(inputs))
+            raise Unsupported(f"ContinuousBatch takes prompts of tokens alone, without {names}: name its assistant itself")
+        return OwnPrefill(self.model, self.config, self.ids, self.keep, model_kwargs)
 
     def _keep(self, mask: Tensor | None, rows: int) -> Tensor:
         """Which of the past and prompt tokens are real, [B, past + new] bool."""
@@ -144,12 +157,14 @@ class Call:
             watch=self.streaming.watch if self.streaming else None,
             keep_scores=bool(wanted and config.output_scores), keep_logits=bool(wanted and config.output_logits),
             answers=self.given.answers, measure=self.given.measure, rows=self.rows, steps=steps,
+            prefill=self.own,
         )  # fmt: skip
         assembly = Assembly(
             self.model, self.session, self.decoding, self.source, self.ops, rows=rows, capacity=self.capacity, ends=self.ending.ends,
             sample=bool(config.do_sample), process=process_all, processors=self.processors,
             settings=self._settings(self.request.keep_scores), answers=self.given.answers is not None, measures=self.given.measure,
             pad_token=None if steps is None else steps.pad_token, past=self.past, keep=self.keep[:, : self.past_length],
+            shift=self.shift,
         )  # fmt: skip
         with self._memory(rows):
             self.decoding = assembly.size_trees(self.request)

@@ -109,7 +109,7 @@ def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str,
     if isinstance(decoding, AdaptiveCascade):
         decoding.check(model, given)
         return decoding
-    refuse_arguments(given, model.generation_config)
+    refuse_arguments(model, given)
     if model.config.is_encoder_decoder:
         refuse_seq2seq(model, decoding, given)
     return decoding

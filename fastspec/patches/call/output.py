@@ -13,6 +13,7 @@ from fastspec.generation.engine.call import Outcome
 from fastspec.generation.source import Source
 from fastspec.generation.state.base import Held
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.call.inputs import OwnPrefill
 from fastspec.patches.call.processors import process_rows
 from fastspec.patches.call.steps import PlainSteps
 from fastspec.patches.hf.cache import export_span, import_past
@@ -33,6 +34,10 @@ class Asked(Protocol):
     past_length: int
     past: list[Held] | None
     """What the call began behind."""
+    shift: Tensor | None
+    """[B] how far positions are from the number of tokens."""
+    own: OwnPrefill | None
+    """The model's own pass over the prompt, where it is more than tokens."""
     cache: Any
     """Transformers' cache, to be filled where the call `handed_in` one of its own or asks for it."""
     handed_in: bool
@@ -83,9 +88,15 @@ def _stand(call: Asked, target: HFModel, tokens: list[list[int]], counts: Tensor
         real, ids = call.keep[:, -width:], call.ids[:, -width:]
         texts = [torch.cat((row[shown], row.new_tensor(more[:-1]))) for row, shown, more in zip(ids, real, tokens, strict=True)]
         target.open(int(wanted.max()))
-        if call.past is not None:
+        if call.shift is not None:
+            target.move(call.shift)
+        if call.own is not None:
+            call.own(target)
+            texts, first = [ids.new_tensor(more[:-1]) for more in tokens], target.lengths.clone()
+        elif call.past is not None:
             import_past(target.state, call.past, call.keep[:, : call.past_length])
-        target.prefill(pad_sequence(texts, batch_first=True), wanted - first)
+        if int((wanted - first).max()):
+            target.prefill(pad_sequence(texts, batch_first=True), wanted - first)
 
 
 def _add_padding(call: Asked, outcome: Outcome, target: HFModel, longest: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
-from fastspec.patches.hf.compat import is_synced, position_limit
+from fastspec.patches.hf.compat import is_besides_tokens, is_synced, position_limit
 from fastspec.patches.hf.limits import position_rows
 from fastspec.patches.hf.peft_models import peft_of, refuse_peft
 
@@ -20,8 +21,6 @@ _ARGUMENTS = {
     "negative_prompt_ids": "classifier-free guidance runs the model a second time per token",
     "synced_gpus": "the loop does not keep idle ranks running",
 }
-_INPUTS = ("pixel_", "image_", "images", "video_", "videos", "audio_", "input_features", "feature_attention_mask", "vision_")
-"""How the names of inputs besides tokens begin: transformers' `generate` would encode them before it calls a custom loop."""
 _CONFIG: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1), "num_beam_groups": (None, 1), "penalty_alpha": (None, 0), "dola_layers": (None,), "constraints": (None,),
     "force_words_ids": (None,), "prompt_lookup_num_tokens": (None,), "guidance_scale": (None, 1, 1.0),
@@ -65,21 +64,22 @@ def _home(method: Any) -> str:
     return getattr(method, "__module__", None) or type(method).__module__
 
 
-def refuse_arguments(given: dict[str, Any], default: Any) -> None:
+def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
     """Refuse what an assistant cannot honour among the arguments of `generate`, by name, and the settings that hold where they are
-    silent: those of the given generation_config, then of the model's own, `default`.
+    silent: those of the given generation_config, then of the model's own.
 
-    This comes before transformers acts on any of them: for a static cache, say, it leaves an attribute on the model.
+    This comes before transformers acts on any of them: for a static cache, say, it leaves an attribute on the model. What a decoder-only
+    model reads besides tokens goes through its own first pass.
     """
     for name, why in _ARGUMENTS.items():
         if given.get(name) is not None and given[name] is not False:
             raise Unsupported(f"{name} cannot be combined with assistant=: {why}")
-    inputs = sorted(name for name, value in given.items() if name.startswith(_INPUTS) and value is not None)
-    if inputs:
+    inputs = sorted(name for name, value in given.items() if is_besides_tokens(name) and value is not None)
+    if inputs and (model.config.is_encoder_decoder or not set(inputs) <= set(inspect.signature(type(model).forward).parameters)):
         raise Unsupported(f"{', '.join(inputs)} cannot be combined with assistant=: it decodes from input_ids and attention_mask alone")
     settings = {}
     for name in _CONFIG:
-        held = (getattr(config, name, None) for config in (given.get("generation_config"), default))
+        held = (getattr(config, name, None) for config in (given.get("generation_config"), model.generation_config))
         settings[name] = given[name] if name in given else next((value for value in held if value is not None), None)
     _refuse_settings(settings)
 
@@ -87,11 +87,14 @@ def refuse_arguments(given: dict[str, Any], default: Any) -> None:
 def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: bool = False) -> None:
     """Refuse model inputs besides tokens, and settings that a `generate` of the user's own has added on the way."""
     _refuse_settings({name: getattr(config, name, None) for name in _CONFIG})
-    expected = {*_EXPECTED, "encoder_outputs"} if reads_source else _EXPECTED
+    expected = _EXPECTED | ({"encoder_outputs"} if reads_source else set())
     given = {name for name, value in model_kwargs.items() if value is not None and not (isinstance(value, dict) and not value)}
-    extra = sorted(given - expected)  # transformers hands vision-language models an empty dictionary
+    extra = sorted(name for name in given - expected if reads_source or not is_besides_tokens(name))
     if extra:
-        raise Unsupported(f"{', '.join(extra)} cannot be combined with assistant=: it decodes from input_ids and attention_mask alone")
+        raise Unsupported(
+            f"{', '.join(extra)} cannot be combined with assistant=: rounds read tokens, and of other inputs only those are known that "
+            "the first pass over a prompt takes"
+        )
 
 
 def refuse_heads(name: str, model: Any) -> None:

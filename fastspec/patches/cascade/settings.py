@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from fastspec.errors import Unsupported
 from fastspec.patches.call.processors import unknown_types
 from fastspec.patches.cascade.stages import OWN, StageModel
+from fastspec.patches.hf.compat import is_besides_tokens
 
 OF_TOKENS = (
     "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "bad_words_ids", "sequence_bias", "suppress_tokens",
@@ -42,6 +43,9 @@ def refuse(stages: Sequence[StageModel], given: dict[str, Any]) -> None:
     for name, why in REFUSED.items():
         if given.get(name) is not None and given[name] is not False:
             raise Unsupported(f"{name} cannot be combined with assistant='cascade': {why}")
+    inputs = sorted(name for name, value in given.items() if value is not None and is_besides_tokens(name))
+    if inputs:
+        raise Unsupported(f"{', '.join(inputs)} cannot be combined with assistant='cascade': its stages share texts of tokens alone")
     criteria, processors = (given.get(name) or () for name in ("stopping_criteria", "logits_processor"))
     stateful = unknown_types(processors, criteria) or ("prefix_allowed_tokens_fn" if given.get("prefix_allowed_tokens_fn") else "")
     if stateful:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -11,7 +12,12 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.generation.utils import GENERATION_MODES_MAPPING, is_deepspeed_zero3_enabled, is_fsdp_managed_module
+from transformers.generation.utils import (
+    GENERATION_MODES_MAPPING,
+    MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
+    is_deepspeed_zero3_enabled,
+    is_fsdp_managed_module,
+)
 
 from fastspec.generation.state.base import Held
 from fastspec.generation.state.recurrent import DeltaShape
@@ -106,6 +112,37 @@ def fill_cache(cache: Any, kept: int, more: list[Held]) -> Any:
         else:
             cache.update(keys, values, layer)
     return cache
+
+
+FIRST_PASS = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+STEMS = "pixel_", "image_", "images", "video_", "videos", "audio_", "input_features", "feature_attention_mask", "vision_", "second_per_grid"
+
+
+def is_besides_tokens(name: str) -> bool:
+    """Whether an argument of `generate` is what the first pass over a prompt takes besides its tokens: images, sound, what was encoded of
+    them, and which tokens stand for them (of every new token plain decoding says that it is text).
+
+    Transformers keeps a list of most since 5.10, and pops what its encoders took.
+    """
+    return name in FIRST_PASS or name.startswith(STEMS)
+
+
+def first_inputs(model: Any, ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What plain decoding's own pass over a prompt hands to the model, of what `generate` has prepared.
+
+    `prepare_inputs_for_generation` has had these arguments since transformers 5.0.
+    """
+    return model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
+
+
+def first_pass(model: Any, ids: Tensor, config: Any, inputs: dict[str, Any]) -> Any:
+    """Plain decoding's own pass over a prompt, the whole of it at once -> the model's output. Its cache is among the inputs.
+
+    `_prefill` has had these arguments since transformers 5.0.
+    """
+    whole = copy.copy(config)
+    whole.prefill_chunk_size = None
+    return model._prefill(ids, whole, inputs)
 
 
 def own_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:

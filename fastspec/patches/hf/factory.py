@@ -8,7 +8,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.source import Source
 from fastspec.patches.hf.compat import recurrent_layers
-from fastspec.patches.hf.families import adapter_for, check_decoder, why_generic
+from fastspec.patches.hf.families import adapter_for, check_decoder, is_wrapped, why_generic
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
@@ -20,7 +20,7 @@ def language_model(
 ) -> HFModel:  # fmt: skip
     """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts` as for `HFModel`.
 
-    Raises Unsupported for a model without an adapter that cannot be relied on (`fastspec.patches.hf.trust`).
+    Raises Unsupported for a model that has no adapter, or one of its decoder alone, and cannot be relied on (`fastspec.patches.hf.trust`).
     """
     adapter = None if source is not None else adapter_for(model)
     if source is not None:
@@ -33,6 +33,8 @@ def language_model(
             )
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
         check_trust(model, reads_source=source is not None)
+    elif is_wrapped(model):
+        check_trust(model, adapter=adapter)
     if source is not None:
         return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
     return HFModel(model, adapter, rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops, drafts=drafts)

@@ -25,10 +25,9 @@ from fastspec.patches.hf.wrappers import calls_original, where_defined
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Names of the parts of one `model_type`, as attributes of the model, of its decoder or of a layer."""
+    """Names of the parts of one decoder's `model_type`, as attributes of the model, of its decoder or of a layer."""
 
     model_type: str
-    decoder: str = "model"
     embed: str = "embed_tokens"
     layers: str = "layers"
     norm: str = "norm"
@@ -96,6 +95,10 @@ ADAPTERS = {
         Adapter("qwen2"),
         Adapter("qwen3", qk_norm=True),
         Adapter("qwen3_moe", qk_norm=True),
+        Adapter("qwen2_vl_text"),
+        Adapter("qwen2_5_vl_text"),
+        Adapter("qwen3_vl_text", qk_norm=True),
+        Adapter("qwen3_vl_moe_text", qk_norm=True),
         Adapter("mixtral", gated_mlp=False),
         Adapter("ministral"),
         Adapter("qwen2_moe"),
@@ -176,7 +179,7 @@ def check_supported(model: Any) -> None:
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         check_decoder(model)
-    adapter = ADAPTERS.get(model.config.model_type)
+    adapter = ADAPTERS.get(config.model_type)
     known = {"full_attention", *LAYER_KINDS, *((RECURRENT,) if adapter is not None and adapter.recurrent else ())}
     if getattr(model, "_is_stateful", False) and RECURRENT not in known:
         raise Unsupported(f"{name} keeps a recurrent state, which cannot be taken back when a draft is rejected")
@@ -240,28 +243,48 @@ def _takes_positions(table: nn.Module) -> bool:
 def adapter_for(model: nn.Module) -> Adapter | None:
     """The model's row, or None for the generic mode: no row, a layer whose forward belongs to someone else, or autocast, which
     chooses dtypes op by op in the modules' own forward."""
-    adapter = ADAPTERS.get(getattr(model.config, "model_type", ""))
-    if adapter is None or not hasattr(model, adapter.lm_head) or has_global_hooks() or is_autocast(device_of(model)):
+    adapter = _row_of(model)
+    if adapter is None or has_global_hooks() or is_autocast(device_of(model)):
         return None
     return None if any(is_foreign(module) for module in _looped_over(model, adapter)) else adapter
 
 
+def _row_of(model: Any) -> Adapter | None:
+    """The row of a model's decoder, which may have a vision tower and the like beside it."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return None
+    adapter = ADAPTERS.get(getattr(model.config.get_text_config(), "model_type", ""))
+    if adapter is None or not hasattr(model, adapter.lm_head):
+        return None
+    return adapter if all(hasattr(decoder_of(model), name) for name in (adapter.layers, adapter.norm, adapter.embed)) else None
+
+
+def decoder_of(model: Any) -> Any:
+    """The stack of layers under a model's LM head."""
+    return model.get_decoder()
+
+
+def is_wrapped(model: Any) -> bool:
+    """Whether a model has more in front of its decoder than tokens, images for one."""
+    return decoder_of(model) is not model.base_model
+
+
 def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     """The modules whose forward an adapter's loop takes the place of."""
-    decoder = getattr(model, adapter.decoder)
+    decoder = decoder_of(model)
     layers = list(getattr(decoder, adapter.layers))
     attention = [getattr(layer, adapter.attention) for layer in layers if hasattr(layer, adapter.attention)]
     nets = [getattr(layer, adapter.recurrent) for layer in layers if adapter.recurrent and hasattr(layer, adapter.recurrent)]
     own = adapter.recurrent_row or adapter
     norms = [norm for each in attention for norm in (each.q_norm, each.k_norm)] if adapter.qk_norm else []
     inner = [module for net in nets for module in (net, net.conv1d, getattr(net, own.recurrent_norm))]
-    return [model, decoder, *layers, *attention, *norms, *inner]
+    return [model, model.base_model, decoder, *layers, *attention, *norms, *inner]
 
 
 def why_generic(model: Any) -> str | None:
     """What keeps a model of a known family from its adapter, or None."""
-    adapter = ADAPTERS.get(getattr(model.config, "model_type", ""))
-    if adapter is None or not hasattr(model, adapter.lm_head):
+    adapter = _row_of(model)
+    if adapter is None:
         return None
     if has_global_hooks():
         return "torch has global module hooks"

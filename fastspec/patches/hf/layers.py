@@ -19,7 +19,7 @@ from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import Rates
 from fastspec.patches.hf.compat import NO_ROTATION
-from fastspec.patches.hf.families import Adapter, adapter_for, is_foreign
+from fastspec.patches.hf.families import Adapter, adapter_for, decoder_of, is_foreign
 
 
 def layer_parts(
@@ -114,7 +114,8 @@ def plain_sum(x: Summed, residual: Tensor | None = None, *, total: Tensor | None
 
 def vocabulary_of(model: Any, parts: Adapter, ops: Ops) -> Linear:
     """The LM head, hidden states [..., H] -> logits [..., V], soft-capped where the family does so."""
-    product, cap = product_of((getattr(model, parts.lm_head),), ops), getattr(model.config, parts.final_cap) if parts.final_cap else None
+    product = product_of((getattr(model, parts.lm_head),), ops)
+    cap = getattr(model.config.get_text_config(), parts.final_cap) if parts.final_cap else None
     return product if cap is None else lambda hidden: cap * torch.tanh(product(hidden) / cap)
 
 
@@ -189,7 +190,7 @@ def pack_model(model: Any) -> list[nn.Parameter]:
     moved: list[nn.Parameter] = []
     if parts is None:
         return moved
-    for layer in getattr(getattr(model, parts.decoder), parts.layers):
+    for layer in getattr(decoder_of(model), parts.layers):
         attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
         if attn is None:
             groups = [[getattr(getattr(layer, parts.recurrent), name) for name in (parts.recurrent_row or parts).recurrent_inputs]]

@@ -21,12 +21,21 @@ from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import SlotCache
-from fastspec.patches.hf.compat import cache_geometry, delta_shape, device_of, recurrent_layers, rope_bound, rope_tables
-from fastspec.patches.hf.families import Adapter, is_watched
+from fastspec.patches.hf.compat import (
+    cache_geometry,
+    delta_shape,
+    device_of,
+    recurrent_layers,
+    rope_bound,
+    rope_tables,
+)
+from fastspec.patches.hf.families import Adapter, decoder_of, is_watched, is_wrapped
 from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of, waits_for_host
 from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows, spans_of
 
 PREFILL_CHUNK = 512
+SHIFT_ROOM = 64
+"""Positions behind the last slot that tables of a model with images have."""
 
 
 class HFModel(Target):
@@ -70,6 +79,9 @@ class HFModel(Target):
             self.state = SharedState(early[0].state, self.attention)
         heads = model.config.get_text_config().num_attention_heads
         self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
+        self.shift = torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device) if is_wrapped(model) else None
+        """[B] what is added to the number of a token for its position, where images in front of it took more or fewer positions than
+        tokens."""
         self.tables: dict[str | None, tuple[Tensor, Tensor]] = {}
         self.layers: list[LayerParts] = []
         self.captures = ops.captures and adapter is not None and self._can_capture(adapter)
@@ -78,13 +90,13 @@ class HFModel(Target):
             self._take(adapter)
 
     def _can_capture(self, parts: Adapter) -> bool:
-        layers = getattr(getattr(self.model, parts.decoder), parts.layers)
+        layers = getattr(decoder_of(self.model), parts.layers)
         waits = any(waits_for_host(getattr(layer, parts.mlp), self.model, self.ops) for layer in layers)
         return not waits and not any(map(is_watched, self.model.modules()))
 
     def _take(self, parts: Adapter) -> None:
         """Read the model's parts."""
-        decoder, ops = getattr(self.model, parts.decoder), self.ops
+        decoder, ops = decoder_of(self.model), self.ops
         layers = getattr(decoder, parts.layers)[: self.depth]
         kinds = rotary_kinds(parts, layers, self.model.config.get_text_config())
         self.kinds = tuple(dict.fromkeys(kinds))
@@ -99,6 +111,24 @@ class HFModel(Target):
         """Begin another call of the same rows, of at most `capacity` tokens each."""
         check_length(self.model, self.limits, capacity, self.state.tail)
         self.state.open(capacity)
+        if self.shift is not None:
+            self.shift.zero_()
+
+    def move(self, shift: Tensor) -> None:
+        """Begin positions shift [B] further than tokens are counted. Raises Unsupported for what is further than the tables of
+        positions reach."""
+        most = int(shift.max())
+        if self.shift is None or most > SHIFT_ROOM:
+            raise Unsupported(
+                f"positions of this prompt are {most} further than it has tokens, which fastspec's tables have no room for "
+                f"({type(self.model).__name__}): it cannot be combined with assistant="
+            )
+        self.shift.copy_(shift)
+
+    def _shifted(self, positions: Tensor) -> Tensor:
+        if self.shift is None:
+            return positions
+        return (positions + self.shift[:, None]).clamp(0, None if self.rows is None else self.rows - 1)
 
     @property
     def lengths(self) -> Tensor:
@@ -140,14 +170,14 @@ class HFModel(Target):
         row = torch.arange(tokens.shape[0], device=tokens.device)
         # A padded chunk may reach behind the buffers: the last slot is never committed.
         positions, slots = steps.clamp(max=self._positions() - 1), steps.clamp(max=self.state.slots - 1)
-        return self._forward(tokens, Nodes(self.tables, positions, slots, layouts, counts=counts), (row, want))
+        return self._forward(tokens, Nodes(self.tables, self._shifted(positions), slots, layouts, counts=counts), (row, want))
 
     def reserve(self, committed: int) -> int:
         """Make room for this many committed tokens; returns how many of them are in bounds."""
         committed = self.state.reserve(committed)
-        count = self._positions()
+        count = self._positions() + (0 if self.shift is None else SHIFT_ROOM)
         if self.adapter is not None and (not self.tables or len(self.tables[self.kinds[0]][0]) < count):
-            rotary = getattr(getattr(self.model, self.adapter.decoder), self.adapter.rotary)
+            rotary = getattr(decoder_of(self.model), self.adapter.rotary)
             self.tables = {kind: rope_tables(rotary, self.model, count, kind, once=self.adapter.angles_once) for kind in self.kinds}
         return committed
 
@@ -162,7 +192,7 @@ class HFModel(Target):
         nodes, lengths = tree.tokens.shape[1], self.state.lengths
         layouts = self._layouts(lengths, tree.ancestors, nodes, extent + nodes, tree.depths)
         positions, slots, embedded = self.ops.tree_input(tree.tokens, tree.depths, lengths, self._positions() - 1, self._table())
-        nodes_at = Nodes(self.tables, positions, slots, layouts, tree.parents, tree.ancestors)
+        nodes_at = Nodes(self.tables, self._shifted(positions), slots, layouts, tree.parents, tree.ancestors)
         return self._forward(tree.tokens, nodes_at, None, embedded)
 
     def _layouts(
@@ -183,7 +213,7 @@ class HFModel(Target):
         """The embedding's table [V, H] where it is a plain one that a kernel may read; else the module itself is called."""
         if self.adapter is None:
             return None
-        embed = getattr(getattr(self.model, self.adapter.decoder), self.adapter.embed)
+        embed = getattr(decoder_of(self.model), self.adapter.embed)
         plain = is_plain(embed, nn.Embedding) and embed.max_norm is None and embed.weight.is_contiguous()
         return embed.weight.detach() if plain else None
 
@@ -221,6 +251,8 @@ class HFModel(Target):
         assert isinstance(other, HFModel)
         self.reserve(count)
         self.state.copy_row(row, other.state, count)
+        if self.shift is not None and other.shift is not None:
+            self.shift[row] = other.shift[0]
 
     def _forward(
         self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None, embedded: Tensor | None = None
@@ -228,7 +260,7 @@ class HFModel(Target):
         if self.adapter is None:
             return self._forward_generic(tokens, nodes, pick)
         if embedded is None:
-            embedded = getattr(getattr(self.model, self.adapter.decoder), self.adapter.embed)(tokens)
+            embedded = getattr(decoder_of(self.model), self.adapter.embed)(tokens)
         return self._forward_adapted(embedded, nodes, pick)
 
     def _forward_adapted(self, total: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from fastspec.generation.source import Source
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.compat import device_of, has_global_hooks, is_out_of_memory
+from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, spans_of
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
@@ -51,16 +52,16 @@ WHOLE = (torch.float64, torch.float32)
 _VERDICTS: dict[Any, str | None] = {}
 
 
-def check_trust(model: Any, *, reads_source: bool = False) -> None:
+def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | None = None) -> None:
     """Raise Unsupported unless fastspec scores trees as the model scores texts: once per class, configuration, dtype and versions.
 
-    With `reads_source` the model has an encoder, and its decoder is checked. The model, its modes and hooks, and the global generators of
-    random numbers are left as they were.
+    With `reads_source` the model has an encoder, and its decoder is checked; `adapter` is that of a decoder inside the model. The model,
+    its modes and hooks, and the global generators of random numbers are left as they were.
     """
-    key = _key(model)
+    key = adapter is not None, _key(model)
     if key not in _VERDICTS:
         with _undisturbed(model), torch.no_grad():
-            _VERDICTS[key] = _judge(model, reads_source)
+            _VERDICTS[key] = _judge(model, reads_source, adapter)
     reason = _VERDICTS[key]
     if reason is not None:
         raise Unsupported(reason)
@@ -82,14 +83,14 @@ def _computed(model: Any) -> torch.dtype:
     return autocast_inside(model) or model.dtype
 
 
-def _judge(model: Any, reads_source: bool) -> str | None:
+def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> str | None:
     """Why a model cannot be relied on, or None."""
     name = type(model).__name__
     try:
-        got, want = _after_source(model) if reads_source else _after_prompts(model)
+        got, want = _after_source(model) if reads_source else _after_prompts(model, adapter)
         if not reads_source and (names := _span_settings(model)):
             with _short_spans(model, names):
-                got, want = (torch.cat(both) for both in zip((got, want), _after_prompts(model), strict=True))
+                got, want = (torch.cat(both) for both in zip((got, want), _after_prompts(model, adapter), strict=True))
     except Unsupported as error:
         return str(error)
     except Exception as error:
@@ -143,9 +144,9 @@ def _words(model: Any) -> Tensor:
     return torch.tensor(plain or range(count))
 
 
-def _after_prompts(model: Any) -> tuple[Tensor, Tensor]:
+def _after_prompts(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
     """What fastspec and the model give after the same texts, logits [n, V] each."""
-    target = HFModel(model, None, rows=2, capacity=ROOM, tail=len(FIRST), taps=None, ops=TORCH)
+    target = HFModel(model, adapter, rows=2, capacity=ROOM, tail=len(FIRST), taps=None, ops=TORCH)
     texts, prefixes, got = _as_trees(target, _words(model))
     want, tokens = _own(model, texts)
     ends = [-1 - len(LEAVES[1]), -1]  # each row's last text ends in the second tree's last leaf; it is read on as a chain

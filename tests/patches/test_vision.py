@@ -1,0 +1,184 @@
+"""Images in a prompt: assisted calls of vision-language models give what plain decoding gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import free
+from helpers_models import tiny_head, tiny_model
+from helpers_sweep import tiny
+from helpers_vision import IMAGE, images, prompts_with_images, seeing
+from torch import Tensor
+from transformers import AutoModelForMultimodalLM, LogitsProcessor
+
+import fastspec
+from fastspec import Unsupported
+from fastspec.patches.backends import TORCH
+from fastspec.patches.call.inputs import OwnPrefill
+from fastspec.patches.hf.factory import language_model
+
+NEW = 20
+AROUND = (3, 4), (6, 9)
+TREE = fastspec.Eagle3(depth=3, top_k=3, total_tokens=12)
+ADAPTED = (
+    "gemma3", "llava", "mistral3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "paligemma",
+    "internvl", "llava_next",
+)  # fmt: skip
+GENERIC = "glm4v", "aya_vision"
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+
+
+def without_images(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, 7), "attention_mask": inputs["attention_mask"]}
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("kind", ADAPTED + GENERIC)
+def test_prompts_with_images_and_without(kind: str, device: str) -> None:
+    model = seeing(kind).to(device)
+    inputs = {name: each.to(device) for name, each in prompts_with_images(model, AROUND).items()}
+    text, other = without_images(inputs), {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
+    expected, of_text = free(model, inputs, NEW), free(model, text, NEW)
+    assert free(model, other, NEW) != expected
+    fastspec.patch(model, speculative=tiny_model(num_hidden_layers=2).to(device), eagle3=tiny_head(model).to(device))
+    for assistant in ("autoregressive", "nasd", "speculative", TREE):
+        assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+        assert free(model, text, NEW, assistant=assistant) == of_text, assistant
+    assert fastspec.report(model).mode.startswith("adapter" if kind in ADAPTED else "generic")
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_5", "paligemma", "glm4v"])
+def test_turns_go_on_with_more_images(kind: str) -> None:
+    """A turn with an image, one of text alone, and one with another image where transformers takes one behind a cache: models that give
+    images positions in rows and columns count those of the whole text from the images of this turn."""
+    plain = conversation(seeing(kind), {})
+    model = seeing(kind)
+    fastspec.patch(model, eagle3=tiny_head(model))
+    for assistant in ("nasd", TREE):
+        found = conversation(model, {"assistant": assistant})
+        for (text, cache), (wanted, wanted_cache) in zip(found, plain, strict=True):
+            assert text == wanted, assistant
+            for mine, theirs in zip(cache, wanted_cache, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
+    inputs, past, found = prompts_with_images(model, AROUND), None, []
+    types = {name: inputs.pop(name) for name in ("mm_token_type_ids", "token_type_ids") if name in inputs}
+    for turn in range(3):
+        out = model.generate(
+            **inputs, **types, max_new_tokens=7, do_sample=False, pad_token_id=0, eos_token_id=list(range(0, 80, 9)),
+            return_dict_in_generate=True, past_key_values=past, **options,
+        )  # fmt: skip
+        past = out.past_key_values
+        held = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in past.layers if hasattr(layer, "conv_states")]
+        new = out.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
+        real = torch.cat((inputs["attention_mask"], torch.ones(2, new, dtype=torch.long)), 1)[:, None, :, None]
+        for layer in past.layers:
+            if hasattr(layer, "keys"):  # what stands in place of padding is never seen
+                seen = real[:, :, -layer.keys.shape[2] :]
+                held.append((layer.keys * seen, layer.values * seen))
+        found.append((out.sequences.tolist(), [each.clone() for pair in held for each in pair]))
+        more = prompts_with_images(model, ((2, 3), (2, 3)), seed=turn)
+        again = turn == 1 and "image_grid_thw" not in more
+        ids = more.pop("input_ids") if again else torch.full((2, 3), 11)
+        whole = torch.cat((out.sequences, ids), 1)
+        added = whole.shape[1] - inputs["attention_mask"].shape[1]
+        mask = torch.cat((inputs["attention_mask"], torch.ones(2, added, dtype=torch.long)), 1)
+        for name in types:
+            fresh = more[name] if again else ids * 0
+            types[name] = torch.cat((types[name], fresh.new_zeros(2, added - ids.shape[1]), fresh), 1)
+        pictures = {name: each for name, each in more.items() if name.startswith(("pixel", "image"))} if again else {}
+        inputs = {"input_ids": whole, "attention_mask": mask, **pictures}
+    return found
+
+
+class Every(LogitsProcessor):
+    """A processor of somebody's own, which may have a state: such calls decode in lockstep."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - (torch.arange(scores.shape[-1]) % 7 == ids.shape[1] % 7) * 0.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_return_sequences": 2, "do_sample": True, "temperature": 1e-4},
+        {"logits_processor": [Every()]},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+        {"eos_token_id": list(range(0, 97, 9))},
+    ],
+)
+@pytest.mark.parametrize("kind", ["llava", "qwen3_5"])
+def test_settings_of_a_call(kind: str, options: dict[str, Any]) -> None:
+    model = seeing(kind)
+    inputs = prompts_with_images(model, AROUND)
+    given: dict[str, Any] = {**inputs, "max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    expected = model.generate(**given).tolist()
+    fastspec.patch(model)
+    assert model.generate(**given, assistant="nasd").tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "gemma3"])
+@torch.no_grad()
+def test_the_first_pass_leaves_what_a_pass_of_tokens_leaves(kind: str) -> None:
+    """Of a prompt without images the model's own pass and fastspec's give the same logits, features and keys, padding removed."""
+    model = seeing(kind)
+    inputs = without_images(prompts_with_images(model, AROUND))
+    ids, keep = inputs["input_ids"], inputs["attention_mask"].bool()
+    counts = keep.sum(1)
+    texts = torch.stack([torch.cat((row[kept], row[~kept])) for row, kept in zip(ids, keep, strict=True)])
+    for taps in (None, (), (0, 1, 2)):
+        mine, own = (language_model(model, None, rows=2, capacity=40, tail=4, taps=taps, ops=TORCH) for _ in range(2))
+        logits, features = mine.prefill(texts, counts)
+        prepared = {"attention_mask": inputs["attention_mask"], "position_ids": (keep.cumsum(1) - 1).clamp(min=0), "use_cache": True}
+        other, own_features = OwnPrefill(model, model.generation_config, ids, keep, prepared)(own)
+        torch.testing.assert_close(other, logits, rtol=1e-4, atol=1e-4)
+        assert own_features.shape == features.shape and own.lengths.tolist() == mine.lengths.tolist() == counts.tolist()
+        for row, count in enumerate(counts.tolist()):
+            torch.testing.assert_close(own_features[row, :count], features[row, :count], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(own.attention.k[:, row, :, :count], mine.attention.k[:, row, :, :count], rtol=1e-4, atol=1e-4)
+
+
+def test_videos_and_images_in_one_prompt() -> None:
+    model = seeing("qwen2_5_vl")
+    grid, generator = torch.tensor([[2, 4, 4]]), torch.Generator().manual_seed(3)
+    size = 3 * model.config.vision_config.temporal_patch_size * model.config.vision_config.patch_size**2
+    ids = torch.tensor([[5, *[91] * 8, 6, *[IMAGE] * 6, 7, 8]])
+    inputs = {
+        **images(model, 1), "pixel_values_videos": torch.randn(32, size, generator=generator), "video_grid_thw": grid,
+        "second_per_grid_ts": torch.tensor([1.0]), "input_ids": ids, "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == 91).int(),
+    }  # fmt: skip
+    expected = free(model, inputs, NEW)
+    with fastspec.patched(model):
+        assert free(model, inputs, NEW, assistant="nasd") == expected
+
+
+def test_sound_goes_through_the_first_pass_too() -> None:
+    model = tiny("qwen2_audio", AutoModelForMultimodalLM)
+    sizes, frames = model.config.audio_config, torch.tensor([40, 56])
+    seen = torch.arange(2 * sizes.max_source_positions) < frames[:, None]
+    rows = [[3, 5, *[96] * 10, 7, 8, 9], [11, *[96] * 14, 12, 13]]  # four frames make a token
+    ids = torch.tensor([[0] * (17 - len(row)) + row for row in rows])
+    sound = torch.randn(2, sizes.num_mel_bins, 2 * sizes.max_source_positions, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "input_features": sound, "feature_attention_mask": seen.long()}
+    expected = free(model, inputs, NEW)
+    assert free(model, {**inputs, "input_features": sound.flip(-1)}, NEW) != expected
+    fastspec.patch(model, eagle3=tiny_head(model))
+    for assistant in ("nasd", TREE):
+        assert free(model, inputs, NEW, assistant=assistant) == expected
+
+
+def test_what_cannot_be_combined_is_refused_by_name() -> None:
+    model = seeing("llava")
+    inputs = prompts_with_images(model, AROUND)
+    with fastspec.patched(model):
+        with pytest.raises(Unsupported, match="ContinuousBatch takes prompts of tokens alone, without mm_encoder_outputs"):
+            free(model, inputs, NEW, assistant=fastspec.ContinuousBatch("nasd", rows=1))
+        assert free(model, without_images(inputs), NEW, assistant=fastspec.ContinuousBatch("nasd", rows=1))
+    text = tiny_model()
+    with fastspec.patched(text), pytest.raises(Unsupported, match="pixel_values cannot be combined"):
+        free(text, inputs, NEW, assistant="nasd")
