@@ -6,11 +6,15 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.patches.hf.families import ADAPTERS
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 
+FAMILIES = tuple(kind for kind in ADAPTERS if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""The families with an adapter that come as a language model of their own; the others stand in vision-language models."""
 COMMON = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
     "max_position_embeddings": 512, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 5,

@@ -9,7 +9,7 @@ import torch
 from helpers_generate import EAGLE1, NEVER, SHALLOW, bigram, kept, prompts, same, seer1, stats
 from helpers_heads import EAGLE1 as PUBLISHED_KEYS
 from helpers_heads import as_eagle, write
-from helpers_models import tiny_head, tiny_model
+from helpers_models import FAMILIES, tiny_head, tiny_model
 from test_sampling import CASES, SIGNIFICANCE, distribution, p_value, padded, sample
 
 import fastspec
@@ -73,7 +73,7 @@ def test_a_sample_of_one_token_is_the_greedy_text(made, kind, assistant, options
     same(made[kind], assistant, prompts(5, 9), do_sample=True, eos_token_id=NEVER, **options)
 
 
-@pytest.mark.parametrize("kind", [*ADAPTERS, *GENERIC])
+@pytest.mark.parametrize("kind", [*FAMILIES, *GENERIC])
 def test_every_family(kind):
     model = tiny_model(kind, **SHALLOW)
     inputs, options = prompts(9, 3, 6), {"max_new_tokens": 12, "do_sample": False}
@@ -85,7 +85,7 @@ def test_every_family(kind):
         assert fastspec.report(model).mode.startswith("adapter" if kind in ADAPTERS else "generic")
 
 
-@pytest.mark.parametrize("kind", [*ADAPTERS, *GENERIC])
+@pytest.mark.parametrize("kind", [*FAMILIES, *GENERIC])
 @torch.no_grad()
 def test_the_feature_is_what_the_lm_head_reads(kind):
     """Taps () give the last hidden state after the final norm, of the prompt and of the nodes of a tree."""

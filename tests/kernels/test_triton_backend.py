@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers_generate import MAKERS, SHALLOW, TREE, prompts, seer1
-from helpers_models import tiny_head, tiny_model
+from helpers_models import FAMILIES, tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec
@@ -19,14 +19,13 @@ from fastspec.config import TreeShape
 from fastspec.errors import Unsupported
 from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.backends import triton_ops
-from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.session import session_of
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
-FAMILIES = ((CPU, ("qwen2", "qwen3", "mixtral")), (CUDA, tuple(ADAPTERS)))  # a bias, q/k norms, experts: the interpreter is slow
+HERE = ((CPU, ("qwen2", "qwen3", "mixtral")), (CUDA, FAMILIES))  # a bias, q/k norms, experts: the interpreter is slow
 SMALL = fastspec.Eagle3(depth=2, top_k=2, total_tokens=6)
 
 
@@ -36,7 +35,7 @@ def moved(inputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "device"),
-    [pytest.param(f, *d.values, marks=d.marks, id=f"{f}-{d.values[0]}") for d, families in FAMILIES for f in families],
+    [pytest.param(f, *d.values, marks=d.marks, id=f"{f}-{d.values[0]}") for d, families in HERE for f in families],
 )
 def test_every_family_says_in_fp32_what_the_unpatched_model_says(family, device):
     model = tiny_model(family, num_hidden_layers=2, num_attention_heads=4).to(device)

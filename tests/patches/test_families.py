@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 from helpers_generate import SHALLOW
-from helpers_models import tiny_config, tiny_head, tiny_model
+from helpers_models import FAMILIES, tiny_config, tiny_head, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -54,7 +54,7 @@ def prompts(rows: int = 3, width: int = 9) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("kind", [*ADAPTERS, *GENERIC, "hooked", *ROPES])
+@pytest.mark.parametrize("kind", [*FAMILIES, *GENERIC, "hooked", *ROPES])
 def test_greedy_tokens_equal_the_unpatched_ones(kind: str) -> None:
     model, inputs = model_of(kind), {**prompts(), "max_new_tokens": 16, "do_sample": False}
     expected = model.generate(**inputs)
@@ -84,7 +84,7 @@ def trees(draw: st.DrawFn) -> TokenTree:
     return TokenTree.from_parents(torch.tensor(tokens), torch.tensor(parents), nodes)
 
 
-@pytest.mark.parametrize("kind", [*ADAPTERS, *GENERIC, "hooked", *ROPES])
+@pytest.mark.parametrize("kind", [*FAMILIES, *GENERIC, "hooked", *ROPES])
 @settings(max_examples=5, deadline=None, database=None, derandomize=True)
 @given(tree=trees(), counts=st.lists(st.integers(1, 7), min_size=2, max_size=2))
 @torch.no_grad()

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from helpers_generate import MAKERS, TREE, bigram, prompts, seer, seer1
-from helpers_models import tiny_head, tiny_model
+from helpers_models import FAMILIES, tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec
@@ -21,7 +21,7 @@ from fastspec.generation.verify import choose, walk, walk_drawn
 from fastspec.kernels.attention import reference as attention_reference
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.patches.backends import TORCH, triton_ops
-from fastspec.patches.hf.families import ADAPTERS, adapter_for
+from fastspec.patches.hf.families import adapter_for
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.session import session_of
 
@@ -35,7 +35,7 @@ def moved(inputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 
 
 @ON_CUDA
-@pytest.mark.parametrize("family", [*ADAPTERS, "gpt2", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "gpt_neox", "phi3"])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
 def test_every_family_says_in_fp32_what_the_unpatched_model_says(family, assistant, device):
     model = tiny_model(family).to(device)
