@@ -137,7 +137,8 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         keys, sinks = few(1, kv_heads, 16384, size), few(heads)
         for span, extras in ((Span(4096), {}), (Span(128), {"sinks": sinks}), (Span(4096), {"cap": 50.0}), (Span(8192, chunk=True), {})):
             depths = None if rows == 1 else whole(1, rows)
-            layout = tree_layout.attention_layout(whole(1), words, rows, rows, 16000, group, span=span, depths=depths)
+            cut = {"span": span, "depths": depths, "ring": None if span.chunk else span.size + 1024}
+            layout = tree_layout.attention_layout(whole(1), words, rows, rows, 16000, group, **cut)
             yield f"tree_attention, {rows} rows, {span} {' '.join(extras)}", lambda n=rows, k=keys, to=layout, more=extras: (
                 tree_attention.tree_attention(few(1, n, heads, size), k, k, to, size**-0.5, **more)
             )

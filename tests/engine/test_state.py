@@ -15,7 +15,7 @@ from torch import Tensor
 from fastspec import Unsupported
 from fastspec.errors import FastSpecError
 from fastspec.generation.state import sequence as module
-from fastspec.generation.state.attention import FirstLayers, FullAttentionState
+from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.tree import Verdict
 from fastspec.patches.backends import TORCH
@@ -175,8 +175,8 @@ def test_a_view_of_the_first_layers_is_the_whole_caches_memory(monkeypatch):
     monkeypatch.setattr(module, "FIRST_SLOTS", 4)
     whole = filled(made(9, layers=3))
     whole.lengths.fill_(2)
-    layers = FirstLayers(whole.attention, 2)
-    view = SharedState(whole, layers)
+    view = SharedState(whole, 2)
+    (layers,) = view.kinds
     assert torch.equal(layers.k, whole.k[:2]) and torch.equal(layers.v, whole.v[:2]) and (view.limit, view.tail) == (9, 3)
     view.grow(torch.tensor([1, 2]))
     assert (view.lengths.tolist(), whole.lengths.tolist()) == ([3, 4], [2, 2])
@@ -197,7 +197,7 @@ def test_layers_are_written_one_by_one():
 def test_transformers_view_writes_at_the_slots_and_shows_the_extent():
     cache, slots = filled(made(9)), torch.tensor([[2, 3], [5, 6]])
     cache.lengths.copy_(torch.tensor([2, 5]))
-    view = SlotCache(cache, cache.attention, TORCH, slots, 7)
+    view = SlotCache(cache, TORCH, {None: slots}, 7)
     keys, values = torch.randn(2, 3, 2, 5), torch.randn(2, 3, 2, 5)
     shown = view.update(keys, values, 1)
     assert [x.shape for x in shown] == [(2, 3, 7, 5)] * 2

@@ -24,6 +24,7 @@ from fastspec.kernels.attention import hopper as hopper_attention
 from fastspec.kernels.attention import layout as layouts
 from fastspec.kernels.attention import reference
 from fastspec.kernels.attention import tree as kernels
+from fastspec.kernels.attention.layout import TreeLayout
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.drafting import reference as drafting_reference
 
@@ -35,7 +36,7 @@ class SpanCase(Case):
 
     def __init__(
         self, prefixes: list[int], nodes: int, heads: tuple[int, int], size: int, dtype: torch.dtype, device: str, span: Span | None, *,
-        chain: bool = False, sinks: bool = False, cap: float | None = None, capacity: int = 0, seed: int = 0,
+        chain: bool = False, sinks: bool = False, cap: float | None = None, capacity: int = 0, seed: int = 0, spare: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(prefixes, nodes, heads, size, dtype, device, chain=chain, capacity=capacity, seed=seed)
         generator = torch.Generator().manual_seed(seed)
@@ -56,6 +57,23 @@ class SpanCase(Case):
         for x in (self.k, self.v):
             x[:, :, : self.extent].masked_fill_(unseen, torch.nan)
             x[:, :, self.extent :] = torch.nan
+        self.ring = None if spare is None or span is None else span.size + nodes + spare
+        if self.ring is not None:
+            self.k, self.v = (self.wound(x) for x in (self.k, self.v))
+
+    def wound(self, cache: Tensor) -> Tensor:
+        """The same of a cache whose slots go round in a ring, with NaN where no slot of the text stands."""
+        assert self.ring is not None
+        wound = torch.full_like(cache[:, :, :1], torch.nan).repeat(1, 1, self.ring, 1)
+        for row, prefix in enumerate(self.prefix.tolist()):
+            for slot in range(max(0, prefix + self.nodes - self.ring), prefix + self.nodes):
+                wound[row, :, slot % self.ring] = cache[row, :, slot]
+        return wound
+
+    def layout(self) -> TreeLayout:
+        return layouts.attention_layout(
+            self.prefix, self.words, self.nodes, self.tail, self.extent, self.group, **self.seeing, ring=self.ring
+        )  # fmt: skip
 
 
 def in_splits(count: int):
@@ -76,13 +94,37 @@ CAPS = st.sampled_from([None, 0.5, 30.0])
 @ON_CPU
 @given(
     PREFIXES, st.sampled_from([1, 2, 7, 33, 65]), HEADS, st.sampled_from([8, 20, 64]), st.sampled_from([torch.float32, torch.float16]),
-    SPANS, st.booleans(), st.booleans(), CAPS, st.sampled_from([0, 1, 3, 16]), st.integers(0, 2**31),
+    SPANS, st.booleans(), st.booleans(), CAPS, st.sampled_from([0, 1, 3, 16]), st.sampled_from([None, 0, 1, 30]), st.integers(0, 2**31),
 )  # fmt: skip
-@examples(40)
-def test_the_interpreted_kernels_agree_with_the_reference(prefixes, nodes, heads, size, dtype, span, chain, sinks, cap, splits, seed):
-    case = SpanCase(prefixes, nodes, heads, size, dtype, "cpu", span, chain=chain, sinks=sinks, cap=cap, seed=seed)
+@examples(50)
+def test_the_interpreted_kernels_agree_with_the_reference(
+    prefixes, nodes, heads, size, dtype, span, chain, sinks, cap, splits, spare, seed
+):  # fmt: skip
+    """What is expected is of a cache that holds the whole text, whether the kernel's is a ring or not."""
+    case = SpanCase(prefixes, nodes, heads, size, dtype, "cpu", span, chain=chain, sinks=sinks, cap=cap, seed=seed, spare=spare)
     with in_splits(splits):
         case.check()
+
+
+@given(PREFIXES, st.sampled_from([1, 2, 7, 33, 65]), HEADS, SPANS, st.booleans(), st.sampled_from([0, 1, 30]), st.integers(0, 2**31))
+@examples(60)
+def test_a_ring_holds_what_is_seen(prefixes, nodes, heads, span, chain, spare, seed):
+    case = SpanCase(prefixes, nodes, heads, 8, torch.float64, "cpu", span, chain=chain, seed=seed, spare=spare)
+    k, v = (case.wound(x).nan_to_num(1e30) for x in case.clean)
+    layout = reference.attention_layout(
+        case.prefix, case.words, nodes, nodes, case.extent, case.group, **case.seeing, ring=case.ring
+    )  # fmt: skip
+    torch.testing.assert_close(reference.tree_attention(case.q, k, v, layout, case.scale), case.expected()[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nodes", [1, 7, 33, 60, 300])
+@pytest.mark.parametrize("span", [Span(128), Span(1000), Span(512, chunk=True)], ids=str)
+def test_rings_of_a_compiled_kernel(dtype, nodes, span):
+    for chain in (True, False):
+        SpanCase([3000, 40, 1151, 0], nodes, (2, 4), 64, dtype, "cuda", span, chain=chain, sinks=True, spare=512).check()
 
 
 @EVERYWHERE

@@ -9,11 +9,13 @@ import torch
 from helpers_generate import SHALLOW, free, prompts
 from helpers_models import tiny_head, tiny_model
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LogitsProcessor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LogitsProcessor
 
 import fastspec
+from fastspec.generation.state import window
 from fastspec.kernels.attention.reference import Span, attention_layout
 from fastspec.patches.hf import trust
+from fastspec.patches.hf.model import HFModel
 
 SPAN, NEW = 8, 26
 ROWS = prompts(5, 11)
@@ -31,6 +33,14 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Model type -> what makes its layers see SPAN positions, all of them or some."""
+
+
+@pytest.fixture(autouse=True)
+def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings that the texts of these tests go round, some of them twice."""
+    monkeypatch.setattr(window, "SLACK", 4)
+    monkeypatch.setattr(window, "STEP", 1)
+    monkeypatch.setattr("fastspec.patches.hf.model.PREFILL_CHUNK", 4)
 
 
 SEEDS = {"gemma2": 4}
@@ -120,6 +130,35 @@ def conversation(model: Any, lengths: tuple[int, ...], options: dict[str, Any]) 
         mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
         inputs = {"input_ids": ids, "attention_mask": mask}
     return found
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "phi3"])
+def test_a_cache_that_was_not_told_of_windows_comes_back_whole(kind: str) -> None:
+    """It keeps every token of a layer: a text that the caller makes shorter again sees more of them."""
+    model = windowed(kind)
+
+    def called(**options: Any) -> list[Tensor]:
+        cache = DynamicCache()
+        model.generate(**ROWS, max_new_tokens=NEW, do_sample=False, eos_token_id=None, past_key_values=cache, **options)
+        real = torch.cat((ROWS["attention_mask"], torch.ones(2, NEW - 1, dtype=torch.long)), 1)[:, None, :, None]
+        return [states * real for layer in cache.layers for states in (layer.keys, layer.values)]
+
+    expected = called()
+    fastspec.patch(model)
+    for mine, theirs in zip(called(assistant="nasd"), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "phi3"])
+def test_what_is_kept_does_not_grow_with_the_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    kept = HFModel.__init__
+    monkeypatch.setattr(HFModel, "__init__", lambda self, *args, **more: (kept(self, *args, **more), made.append(self))[0])
+    model = windowed(kind)
+    with fastspec.patched(model):
+        free(model, ROWS, 60, assistant="nasd")
+    slots = {None if state.ring is None else "ring": state.k.shape[3] for state in made[-1].state.kinds}
+    assert slots["ring"] == SPAN + 4 + made[-1].state.tail < 40 and slots.get(None, 71) >= 71
 
 
 def test_a_tree_is_cut_by_positions_and_not_by_slots() -> None:

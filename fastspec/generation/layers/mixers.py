@@ -26,12 +26,13 @@ Linear: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Where the nodes of one pass stand: rotary tables, positions and slots [B, N], and the attention's layouts."""
+    """Where the nodes of one pass stand: rotary tables, positions and slots [B, N] int64, and the attention's layouts."""
 
     rotary: Mapping[str | None, tuple[Tensor, Tensor]]
     """Tables cos, sin [P, R / 2] by the kind of layer; None: of all layers."""
     positions: Tensor
-    slots: Tensor
+    slots: Mapping[int | None, Tensor]
+    """By how many slots a state goes round in, None: it does not."""
     layouts: Mapping[Span | None, Any]
     """By what a layer's queries see of the text, all of it (None) or a span; of the backend's own kind."""
     parents: Tensor | None = None
@@ -80,8 +81,8 @@ class FullAttention(SequenceMixer):
         k, v = self.state.k[self.index], self.state.v[self.index]
         qkv = self.qkv(x)
         q = self.ops.rope_cache(
-            qkv, *nodes.rotary[self.rotary], nodes.positions, k, v, nodes.slots, self.q_norm, self.k_norm, self.eps, self.unit_offset,
-            self.gated,
+            qkv, *nodes.rotary[self.rotary], nodes.positions, k, v, nodes.slots[self.state.ring], self.q_norm, self.k_norm, self.eps,
+            self.unit_offset, self.gated,
         )  # fmt: skip
         mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.span], self.scale, sinks=self.sinks, cap=self.cap)
         return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,9 @@ from fastspec.generation.state.base import Held, LayerState, Moves
 
 class FullAttentionState(LayerState):
     """Keys `k` and values `v` [L, B, Hkv, C, D] of L layers and B rows, C slots a row."""
+
+    ring: int | None = None
+    """How many slots positions go round in; None: the token at position p stands in slot p."""
 
     def __init__(self, layers: int, rows: int, kv_heads: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.layers = layers
@@ -44,13 +49,13 @@ class FullAttentionState(LayerState):
         for mine, theirs in ((self.k, other.k), (self.v, other.v)):
             mine[:, row, :, :count] = theirs[:, 0, :, :count]
 
-    def load(self, layer: int, held: Held, order: Tensor) -> None:
+    def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
         """Take keys and values [B, Hkv, T, D] of one layer's first tokens."""
         row = torch.arange(len(order), device=order.device)[:, None]
         for buffer, states in zip((self.k, self.v), held, strict=True):
             buffer[layer][:, :, : order.shape[1]] = states.transpose(1, 2)[row, order].transpose(1, 2)
 
-    def export(self, layer: int, slots: Tensor, real: Tensor) -> Held:
+    def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
         """Keys and values [B, Hkv, T, D] of one layer at slots [B, T]; zeros where `real` [B, T] is false."""
         row = torch.arange(len(slots), device=slots.device)[:, None]
         keys, values = (
@@ -69,7 +74,13 @@ class FirstLayers(FullAttentionState):
     """The first layers of another state, as they are now."""
 
     def __init__(self, whole: FullAttentionState, layers: int) -> None:
-        self.whole, self.layers = whole, layers
+        self.whole, self.layers, self.ring = whole, layers, whole.ring
+
+    def commit(self, ops: Ops, moves: Moves) -> None:
+        """Move the accepted paths to the end of their rows' tokens."""
+        if self.ring is not None:
+            moves = replace(moves, sources=moves.sources % self.ring, targets=moves.targets % self.ring)
+        super().commit(ops, moves)
 
     @property
     def k(self) -> Tensor:  # type: ignore[override]

@@ -58,9 +58,11 @@ class LayerState(ABC):
         """Begin with an empty text."""
 
     @abstractmethod
-    def load(self, layer: int, held: Held, order: Tensor) -> None:
-        """Take what transformers keeps of one layer's first tokens; order [B, T] are the columns that a row's tokens stand in."""
+    def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
+        """Take what transformers keeps of one layer's first tokens; order [B, T] are the columns that a row's tokens stand in, the first
+        counts [B] of them."""
 
     @abstractmethod
-    def export(self, layer: int, slots: Tensor, real: Tensor) -> Held:
-        """What transformers keeps of the tokens of one layer in slots [B, T]; zeros where `real` [B, T] is false."""
+    def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
+        """What transformers keeps of the tokens of one layer in slots [B, T] of texts of lengths [B]; zeros where `real` [B, T] is
+        false."""

@@ -66,12 +66,12 @@ class DeltaState(LayerState):
         self.s[:, row] = other.s[:, 0]
         self.held[:, row] = other.held[:, 0]
 
-    def load(self, layer: int, held: Held, order: Tensor) -> None:
+    def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
         """Take the inputs [B, C, K] of a convolution and a state [B, Hv, Dk, Dv], which stand behind all of the text."""
         inputs, state = held
         self.held[layer] = inputs.transpose(1, 2)
         self.s[layer] = state
 
-    def export(self, layer: int, slots: Tensor, real: Tensor) -> Held:
+    def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
         """The same of one layer; it stands behind the row's committed tokens, whatever is asked for."""
         return self.held[layer].transpose(1, 2).contiguous(), self.s[layer].clone()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastspec.errors import FastSpecError
 from fastspec.generation.ops import Ops
+from fastspec.generation.state.attention import FirstLayers, FullAttentionState
 from fastspec.generation.state.base import LayerState, Moves
 from fastspec.generation.tree import Verdict
 from fastspec.kernels.cache.reference import grow
@@ -50,7 +51,7 @@ class SequenceState:
     ) -> None:  # fmt: skip
         self.kinds, self.tail, self.slots = tuple(kinds), tail, 0
         order = [0] * kinds[0].layers if order is None else order
-        self.places = [(self.kinds[kind], order[:layer].count(kind)) for layer, kind in enumerate(order)]
+        self.places: list[tuple[LayerState, int]] = [(self.kinds[kind], order[:layer].count(kind)) for layer, kind in enumerate(order)]
         """The state of every layer of the model, and the layer's number in it."""
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.open(capacity)
@@ -123,9 +124,14 @@ class SharedState(SequenceState):
     They write into the other's provisional tail, which the next pass over all layers writes anew, and it grows for both.
     """
 
-    def __init__(self, whole: SequenceState, layers: LayerState) -> None:
-        self.whole, self.kinds, self.tail, self.places = whole, (layers,), whole.tail, whole.places[: layers.layers]
-        self.lengths = whole.lengths.clone()
+    def __init__(self, whole: SequenceState, depth: int) -> None:
+        self.whole, self.tail, self.lengths = whole, whole.tail, whole.lengths.clone()
+        of = [kind for kind, _ in whole.places[:depth]]
+        first = {kind: FirstLayers(kind, of.count(kind)) for kind in dict.fromkeys(of) if isinstance(kind, FullAttentionState)}
+        if len(first) < len(set(of)):
+            raise TypeError("only layers that keep keys and values can be shared: other states cannot be taken back")
+        self.kinds = tuple(first.values())
+        self.places = [(first[kind], index) for kind, index in whole.places[:depth] if isinstance(kind, FullAttentionState)]
 
     @property
     def slots(self) -> int:  # type: ignore[override]

@@ -40,8 +40,8 @@ def _few_kernel(
     p_q, p_k, p_v, p_out, p_part, p_lse, p_prefix, p_words, p_depths, p_sinks, scale2, nodes, tail, extent, splits, kv_heads,
     s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn, s_d,
     S_K: tl.constexpr, S_V: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, RING: tl.constexpr,
+    CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -87,8 +87,13 @@ def _few_kernel(
         if SPAN > 0:
             m_slot = m_slot & (o_slot >= low)
         m_kv = m_slot[:, None] & m_d[None, :]
-        b_k = tl.load(p_k + start.to(tl.int64) * S_K + o_k, mask=m_kv, other=0.0)
-        b_v = tl.load(p_v + start.to(tl.int64) * S_V + o_v, mask=m_kv, other=0.0)
+        if RING > 0:
+            o_ring = (o_slot % RING).to(tl.int64)[:, None]
+            b_k = tl.load(p_k + o_ring * S_K + o_d[None, :], mask=m_kv, other=0.0)
+            b_v = tl.load(p_v + o_ring * S_V + o_d[None, :], mask=m_kv, other=0.0)
+        else:
+            b_k = tl.load(p_k + start.to(tl.int64) * S_K + o_k, mask=m_kv, other=0.0)
+            b_v = tl.load(p_v + start.to(tl.int64) * S_V + o_v, mask=m_kv, other=0.0)
         o_rel = o_slot - prefix
         if CHAIN:  # noqa: SIM108
             m_tail = o_rel[None, :] <= o_node[:, None]
@@ -163,7 +168,7 @@ def few_attention(
         layout.prefix.stride(0), s_wb, s_wn, None if depths is None else depths.stride(0),
         S_K=k.stride(2), S_V=v.stride(2), GROUP=heads // kv_heads, D=size, BLOCK_M=MAX_ROWS, BLOCK_N=launch.block_n,
         BLOCK_D=block_d, CHAIN=words is None, SPLIT=splits > 1, SPAN=span.size if span else 0, CHUNK=span is not None and span.chunk,
-        CAP=cap2, STAGES=stages, num_warps=launch.warps, num_stages=stages, **dependent(q.device),
+        RING=layout.ring, CAP=cap2, STAGES=stages, num_warps=launch.warps, num_stages=stages, **dependent(q.device),
     )  # fmt: skip
     if splits > 1:
         merge(part, lse, out, kv_heads, sinks)

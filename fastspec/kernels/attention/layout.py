@@ -15,7 +15,7 @@ class TreeLayout:
     """What N queries of each row may see, made once per forward pass and shared by its layers. No mask is stored.
 
     `prefix` [B] int64; `words` [B, N, W] int64 or None for a chain; `extent` bounds prefix + tail; `depths` [B, N] int64 or None where node
-    j is at depth j, and always None without a `span`.
+    j is at depth j, and always None without a `span`. With a `ring` slot p stands in slot p % ring of the cache; 0: in slot p.
     """
 
     prefix: Tensor
@@ -26,6 +26,7 @@ class TreeLayout:
     group: int
     span: Span | None = None
     depths: Tensor | None = None
+    ring: int = 0
 
     @property
     def chain(self) -> bool:
@@ -39,7 +40,7 @@ class TreeLayout:
 
 def attention_layout(
     prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1, *, span: Span | None = None,
-    depths: Tensor | None = None,
+    depths: Tensor | None = None, ring: int | None = None,
 ) -> TreeLayout:  # fmt: skip
     """Lay out tree attention: prefix [B] int64 slots are seen by all, then `tail` slots by ancestor bits.
 
@@ -49,7 +50,8 @@ def attention_layout(
 
     A `span` cuts what is seen by positions: that of a prefix slot is its number, that of tail slot j, which is node j, is
     prefix + depths[b, j] (int64 [B, N], last dimension contiguous, none negative; None: j). What lies before the first position that a
-    query sees is not read. Raises ValueError for what it does not accept.
+    query sees is not read. With a `ring`, which only a span can have, slot p stands in slot p % ring of the cache. Raises ValueError for
+    what it does not accept.
     """
     if prefix.ndim != 1 or prefix.dtype != torch.int64:
         raise ValueError(f"prefix is {prefix.dtype} of shape {tuple(prefix.shape)}; it must be int64 of shape [B]")
@@ -61,9 +63,13 @@ def attention_layout(
         if words.shape[2] > 1 and words.stride(2) != 1:
             raise ValueError(f"words have strides {words.stride()}; the last dimension must be contiguous: words.contiguous()")
     if span is None:
+        if ring is not None:
+            raise ValueError(f"a ring of {ring} slots holds the end of a text, and without a span all of it is seen")
         return TreeLayout(prefix, words, nodes, tail, extent, group)
     _check_span(prefix, nodes, tail, span, depths)
-    return TreeLayout(prefix, words, nodes, tail, extent, group, span, depths)
+    if ring is not None and ring < span.size - 1 + tail:
+        raise ValueError(f"a ring of {ring} slots does not hold a span of {span.size} positions and a tail of {tail} slots")
+    return TreeLayout(prefix, words, nodes, tail, extent, group, span, depths, ring or 0)
 
 
 def _check_span(prefix: Tensor, nodes: int, tail: int, span: Span, depths: Tensor | None) -> None:

@@ -41,29 +41,33 @@ class AttentionLayout:
 
 def attention_layout(
     prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1, *, span: Span | None = None,
-    depths: Tensor | None = None,
+    depths: Tensor | None = None, ring: int | None = None,
 ) -> AttentionLayout:  # fmt: skip
     """Lay out tree attention: prefix [B] int64 slots are seen by all, then `tail` slots by ancestor bits.
 
     Bit j of words [B, N, W] int64 says whether the node sees tail slot j; words=None means a chain (slot j is seen by
     nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent. `group` is the number
     of query heads per key head. A `span` cuts what is seen by positions: that of a prefix slot is its number, that of tail slot j, which
-    is node j, prefix + depths[b, j] (int64 [B, N], None for a chain, where it is j).
+    is node j, prefix + depths[b, j] (int64 [B, N], None for a chain, where it is j). With a `ring` slot p stands in slot p % ring of the
+    cache, and what lies further back has been written over: the ring holds the span and the tail.
     """
-    slot = torch.arange(extent, device=prefix.device)
-    rel = slot[None, :] - prefix[:, None]  # [B, E], negative in the prefix
+    slot = torch.arange(extent if ring is None else min(extent, ring), device=prefix.device)
+    if ring is not None:
+        last = prefix[:, None] + tail - 1
+        slot = last - (last - slot) % ring  # the slot of the text that stands there
+    rel = slot - prefix[:, None]  # [B, E], negative in the prefix
     in_tail = (rel >= 0) & (rel < tail)
     if words is None:
         seen = rel[:, None, :] <= torch.arange(nodes, device=prefix.device)[None, :, None]
     else:
         where = rel.clamp(0, 64 * words.shape[2] - 1)[:, None, :].expand(-1, nodes, -1)
         seen = (words.gather(2, where >> 6) >> (where & 63)) & 1 == 1
-    visible = ((rel < 0)[:, None, :] | (in_tail[:, None, :] & seen))[:, None]
+    visible = (((rel < 0) & (slot >= 0))[:, None, :] | (in_tail[:, None, :] & seen))[:, None]
     if span is not None:
         depth = torch.arange(nodes, device=prefix.device).expand(len(prefix), -1) if depths is None else depths
         keys = torch.where(rel < 0, slot, prefix[:, None] + depth.gather(1, rel.clamp(0, nodes - 1)))
         visible = visible & span.sees((prefix[:, None] + depth)[:, :, None], keys[:, None, :])[:, None]
-    return AttentionLayout(visible, visible.repeat(1, 1, group, 1) if group > 1 else visible, extent)
+    return AttentionLayout(visible, visible.repeat(1, 1, group, 1) if group > 1 else visible, visible.shape[-1])
 
 
 def tree_attention(

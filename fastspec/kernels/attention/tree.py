@@ -69,7 +69,7 @@ def _attention_kernel(
     s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn, s_d,
     S_K: tl.constexpr, S_V: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, MIN_BLOCKS: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr,
-    SPAN: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, TAIL_STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPAN: tl.constexpr, CHUNK: tl.constexpr, RING: tl.constexpr, CAP: tl.constexpr, TAIL_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -120,7 +120,11 @@ def _attention_kernel(
 
     for block in range(first, tl.minimum(last, full)):
         start = (rest + block * BLOCK_N).to(tl.int64)
-        if D == BLOCK_D:
+        if RING > 0:
+            o_ring = ((start + o_n) % RING)[:, None]
+            b_k = tl.load(p_k + o_ring * S_K + o_d[None, :], mask=m_d[None, :], other=0.0)
+            b_v = tl.load(p_v + o_ring * S_V + o_d[None, :], mask=m_d[None, :], other=0.0)
+        elif D == BLOCK_D:
             b_k = tl.load(p_k + start * S_K + o_k)
             b_v = tl.load(p_v + start * S_V + o_v)
         else:
@@ -138,8 +142,13 @@ def _attention_kernel(
         o_slot = start + o_n
         # Slots that nobody sees may hold anything: 0 * nan is nan, so they are not loaded.
         m_kv = ((o_slot >= low) & (o_slot < end))[:, None] & m_d[None, :]
-        b_k = tl.load(p_k + start.to(tl.int64) * S_K + o_k, mask=m_kv, other=0.0)
-        b_v = tl.load(p_v + start.to(tl.int64) * S_V + o_v, mask=m_kv, other=0.0)
+        if RING > 0:
+            o_ring = (o_slot % RING).to(tl.int64)[:, None]
+            b_k = tl.load(p_k + o_ring * S_K + o_d[None, :], mask=m_kv, other=0.0)
+            b_v = tl.load(p_v + o_ring * S_V + o_d[None, :], mask=m_kv, other=0.0)
+        else:
+            b_k = tl.load(p_k + start.to(tl.int64) * S_K + o_k, mask=m_kv, other=0.0)
+            b_v = tl.load(p_v + start.to(tl.int64) * S_V + o_v, mask=m_kv, other=0.0)
         o_rel = o_slot - prefix
         if CHAIN:
             m_tail = o_rel[None, :] <= o_node[:, None]
@@ -211,7 +220,7 @@ def tree_attention(
     kv_heads, capacity = k.shape[1], k.shape[2]
     group, rows, pairs = layout.group, nodes * layout.group, batch * kv_heads
     block_d = max(16, triton.next_power_of_2(size))
-    extent = min(layout.extent, capacity)
+    extent = layout.extent if layout.ring else min(layout.extent, capacity)
     out = q.new_empty(q.shape)
     if out.numel() == 0:
         return out
@@ -245,7 +254,7 @@ def tree_attention(
             None if depths is None else depths.stride(0),
             S_K=k.stride(2), S_V=v.stride(2), GROUP=group, D=size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=block_d,
             MIN_BLOCKS=launch.least, CHAIN=chain, SPLIT=splits > 1, SPAN=span.size if span else 0,
-            CHUNK=span is not None and span.chunk, CAP=cap2, TAIL_STAGES=max(2, stages - 1),
+            CHUNK=span is not None and span.chunk, RING=layout.ring, CAP=cap2, TAIL_STAGES=max(2, stages - 1),
             num_warps=launch.warps, num_stages=stages, **dependent(q.device),
         )  # fmt: skip
     if splits > 1:

@@ -39,7 +39,7 @@ class Assembly:
     scores [R, V] as its `processors` do where these look at no history, or under `settings` alone. `answers` tells whether given texts are
     verified first; `measures` and `pad_token` are those of `RoundProgram`. The target begins behind `past`, keys and values
     [B, Hkv, T, D] of each layer, where keep [B, T] bool is True for what is real; positions begin
-    shift [B] further than tokens are counted.
+    shift [B] further than tokens are counted. Where it is `bounded`, layers keep no more of a text than they can see again.
     """
 
     model: PreTrainedModel
@@ -61,6 +61,7 @@ class Assembly:
     past: list[Held] | None
     keep: Tensor
     shift: Tensor | None
+    bounded: bool
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +120,8 @@ class Assembly:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
         drawn = signature(self.processors) if self.process is not None else None
         weights = tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
-        key = self.decoding, self.rows, self.sample, drawn, self.settings, self.answers, self.measures, self.pad_token, weights
+        measured = self.answers, self.measures, self.pad_token, self.bounded
+        key = self.decoding, self.rows, self.sample, drawn, self.settings, measured, weights
         try:
             hash(key)
         except TypeError:
@@ -132,7 +134,8 @@ class Assembly:
         nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
         nodes = max(nodes, *CHUNKS.get(self.device.type, CHUNKS["cuda"])) if self.answers else nodes
         target = language_model(
-            self.model, self.source, rows=rows, capacity=self.capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops
+            self.model, self.source, rows=rows, capacity=self.capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops,
+            bounded=self.bounded,
         )  # fmt: skip
         if drafter is not None:
             drafter.bind(target)

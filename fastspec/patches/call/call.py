@@ -33,7 +33,8 @@ from fastspec.patches.call.processors import (
 )
 from fastspec.patches.call.refusals import refuse_prompts
 from fastspec.patches.call.steps import PlainSteps
-from fastspec.patches.hf.compat import device_of, fill_cache, is_out_of_memory, read_cache, text_length
+from fastspec.patches.hf.compat import cache_geometry, device_of, fill_cache, is_out_of_memory, keeps_all, read_cache, text_length
+from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
 from fastspec.patches.session import PatchSession
@@ -164,7 +165,7 @@ class Call:
             sample=bool(config.do_sample), process=process_all, processors=self.processors,
             settings=self._settings(self.request.keep_scores), answers=self.given.answers is not None, measures=self.given.measure,
             pad_token=None if steps is None else steps.pad_token, past=self.past, keep=self.keep[:, : self.past_length],
-            shift=self.shift,
+            shift=self.shift, bounded=self._is_bounded(),
         )  # fmt: skip
         with self._memory(rows):
             self.decoding = assembly.size_trees(self.request)
@@ -204,6 +205,14 @@ class Call:
                 f"out of memory while decoding {rows} rows of up to {self.capacity} tokens on {self.device}: ask for fewer new tokens, "
                 "a shorter prompt or a smaller batch"
             ) from error
+
+    def _is_bounded(self) -> bool:
+        """Whether nobody will see what a layer with a window has dropped: the cache that the call hands back keeps no more either."""
+        if self.cache is None or not (self.handed_in or self.config.return_dict_in_generate):
+            return True
+        config = self.model.config.get_text_config()
+        spans = layer_spans(config, cache_geometry(config)[0])
+        return not any(span is not None and keeps_all(self.cache, layer) for layer, span in enumerate(spans))
 
     def _context(self) -> tuple[Tensor, Tensor] | None:
         """What a drafter without a model reads before the first new token, where that is more than the prompt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,23 +17,26 @@ from fastspec.generation.state.sequence import SequenceState
 
 
 class SlotCache(Cache):
-    """One forward pass's view of a state: `update` writes at given slots and returns the first `extent` slots."""
+    """One forward pass's view of a state: `update` writes at given slots, by how many a state goes round in, and returns the first `extent`
+    slots, or the ring."""
 
-    def __init__(self, state: SequenceState, attention: FullAttentionState, ops: Ops, slots: Tensor, extent: int) -> None:
+    def __init__(self, state: SequenceState, ops: Ops, slots: Mapping[int | None, Tensor], extent: int) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
-        self.state, self.store, self.ops, self.slots, self.extent = state, attention, ops, slots, extent
+        self.state, self.ops, self.slots, self.extent = state, ops, slots, extent
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, Hkv, N, D] of one layer -> its keys and values [B, Hkv, extent, D]."""
-        held = (self.store.k.shape[2], self.store.k.shape[4])
+        store, index = self.state.places[layer_idx]
+        assert isinstance(store, FullAttentionState)
+        held = (store.k.shape[2], store.k.shape[4])
         for states in (key_states, value_states):
             if (states.shape[1], states.shape[3]) != held:
                 raise Unsupported(
                     f"layer {layer_idx} has {states.shape[1]} key heads of size {states.shape[3]}, its config says {held[0]} of {held[1]}: "
                     "fastspec needs the same in every layer"
                 )
-        self.store.write(self.ops, layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2), self.slots)
-        return self.store.k[layer_idx][:, :, : self.extent], self.store.v[layer_idx][:, :, : self.extent]
+        store.write(self.ops, index, key_states.transpose(1, 2), value_states.transpose(1, 2), self.slots[store.ring])
+        return store.k[index][:, :, : self.extent], store.v[index][:, :, : self.extent]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed tokens of the longest row."""
@@ -55,7 +59,7 @@ def import_past(state: SequenceState, past: list[Held], keep: Tensor) -> None:
     order = torch.argsort((~keep).int(), dim=1, stable=True)[:, :width]  # kept slots first, in order
     state.reserve(width)
     for (kind, layer), held in zip(state.places, past, strict=True):
-        kind.load(layer, held, order)
+        kind.load(layer, held, order, counts)
     state.lengths.copy_(counts)
 
 
@@ -65,4 +69,4 @@ def export_span(state: SequenceState, first: Tensor, width: int, offset: Tensor)
     column = torch.arange(width, device=first.device)
     slots = first[:, None] + column - offset[:, None]
     real = (column >= offset[:, None]) & (slots < state.lengths[:, None])
-    return [kind.export(layer, slots.clamp(0, state.slots - 1), real) for kind, layer in state.places]
+    return [kind.export(layer, slots.clamp(0, state.slots - 1), real, state.lengths) for kind, layer in state.places]

@@ -85,6 +85,11 @@ def _held(layer: Any, length: int) -> Held:
     return _last(layer.keys, length), _last(layer.values, length)
 
 
+def keeps_all(cache: Any, layer: int) -> bool:
+    """Whether a cache keeps every token of a layer; one that was not told of windows makes its layers when it needs them, and they do."""
+    return layer >= len(cache.layers) or not getattr(cache.layers[layer], "is_sliding", False)
+
+
 def is_recurrent(layer: Any) -> bool:
     """Whether a layer of a cache keeps the last inputs of a convolution and a state."""
     return isinstance(layer, LinearAttentionLayer)
@@ -106,7 +111,7 @@ def fill_cache(cache: Any, kept: int, more: list[Held]) -> Any:
     if int(cache.get_seq_length()) != kept:
         raise RuntimeError(f"the cache changed during generation: it held {kept} tokens and now holds {cache.get_seq_length()}")
     for layer, (keys, values) in enumerate(more):
-        if is_recurrent(cache.layers[layer]):
+        if layer < len(cache.layers) and is_recurrent(cache.layers[layer]):  # one that was not told of layers makes them now
             cache.update_conv_state(keys, layer, conv_kernel_size=keys.shape[-1])
             cache.update_recurrent_state(values, layer)
         else:

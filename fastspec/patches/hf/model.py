@@ -13,9 +13,7 @@ from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.layers.decoder import LayerParts, is_plain
 from fastspec.generation.layers.mixers import Nodes, Summed
 from fastspec.generation.ops import Ops
-from fastspec.generation.state.attention import FirstLayers, FullAttentionState
-from fastspec.generation.state.base import LayerState
-from fastspec.generation.state.recurrent import DeltaState
+from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
@@ -23,8 +21,6 @@ from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import (
     cache_geometry,
-    delta_shape,
-    device_of,
     recurrent_layers,
     rope_bound,
     rope_tables,
@@ -32,6 +28,7 @@ from fastspec.patches.hf.compat import (
 from fastspec.patches.hf.families import Adapter, decoder_of, is_watched, is_wrapped
 from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of, waits_for_host
 from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows, spans_of
+from fastspec.patches.hf.states import sequence_state
 
 PREFILL_CHUNK = 512
 SHIFT_ROOM = 64
@@ -46,12 +43,13 @@ class HFModel(Target):
     runs as it is, with a 4-D mask and a cache that writes into the same buffers.
 
     With `drafts` its tokens are nothing but drafts: texts may go past what the model reads exactly.
+    Where it is `bounded`, layers that see a span of the text keep no more of it than that.
     `early` = (target, k) makes the target's own first k layers, its final norm and its LM head a model on the target's cache.
     """
 
     def __init__(
         self, model: Any, adapter: Adapter | None, *, rows: int, capacity: int, tail: int, taps: tuple[int, ...] | None, ops: Ops,
-        early: tuple[HFModel, int] | None = None, drafts: bool = False,
+        early: tuple[HFModel, int] | None = None, drafts: bool = False, bounded: bool = True,
     ) -> None:  # fmt: skip
         self.model, self.adapter, self.taps, self.ops = model, adapter, taps, ops
         self.last_position = rope_bound(model.config)
@@ -59,24 +57,19 @@ class HFModel(Target):
         self.spans = layer_spans(model.config.get_text_config(), cache_geometry(model.config)[0])
         self.limits = length_limits(model, generic=adapter is None, drafts=drafts)
         check_length(model, self.limits, capacity, tail)
-        layers, kv_heads, size = cache_geometry(model.config)
+        layers, kv_heads, _ = cache_geometry(model.config)
         self.depth = layers if early is None else early[1]
         self.recurrent = recurrent_layers(model.config)
         self.state: SequenceState
         if early is None:
-            device = device_of(model)
-            self.attention = FullAttentionState(
-                layers - sum(self.recurrent), rows, kv_heads, size, dtype=model.dtype, device=device
+            self.state = sequence_state(
+                model, self.spans, rows=rows, capacity=capacity, tail=tail, chunk=PREFILL_CHUNK, bounded=bounded
             )  # fmt: skip
-            kinds: list[LayerState] = [self.attention]
-            if any(self.recurrent):
-                kinds.append(
-                    DeltaState(sum(self.recurrent), rows, tail, delta_shape(model.config), dtype=model.dtype, device=device)
-                )  # fmt: skip
-            self.state = SequenceState(kinds, rows=rows, capacity=capacity, tail=tail, device=device, order=self.recurrent)
         else:
-            self.attention = FirstLayers(early[0].attention, self.depth)
-            self.state = SharedState(early[0].state, self.attention)
+            self.state = SharedState(early[0].state, self.depth)
+        kept = zip(self.spans, (state for state, _ in self.state.places), strict=False)  # the first layers may be all that there are
+        self.rings = {span: state.ring for span, state in kept if isinstance(state, FullAttentionState)}
+        """By what a layer's queries see, how many slots its keys and values go round in."""
         heads = model.config.get_text_config().num_attention_heads
         self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
         self.shift = torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device) if is_wrapped(model) else None
@@ -169,7 +162,7 @@ class HFModel(Target):
         layouts = self._layouts(base, None, width, self.state.slots if extent is None else extent)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         # A padded chunk may reach behind the buffers: the last slot is never committed.
-        positions, slots = steps.clamp(max=self._positions() - 1), steps.clamp(max=self.state.slots - 1)
+        positions, slots = steps.clamp(max=self._positions() - 1), self._wrapped(steps) | {None: steps.clamp(max=self.state.slots - 1)}
         return self._forward(tokens, Nodes(self.tables, self._shifted(positions), slots, layouts, counts=counts), (row, want))
 
     def reserve(self, committed: int) -> int:
@@ -192,8 +185,12 @@ class HFModel(Target):
         nodes, lengths = tree.tokens.shape[1], self.state.lengths
         layouts = self._layouts(lengths, tree.ancestors, nodes, extent + nodes, tree.depths)
         positions, slots, embedded = self.ops.tree_input(tree.tokens, tree.depths, lengths, self._positions() - 1, self._table())
-        nodes_at = Nodes(self.tables, self._shifted(positions), slots, layouts, tree.parents, tree.ancestors)
+        nodes_at = Nodes(self.tables, self._shifted(positions), self._wrapped(slots), layouts, tree.parents, tree.ancestors)
         return self._forward(tree.tokens, nodes_at, None, embedded)
+
+    def _wrapped(self, slots: Tensor) -> dict[int | None, Tensor]:
+        """Slots [B, N] by how many a state goes round in."""
+        return {ring: slots if ring is None else slots % ring for ring in (None, *self.rings.values())}
 
     def _layouts(
         self, prefix: Tensor, words: Tensor | None, nodes: int, extent: int, depths: Tensor | None = None
@@ -206,7 +203,8 @@ class HFModel(Target):
                 made[span] = made.get(None) or self.ops.attention_layout(prefix, words, nodes, nodes, extent, self.group)
                 made.setdefault(None, made[span])
             else:
-                made[span] = self.ops.attention_layout(prefix, words, nodes, nodes, extent, self.group, span=span, depths=depths)
+                cut = {"span": span, "depths": depths, "ring": self.rings[span]}
+                made[span] = self.ops.attention_layout(prefix, words, nodes, nodes, extent, self.group, **cut)
         return made
 
     def _table(self) -> Tensor | None:
@@ -295,10 +293,11 @@ class HFModel(Target):
             span: torch.zeros(layout.visible.shape, dtype=self.model.dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
             for span, layout in nodes.layouts.items()
         }
+        extent = max(layout.extent for layout in nodes.layouts.values())
         kinds = spans_of(self.model.config.get_text_config())
         # Models with layers of several kinds take a mask for each; the others take one.
         mask = masks[self.spans[0]] if len(set(self.spans)) == 1 else {kind: masks[span] for kind, span in kinds.items()}
-        cache = SlotCache(self.state, self.attention, self.ops, nodes.slots, nodes.layouts[self.spans[0]].extent)
+        cache = SlotCache(self.state, self.ops, nodes.slots, extent)
         out = self.model(
             input_ids=tokens, attention_mask=mask, position_ids=nodes.positions, use_cache=True, past_key_values=cache,
             output_hidden_states=self.taps is not None, return_dict=True,

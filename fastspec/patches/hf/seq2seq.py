@@ -92,9 +92,9 @@ class Seq2SeqModel(HFModel):
         cross = create_bidirectional_mask(
             config=self.decoder.config, inputs_embeds=hidden, attention_mask=self.source.mask, encoder_hidden_states=states
         )
-        cache = EncoderDecoderCache(DecoderCache(self.state, self.attention, self.ops, nodes.slots, layout.extent), self.cross)
+        cache = EncoderDecoderCache(DecoderCache(self.state, self.ops, nodes.slots, layout.extent), self.cross)
         if self.parts.relative:
-            bias, across = self._bias(nodes.positions, nodes.slots, layout.extent), None
+            bias, across = self._bias(nodes.positions, nodes.slots[None], layout.extent), None
             for block in self.decoder.block:
                 hidden, bias, across = block(hidden, mask, bias, states, cross, across, past_key_values=cache)[:3]
         else:

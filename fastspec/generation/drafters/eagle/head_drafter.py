@@ -117,4 +117,4 @@ class HeadDrafter(Drafter):
         self.ops.keep_last(*found, counts, self.last, self.readout, self.state.lengths, self.state.bound)
 
     def _step(self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object) -> tuple[Tensor, Tensor]:
-        return self.program.step(x, residual, Nodes({None: self.tables}, positions, slots, {None: layout}))
+        return self.program.step(x, residual, Nodes({None: self.tables}, positions, {None: slots}, {None: layout}))
