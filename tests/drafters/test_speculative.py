@@ -207,7 +207,8 @@ def test_early_layers_draft_on_the_targets_cache():
         model.generate(**prompts(4, 6), do_sample=False, max_new_tokens=21, eos_token_id=NEVER, assistant=decoding)
     assert stats(model).acceptance_length == 4
     drafter, target = made[0]
-    assert drafter.draft.attention.k.data_ptr() == target.attention.k.data_ptr() and drafter.draft.attention.k.shape[0] == 2
+    first, whole = drafter.draft.state.kinds[0], target.state.kinds[0]
+    assert first.k.data_ptr() == whole.k.data_ptr() and first.k.shape[0] == 2
     assert torch.equal(drafter.draft.lengths, target.lengths)
 
 

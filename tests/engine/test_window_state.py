@@ -26,7 +26,7 @@ def both(span: int, tail: int, rows: int = ROWS) -> tuple[SequenceState, WindowS
     ring = ring_of(Span(span), tail, 3)
     wound = WindowState(LAYERS, rows, 2, 4, span=Span(span), ring=ring, dtype=torch.float32, device=CPU)
     whole = FullAttentionState(LAYERS, rows, 2, 4, dtype=torch.float32, device=CPU)
-    order = [0] * LAYERS + [1] * LAYERS
+    order = [(kind, layer) for kind in range(2) for layer in range(LAYERS)]
     return SequenceState([wound, whole], rows=rows, capacity=LIMIT, tail=tail, device=CPU, order=order), wound, whole
 
 

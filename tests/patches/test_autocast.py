@@ -51,7 +51,7 @@ def test_bf16_autocast_computes_in_bf16(kind: str) -> None:
         target = language_model(model, None, rows=1, capacity=20, tail=1, taps=None, ops=TORCH)
         target.prefill(ids[:, :-1], torch.tensor([8]))
         logits, _ = target.score(TokenTree.root_only(ids[:, -1]), 8)
-    assert target.attention.k.dtype == target.attention.v.dtype == model.dtype
+    assert all(kind.k.dtype == kind.v.dtype == model.dtype for kind in target.state.kinds)
     # fp32 within autocast would be as far from bf16 as fp32 outside is; the same roundings in sums of another order are nearer
     apart, rounding = (logits[:, 0].float() - plain).norm(), (exact - plain).norm()
     assert rounding > 0 and apart < 0.8 * rounding

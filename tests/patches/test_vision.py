@@ -134,12 +134,13 @@ def test_the_first_pass_leaves_what_a_pass_of_tokens_leaves(kind: str) -> None:
         mine, own = (language_model(model, None, rows=2, capacity=40, tail=4, taps=taps, ops=TORCH) for _ in range(2))
         logits, features = mine.prefill(texts, counts)
         prepared = {"attention_mask": inputs["attention_mask"], "position_ids": (keep.cumsum(1) - 1).clamp(min=0), "use_cache": True}
-        other, own_features = OwnPrefill(model, model.generation_config, ids, keep, prepared)(own)
-        torch.testing.assert_close(other, logits, rtol=1e-4, atol=1e-4)
+        own_logits, own_features = OwnPrefill(model, model.generation_config, ids, keep, prepared)(own)
+        torch.testing.assert_close(own_logits, logits, rtol=1e-4, atol=1e-4)
         assert own_features.shape == features.shape and own.lengths.tolist() == mine.lengths.tolist() == counts.tolist()
         for row, count in enumerate(counts.tolist()):
             torch.testing.assert_close(own_features[row, :count], features[row, :count], rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(own.attention.k[:, row, :, :count], mine.attention.k[:, row, :, :count], rtol=1e-4, atol=1e-4)
+            for one, other in zip(own.state.kinds, mine.state.kinds, strict=True):
+                torch.testing.assert_close(one.k[:, row, :, :count], other.k[:, row, :, :count], rtol=1e-4, atol=1e-4)
 
 
 def test_videos_and_images_in_one_prompt() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -24,6 +24,18 @@ Linear: TypeAlias = Callable[[Tensor], Tensor]
 """The same where nothing takes parts of it."""
 
 
+class Sight(NamedTuple):
+    """What the queries of a layer see, as far as the layout of its attention goes: all of a text (None) or a span, slots that do or do not
+    go round in a ring, by so many query heads a key head."""
+
+    span: Span | None = None
+    ring: int | None = None
+    group: int = 1
+
+
+EVERYTHING = Sight()
+
+
 @dataclass(frozen=True, slots=True)
 class Nodes:
     """Where the nodes of one pass stand: rotary tables, positions and slots [B, N] int64, and the attention's layouts."""
@@ -33,8 +45,8 @@ class Nodes:
     positions: Tensor
     slots: Mapping[int | None, Tensor]
     """By how many slots a state goes round in, None: it does not."""
-    layouts: Mapping[Span | None, Any]
-    """By what a layer's queries see of the text, all of it (None) or a span; of the backend's own kind."""
+    layouts: Mapping[Sight, Any]
+    """Of the backend's own kind."""
     parents: Tensor | None = None
     words: Tensor | None = None
     """Parents [B, N] and ancestors [B, N, W] of a tree's nodes; None: the nodes are a text that stands."""
@@ -52,7 +64,7 @@ class SequenceMixer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class FullAttention(SequenceMixer):
-    """Attention over committed tokens and a node's ancestors, all of them or those within `span`; layer `index` of `state`, which keeps
+    """Attention over committed tokens and a node's ancestors, all of them or those within a span; layer `index` of `state`, which keeps
     the keys and values of all, takes those of the nodes."""
 
     ops: Ops
@@ -66,7 +78,7 @@ class FullAttention(SequenceMixer):
     eps: float = 0.0
     unit_offset: bool = False
     """Of the norms of queries and keys, as in `rms_norm`."""
-    span: Span | None = None
+    sight: Sight = EVERYTHING
     rotary: str | None = None
     """The layer's rotary tables."""
     sinks: Tensor | None = None
@@ -84,7 +96,7 @@ class FullAttention(SequenceMixer):
             qkv, *nodes.rotary[self.rotary], nodes.positions, k, v, nodes.slots[self.state.ring], self.q_norm, self.k_norm, self.eps,
             self.unit_offset, self.gated,
         )  # fmt: skip
-        mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.span], self.scale, sinks=self.sinks, cap=self.cap)
+        mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.sight], self.scale, sinks=self.sinks, cap=self.cap)
         return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))
 
 

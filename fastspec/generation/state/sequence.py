@@ -39,7 +39,8 @@ WIDE_STEP = 16384
 class SequenceState:
     """The states `kinds` of a model's layers, one for all layers of a kind, and `lengths` [B] int64, all on one device.
 
-    `order` says of every layer of the model which of the kinds it is of; None: there is one kind.
+    `order` says of every layer of the model whose keys and values, or state, it reads: which of the kinds, and which layer of it; layers
+    may share one. None: there is one kind, and every layer has its own.
 
     Slots below a row's length hold its committed tokens, `capacity` of them at most; the `tail` slots after it are
     provisional, written by every forward pass and moved or forgotten by `commit`. The buffers start small and double when
@@ -47,14 +48,20 @@ class SequenceState:
     """
 
     def __init__(
-        self, kinds: Sequence[LayerState], *, rows: int, capacity: int, tail: int, device: torch.device, order: Sequence[int] | None = None
+        self, kinds: Sequence[LayerState], *, rows: int, capacity: int, tail: int, device: torch.device,
+        order: Sequence[tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         self.kinds, self.tail, self.slots = tuple(kinds), tail, 0
-        order = [0] * kinds[0].layers if order is None else order
-        self.places: list[tuple[LayerState, int]] = [(self.kinds[kind], order[:layer].count(kind)) for layer, kind in enumerate(order)]
+        order = [(0, layer) for layer in range(kinds[0].layers)] if order is None else order
+        self.places: list[tuple[LayerState, int]] = [(self.kinds[kind], layer) for kind, layer in order]
         """The state of every layer of the model, and the layer's number in it."""
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.open(capacity)
+
+    @property
+    def owned(self) -> list[tuple[LayerState, int]]:
+        """The places of the layers that keep something of their own."""
+        return list(dict.fromkeys(self.places))
 
     def open(self, capacity: int) -> None:
         """Begin a call of at most `capacity` tokens a row on the buffers that are there, with every row empty."""
@@ -126,7 +133,7 @@ class SharedState(SequenceState):
 
     def __init__(self, whole: SequenceState, depth: int) -> None:
         self.whole, self.tail, self.lengths = whole, whole.tail, whole.lengths.clone()
-        of = [kind for kind, _ in whole.places[:depth]]
+        of = [kind for kind, _ in dict.fromkeys(whole.places[:depth])]
         first = {kind: FirstLayers(kind, of.count(kind)) for kind in dict.fromkeys(of) if isinstance(kind, FullAttentionState)}
         if len(first) < len(set(of)):
             raise TypeError("only layers that keep keys and values can be shared: other states cannot be taken back")

@@ -33,7 +33,7 @@ from fastspec.patches.call.processors import (
 )
 from fastspec.patches.call.refusals import refuse_prompts
 from fastspec.patches.call.steps import PlainSteps
-from fastspec.patches.hf.compat import cache_geometry, device_of, fill_cache, is_out_of_memory, keeps_all, read_cache, text_length
+from fastspec.patches.hf.compat import device_of, fill_cache, is_out_of_memory, keeps_all, kept_by, layer_count, read_cache, text_length
 from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
@@ -211,8 +211,8 @@ class Call:
         if self.cache is None or not (self.handed_in or self.config.return_dict_in_generate):
             return True
         config = self.model.config.get_text_config()
-        spans = layer_spans(config, cache_geometry(config)[0])
-        return not any(span is not None and keeps_all(self.cache, layer) for layer, span in enumerate(spans))
+        spans = layer_spans(config, layer_count(config))
+        return not any(spans[layer] is not None and keeps_all(self.cache, layer) for layer in set(kept_by(config)))
 
     def _context(self) -> tuple[Tensor, Tensor] | None:
         """What a drafter without a model reads before the first new token, where that is more than the prompt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from fastspec.errors import Unsupported
 from fastspec.patches.cascade.fingerprint import check_present
-from fastspec.patches.hf.compat import cache_geometry, device_of, read_cache, rope_bound
+from fastspec.patches.hf.compat import device_of, kept_by, layer_shapes, read_cache, rope_bound
 
 if TYPE_CHECKING:
     from fastspec.cascade.memory import CacheManager
@@ -34,8 +35,9 @@ def check_kept(model: Any) -> None:
 
 def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
     """Raise `Unsupported`, before anything is computed, where the keys and values of a text of so many tokens exceed the budget."""
-    layers, heads, size = cache_geometry(model.config)
-    need = 2 * layers * heads * size * tokens * torch.empty((), dtype=model.dtype).element_size()
+    shapes = layer_shapes(model.config)
+    numbers = 2 * sum(math.prod(shapes[layer]) for layer in set(kept_by(model.config))) * tokens
+    need = numbers * torch.empty((), dtype=model.dtype).element_size()
     if need > manager.budget:
         raise Unsupported(
             f"a request of up to {tokens} tokens needs {need} bytes of keys and values in {type(model).__name__}, and the cascade's memory "

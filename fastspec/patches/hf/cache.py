@@ -58,7 +58,7 @@ def import_past(state: SequenceState, past: list[Held], keep: Tensor) -> None:
     width = int(counts.max())
     order = torch.argsort((~keep).int(), dim=1, stable=True)[:, :width]  # kept slots first, in order
     state.reserve(width)
-    for (kind, layer), held in zip(state.places, past, strict=True):
+    for (kind, layer), held in zip(state.owned, past, strict=True):
         kind.load(layer, held, order, counts)
     state.lengths.copy_(counts)
 
@@ -69,4 +69,4 @@ def export_span(state: SequenceState, first: Tensor, width: int, offset: Tensor)
     column = torch.arange(width, device=first.device)
     slots = first[:, None] + column - offset[:, None]
     real = (column >= offset[:, None]) & (slots < state.lengths[:, None])
-    return [kind.export(layer, slots.clamp(0, state.slots - 1), real, state.lengths) for kind, layer in state.places]
+    return [kind.export(layer, slots.clamp(0, state.slots - 1), real, state.lengths) for kind, layer in state.owned]

@@ -23,19 +23,45 @@ from fastspec.generation.state.base import Held
 from fastspec.generation.state.recurrent import DeltaShape
 
 
-def cache_geometry(config: Any) -> tuple[int, int, int]:
-    """Layers, key heads and head size of a decoder's KV cache, from its config."""
+def layer_count(config: Any) -> int:
+    """How many layers a decoder has, from its config."""
     config = config.get_text_config()
-    if config.is_encoder_decoder:  # T5 and BART have names of their own for a decoder's sizes
+    if config.is_encoder_decoder:  # T5 and BART have names of their own
+        return getattr(config, "decoder_layers", None) or config.num_decoder_layers
+    return config.num_hidden_layers
+
+
+def layer_shapes(config: Any) -> list[tuple[int, int]]:
+    """Key heads and head size of every layer of a decoder, as its caches hold them.
+
+    `per_layer_config` says of every layer what differs (Gemma 4's `head_dim`) since transformers 5.10; reading it from the whole raises.
+    """
+    config, layers = config.get_text_config(), layer_count(config)
+    if {"head_dim", "num_key_value_heads"} & set(getattr(config, "per_layer_attributes", None) or ()):
+        return [_shape(config.per_layer_config[layer]) for layer in range(layers)]
+    return [_shape(config)] * layers
+
+
+def _shape(config: Any) -> tuple[int, int]:
+    if config.is_encoder_decoder:
         heads = getattr(config, "decoder_attention_heads", None) or config.num_heads
-        layers = getattr(config, "decoder_layers", None) or config.num_decoder_layers
-        return layers, heads, getattr(config, "d_kv", None) or config.d_model // heads
+        return heads, getattr(config, "d_kv", None) or config.d_model // heads
     heads = config.num_attention_heads
     if getattr(config, "new_decoder_architecture", False):  # Falcon's caches hold its keys once per query head
-        return config.num_hidden_layers, heads, config.hidden_size // heads
+        return heads, config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, kv_heads, size
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def kept_by(config: Any) -> list[int]:
+    """Whose keys and values every layer of a decoder reads: its own, or those of a layer before it of the same type.
+
+    Caches have a dummy in place of a layer that reads another's since transformers 5.10 (`kv_sharing_modes`).
+    """
+    config = config.get_text_config()
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * layer_count(config)
+    stored = {config.layer_types[layer]: layer for layer, mode in enumerate(modes) if mode == "store"}
+    return [stored[config.layer_types[layer]] if mode == "reuse" else layer for layer, mode in enumerate(modes)]
 
 
 RECURRENT = "linear_attention"
@@ -44,7 +70,7 @@ RECURRENT = "linear_attention"
 
 def recurrent_layers(config: Any) -> list[bool]:
     """Which layers of a decoder keep a recurrent state."""
-    layers = cache_geometry(config)[0]
+    layers = layer_count(config)
     kinds = getattr(config.get_text_config(), "layer_types", None)
     return [False] * layers if kinds is None else [kind == RECURRENT for kind in kinds[:layers]]
 
@@ -58,25 +84,25 @@ def delta_shape(config: Any) -> DeltaShape:
     )  # fmt: skip
 
 
-def varied_sizes(config: Any) -> list[str]:
-    """Settings of a KV cache that differ from layer to layer (Gemma 4's `head_dim`); reading one from the whole raises."""
-    differing = getattr(config.get_text_config(), "per_layer_attributes", None) or ()
-    return sorted({"head_dim", "num_attention_heads", "num_key_value_heads", *LENGTHS} & set(differing))
+def varied_lengths(config: Any) -> list[str]:
+    """Settings of what a layer sees that differ from layer to layer; reading one from the whole raises."""
+    return sorted(set(LENGTHS) & set(getattr(config.get_text_config(), "per_layer_attributes", None) or ()))
 
 
 LENGTHS = ("sliding_window", "attention_chunk_size", "max_position_embeddings")
 
 
 def read_cache(cache: Any, layers: int) -> list[Held] | None:
-    """What a cache handed in by the user holds of each layer: keys and values [B, Hkv, T, D], or a recurrent layer's inputs and state; None
-    when it is empty or absent. A layer with a window has dropped the oldest tokens, which it never sees again: zeros take their places.
+    """What a cache handed in by the user holds of each layer that keeps anything: keys and values [B, Hkv, T, D], or a recurrent layer's
+    inputs and state; None when it is empty or absent. A layer with a window has dropped the oldest tokens, which it never sees again:
+    zeros take their places.
 
     Caches hold `layers` with `keys` and `values` since transformers 4.56; delete the probe when that is all there is.
     """
     if cache is None or int(cache.get_seq_length()) == 0:
         return None
     length = int(cache.get_seq_length())
-    return [_held(layer, length) for layer in cache.layers[:layers]]
+    return [_held(layer, length) for layer in cache.layers[:layers] if is_recurrent(layer) or layer.keys is not None]
 
 
 def _held(layer: Any, length: int) -> Held:

@@ -17,7 +17,7 @@ from fastspec.patches.hf.compat import (
     is_autocast,
     is_capturing_hook,
     is_unpacking_hook,
-    varied_sizes,
+    varied_lengths,
 )
 from fastspec.patches.hf.limits import LAYER_KINDS
 from fastspec.patches.hf.wrappers import calls_original, where_defined
@@ -199,9 +199,9 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
     missing = [p for p in ("position_ids", "past_key_values") if p not in inspect.signature(type(model).forward).parameters]
     if missing:
         raise Unsupported(f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands")
-    varied = varied_sizes(config)
+    varied = varied_lengths(config)
     if varied:
-        raise Unsupported(f"{name} has layers that differ in {', '.join(varied)}; fastspec needs the same KV cache in every layer")
+        raise Unsupported(f"{name} has layers that differ in {', '.join(varied)}; fastspec takes one for all layers of a type")
     if not hasattr(config, "num_hidden_layers"):
         raise Unsupported(f"{name} is more than one stack of layers (its configuration has no num_hidden_layers); fastspec runs one")
     if getattr(config, "alibi", False):

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
-from fastspec.generation.layers.mixers import FullAttention, GatedDelta, Linear, Product, Summed
+from fastspec.generation.layers.mixers import EVERYTHING, FullAttention, GatedDelta, Linear, Product, Sight, Summed
 from fastspec.generation.layers.packing import pack
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.base import LayerState
 from fastspec.generation.state.recurrent import DeltaState
-from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import Rates
 from fastspec.patches.hf.compat import NO_ROTATION
@@ -23,9 +22,9 @@ from fastspec.patches.hf.families import Adapter, adapter_for, decoder_of, is_fo
 
 
 def layer_parts(
-    parts: Adapter, layer: Any, ops: Ops, state: LayerState, index: int, *, span: Span | None = None, rotary: str | None = None
+    parts: Adapter, layer: Any, ops: Ops, state: LayerState, index: int, *, sight: Sight | None = None, rotary: str | None = None
 ) -> LayerParts:
-    """One decoder layer, number `index` of `state`, whose attention sees a span or all, with the rotary tables of its kind. A quantised,
+    """One decoder layer, number `index` of `state`, with what its attention sees and the rotary tables of its kind. A quantised,
     hooked or replaced module in it keeps its own forward."""
     parts = parts if isinstance(state, FullAttentionState) else parts.recurrent_row or parts
 
@@ -34,7 +33,7 @@ def layer_parts(
 
     return LayerParts(
         input_norm=norm(parts.input_norm),
-        mixer=_attention(parts, getattr(layer, parts.attention), ops, state, index, span, rotary)
+        mixer=_attention(parts, getattr(layer, parts.attention), ops, state, index, sight or EVERYTHING, rotary)
         if isinstance(state, FullAttentionState)
         else _gated_delta(parts, getattr(layer, parts.recurrent), ops, state, index),
         mlp_norm=norm(parts.mlp_norm),
@@ -45,14 +44,14 @@ def layer_parts(
 
 
 def _attention(
-    parts: Adapter, attn: Any, ops: Ops, state: FullAttentionState, index: int, span: Span | None, rotary: str | None
+    parts: Adapter, attn: Any, ops: Ops, state: FullAttentionState, index: int, sight: Sight, rotary: str | None
 ) -> FullAttention:  # fmt: skip
     return FullAttention(
         ops, state, index, scale=attn.scaling, eps=getattr(attn.q_norm, parts.eps) if parts.qk_norm else 0.0,
         qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops),
         out=product_of((attn.o_proj,), ops, parts=True),
         q_norm=attn.q_norm.weight if parts.qk_norm else None, k_norm=attn.k_norm.weight if parts.qk_norm else None,
-        unit_offset=parts.unit_offset, span=span, rotary=rotary, gated=parts.gated_attention,
+        unit_offset=parts.unit_offset, sight=sight, rotary=rotary, gated=parts.gated_attention,
         sinks=getattr(attn, parts.sinks) if parts.sinks else None, cap=getattr(attn, parts.cap) if parts.cap else None,
     )  # fmt: skip
 

@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.layers.decoder import LayerParts, is_plain
-from fastspec.generation.layers.mixers import Nodes, Summed
+from fastspec.generation.layers.mixers import Nodes, Sight, Summed
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import (
-    cache_geometry,
+    layer_count,
+    layer_shapes,
     recurrent_layers,
     rope_bound,
     rope_tables,
 )
 from fastspec.patches.hf.families import Adapter, decoder_of, is_watched, is_wrapped
 from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of, waits_for_host
-from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows, spans_of
+from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows
 from fastspec.patches.hf.states import sequence_state
 
 PREFILL_CHUNK = 512
@@ -54,11 +54,10 @@ class HFModel(Target):
         self.model, self.adapter, self.taps, self.ops = model, adapter, taps, ops
         self.last_position = rope_bound(model.config)
         self.rows = position_rows(model) if adapter is None else None
-        self.spans = layer_spans(model.config.get_text_config(), cache_geometry(model.config)[0])
+        self.spans = layer_spans(model.config.get_text_config(), layer_count(model.config))
         self.limits = length_limits(model, generic=adapter is None, drafts=drafts)
         check_length(model, self.limits, capacity, tail)
-        layers, kv_heads, _ = cache_geometry(model.config)
-        self.depth = layers if early is None else early[1]
+        self.depth = layer_count(model.config) if early is None else early[1]
         self.recurrent = recurrent_layers(model.config)
         self.state: SequenceState
         if early is None:
@@ -67,11 +66,14 @@ class HFModel(Target):
             )  # fmt: skip
         else:
             self.state = SharedState(early[0].state, self.depth)
-        kept = zip(self.spans, (state for state, _ in self.state.places), strict=False)  # the first layers may be all that there are
-        self.rings = {span: state.ring for span, state in kept if isinstance(state, FullAttentionState)}
-        """By what a layer's queries see, how many slots its keys and values go round in."""
-        heads = model.config.get_text_config().num_attention_heads
-        self.group = heads // kv_heads if adapter is not None else 1  # transformers' own attention takes a mask per query
+        heads, shapes = model.config.get_text_config().num_attention_heads, layer_shapes(model.config)
+        self.sights = [
+            Sight(self.spans[layer], state.ring, heads // shapes[layer][0] if adapter is not None else 1)
+            if isinstance(state, FullAttentionState)
+            else None
+            for layer, (state, _) in enumerate(self.state.places)
+        ]
+        """What every layer sees, None for one with a recurrent state; transformers' own attention takes a mask per query."""
         self.shift = torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device) if is_wrapped(model) else None
         """[B] what is added to the number of a token for its position, where images in front of it took more or fewer positions than
         tokens."""
@@ -94,7 +96,7 @@ class HFModel(Target):
         kinds = rotary_kinds(parts, layers, self.model.config.get_text_config())
         self.kinds = tuple(dict.fromkeys(kinds))
         self.layers = [
-            layer_parts(parts, layer, ops, *self.state.places[index], span=self.spans[index], rotary=kinds[index])
+            layer_parts(parts, layer, ops, *self.state.places[index], sight=self.sights[index], rotary=kinds[index])
             for index, layer in enumerate(layers)
         ]
         self.norm = norm_of(getattr(decoder, parts.norm), ops, parts)
@@ -190,21 +192,22 @@ class HFModel(Target):
 
     def _wrapped(self, slots: Tensor) -> dict[int | None, Tensor]:
         """Slots [B, N] by how many a state goes round in."""
-        return {ring: slots if ring is None else slots % ring for ring in (None, *self.rings.values())}
+        rings = {None, *(sight.ring for sight in self.sights if sight is not None)}
+        return {ring: slots if ring is None else slots % ring for ring in rings}
 
     def _layouts(
         self, prefix: Tensor, words: Tensor | None, nodes: int, extent: int, depths: Tensor | None = None
-    ) -> dict[Span | None, Any]:  # fmt: skip
-        """The attention of nodes that are behind prefix [B], for every span that a layer sees. Within `extent` slots a longer span cuts
-        nothing."""
-        made: dict[Span | None, Any] = {}
-        for span in dict.fromkeys(span for span, recurrent in zip(self.spans, self.recurrent, strict=True) if not recurrent):
-            if span is None or extent <= span.size:
-                made[span] = made.get(None) or self.ops.attention_layout(prefix, words, nodes, nodes, extent, self.group)
-                made.setdefault(None, made[span])
+    ) -> dict[Sight, Any]:  # fmt: skip
+        """The attention of nodes that are behind prefix [B], by what layers see. Within `extent` slots a longer span cuts nothing."""
+        made: dict[Sight, Any] = {}
+        for sight in dict.fromkeys(sight for sight in self.sights if sight is not None):
+            if sight.span is None or extent <= sight.span.size:
+                whole = Sight(group=sight.group)
+                made[sight] = made.get(whole) or self.ops.attention_layout(prefix, words, nodes, nodes, extent, sight.group)
+                made.setdefault(whole, made[sight])
             else:
-                cut = {"span": span, "depths": depths, "ring": self.rings[span]}
-                made[span] = self.ops.attention_layout(prefix, words, nodes, nodes, extent, self.group, **cut)
+                cut = {"span": sight.span, "depths": depths, "ring": sight.ring}
+                made[sight] = self.ops.attention_layout(prefix, words, nodes, nodes, extent, sight.group, **cut)
         return made
 
     def _table(self) -> Tensor | None:
@@ -289,14 +292,14 @@ class HFModel(Target):
 
     def _forward_generic(self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         hidden_low = torch.finfo(self.model.dtype).min
-        masks = {
-            span: torch.zeros(layout.visible.shape, dtype=self.model.dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
-            for span, layout in nodes.layouts.items()
+        masks: dict[Sight | None, Tensor] = {
+            sight: torch.zeros(layout.visible.shape, dtype=self.model.dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
+            for sight, layout in nodes.layouts.items()
         }
         extent = max(layout.extent for layout in nodes.layouts.values())
-        kinds = spans_of(self.model.config.get_text_config())
         # Models with layers of several kinds take a mask for each; the others take one.
-        mask = masks[self.spans[0]] if len(set(self.spans)) == 1 else {kind: masks[span] for kind, span in kinds.items()}
+        kinds = zip(getattr(self.model.config.get_text_config(), "layer_types", None) or (), self.sights, strict=False)
+        mask = masks[self.sights[0]] if len(set(self.sights)) == 1 else {kind: masks[sight] for kind, sight in kinds}
         cache = SlotCache(self.state, self.ops, nodes.slots, extent)
         out = self.model(
             input_ids=tokens, attention_mask=mask, position_ids=nodes.positions, use_cache=True, past_key_values=cache,

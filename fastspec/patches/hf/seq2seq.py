@@ -15,7 +15,7 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
-from fastspec.generation.layers.mixers import Nodes
+from fastspec.generation.layers.mixers import EVERYTHING, Nodes
 from fastspec.generation.ops import Ops
 from fastspec.generation.source import Source
 from fastspec.patches.hf.cache import SlotCache
@@ -85,7 +85,7 @@ class Seq2SeqModel(HFModel):
         return super().prefill(ids, counts)
 
     def _forward_generic(self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        hidden, layout = self._embed(tokens, nodes.positions), nodes.layouts[None]
+        hidden, layout = self._embed(tokens, nodes.positions), nodes.layouts[EVERYTHING]
         states = self.source.states
         low = torch.finfo(hidden.dtype).min
         mask = torch.zeros(layout.visible.shape, dtype=hidden.dtype, device=tokens.device).masked_fill_(~layout.visible, low)

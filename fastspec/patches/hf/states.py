@@ -13,7 +13,7 @@ from fastspec.generation.state.recurrent import DeltaState
 from fastspec.generation.state.sequence import SequenceState
 from fastspec.generation.state.window import WindowState, ring_of
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.hf.compat import cache_geometry, delta_shape, device_of, recurrent_layers
+from fastspec.patches.hf.compat import delta_shape, device_of, kept_by, layer_shapes, recurrent_layers
 
 
 def sequence_state(
@@ -23,22 +23,21 @@ def sequence_state(
 
     Where it is `bounded`, layers that see a span of the text keep no more than they can see again.
     """
-    _, kv_heads, size = cache_geometry(model.config)
-    device, dtype = device_of(model), model.dtype
-    keys: list[Span | str | None] = [
-        "recurrent" if recurrent else span if bounded else None
-        for span, recurrent in zip(spans, recurrent_layers(model.config), strict=True)
+    device, dtype, owners = device_of(model), model.dtype, kept_by(model.config)
+    keys: list[tuple[Any, ...]] = [
+        ("recurrent",) if recurrent else (span if bounded else None, *shape)
+        for span, shape, recurrent in zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)
     ]
+    of = {key: [layer for layer in dict.fromkeys(owners) if keys[layer] == key] for key in keys}
     made: list[LayerState] = []
-    found = list(dict.fromkeys(keys))
-    for key in found:
-        layers = keys.count(key)
-        if isinstance(key, Span):
-            ring = ring_of(key, tail, chunk)
-            made.append(WindowState(layers, rows, kv_heads, size, span=key, ring=ring, dtype=dtype, device=device))
-        elif key is None:
-            made.append(FullAttentionState(layers, rows, kv_heads, size, dtype=dtype, device=device))
+    for key, layers in of.items():
+        if key == ("recurrent",):
+            made.append(DeltaState(len(layers), rows, tail, delta_shape(model.config), dtype=dtype, device=device))
+        elif key[0] is None:
+            made.append(FullAttentionState(len(layers), rows, *key[1:], dtype=dtype, device=device))
         else:
-            made.append(DeltaState(layers, rows, tail, delta_shape(model.config), dtype=dtype, device=device))
-    order = [found.index(key) for key in keys]
+            ring = ring_of(key[0], tail, chunk)
+            made.append(WindowState(len(layers), rows, *key[1:], span=key[0], ring=ring, dtype=dtype, device=device))
+    found = list(of)
+    order = [(found.index(keys[owner]), of[keys[owner]].index(owner)) for owner in owners]
     return SequenceState(made, rows=rows, capacity=capacity, tail=tail, device=torch.device(device), order=order)

@@ -1,0 +1,74 @@
+"""Layers of several head sizes, layers that read another's keys and values, and inputs of their own for every layer: Gemma 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import free, prompts
+from helpers_models import tiny_head, tiny_model
+
+import fastspec
+
+SPAN, NEW = 8, 26
+ROWS = prompts(5, 11)
+SLIDING, FULL = "sliding_attention", "full_attention"
+SIZES = {
+    "layer_types": [SLIDING, FULL] * 3, "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2, "num_global_key_value_heads": 1,
+    "sliding_window": SPAN, "tie_word_embeddings": False, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {}, "values are keys": {"attention_k_eq_v": True}, "no inputs of layers": {"hidden_size_per_layer_input": 0},
+    "shared keys": {"num_kv_shared_layers": 3},
+    "shared, wide": {"num_kv_shared_layers": 2, "attention_k_eq_v": True, "use_double_wide_mlp": True},
+    "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+}  # fmt: skip
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+
+
+def varied(kind: str, seed: int = 0, **over: Any) -> Any:
+    return tiny_model("gemma4_text", seed, **{**SIZES, **KINDS[kind], **over})
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_assistant_says_the_same(kind: str, device: str) -> None:
+    model, inputs = varied(kind).to(device), {name: each.to(device) for name, each in ROWS.items()}
+    expected = free(model, inputs, NEW)
+    fastspec.patch(model, speculative=tiny_model(num_hidden_layers=2).to(device), eagle3=tiny_head(model).to(device))
+    tree = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
+    for assistant in ("autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3), tree, fastspec.ContinuousBatch("nasd", rows=1)):
+        assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+
+
+@pytest.mark.parametrize("kind", ["plain", "shared keys", "values are keys"])
+def test_turns_go_on_from_a_cache(kind: str) -> None:
+    model = varied(kind)
+    expected = conversation(model, {})
+    fastspec.patch(model)
+    found = conversation(model, {"assistant": "nasd"})
+    for (text, cache), (wanted, wanted_cache) in zip(found, expected, strict=True):
+        assert text == wanted
+        for mine, theirs in zip(cache, wanted_cache, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
+    """Texts, and what the cache holds of real tokens, after each of three turns."""
+    inputs, past, found = ROWS, None, []
+    for turn in range(3):
+        out = model.generate(
+            **inputs, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
+            past_key_values=past, **options,
+        )  # fmt: skip
+        past = out.past_key_values
+        more = torch.randint(3, 90, (2, 3), generator=torch.Generator().manual_seed(turn))
+        ids = torch.cat((out.sequences, more), 1)
+        mask = torch.ones_like(ids)
+        mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+        kept = [each for layer in past.layers if layer.keys is not None for each in (layer.keys, layer.values)]
+        real = mask[:, :-4, None]
+        found.append((out.sequences.tolist(), [each * real[:, None, -each.shape[2] :] for each in kept]))
+        inputs = {"input_ids": ids, "attention_mask": mask}
+    return found
