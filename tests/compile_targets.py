@@ -142,6 +142,11 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             yield f"tree_attention, {rows} rows, {span} {' '.join(extras)}", lambda n=rows, k=keys, to=layout, more=extras: (
                 tree_attention.tree_attention(few(1, n, heads, size), k, k, to, size**-0.5, **more)
             )
+        wide = few(1, kv_heads, 16384, 512)
+        layout = tree_layout.attention_layout(whole(1), words, rows, rows, 16000, group)
+        yield f"tree_attention, {rows} rows, wide heads", lambda n=rows, k=wide, to=layout: tree_attention.tree_attention(
+            few(1, n, heads, 512), k, k, to, 1.0
+        )
         logits = few(1, rows, vocab)
         yield f"pick, {rows} rows", lambda x=logits: posterior_eval.pick(x, None)
         drawn = floats(1, rows, dtype=torch.float32)

@@ -33,6 +33,10 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, **MOE},
     "gemma": {"head_dim": 16, "tie_word_embeddings": False},
     "gemma3_text": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
+    "gemma4_text": {
+        "head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "sliding_window": 64, "tie_word_embeddings": False,
+        "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
+    },
     "gemma2": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
     "gpt_oss": {"head_dim": 16, "sliding_window": 64, "num_local_experts": 4, "rope_parameters": PLAIN_ROPE, **MOE},
     "olmo3": {"sliding_window": 64},

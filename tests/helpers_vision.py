@@ -39,7 +39,7 @@ VISION: dict[str, dict[str, Any]] = {
 
 def seeing(kind: str, seed: int = 0, **text: Any) -> Any:
     """A tiny random vision-language model in fp32; `text` replaces settings of its decoder."""
-    config = CONFIG_MAPPING[kind]()
+    config = CONFIG_MAPPING[kind](**{"vision_config": CONFIG_MAPPING["gemma4_vision"]()} if kind == "gemma4" else {})
     settings = shrink(config.to_dict()) | SPECIFIC.get(kind, {}) | OVER.get(kind, {})
     settings |= {name: token for name, token in TOKENS.items() if name in settings}
     settings["tie_word_embeddings"] = settings["text_config"]["tie_word_embeddings"] = False  # tied, random weights repeat themselves
@@ -66,6 +66,10 @@ def images(model: Any, count: int, seed: int = 0) -> dict[str, Tensor]:
         size = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
         return {"pixel_values": torch.randn(int(grid.prod(1).sum()), size, generator=generator), "image_grid_thw": grid}
     pixels = torch.randn(count, 3, SQUARE, SQUARE, generator=generator)
+    if model.config.model_type == "gemma4":
+        places = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(6), indexing="xy"), -1).view(1, 36, 2)
+        flat = torch.rand(count, 36, 3 * vision.patch_size**2, generator=generator)
+        return {"pixel_values": flat, "image_position_ids": places.expand(count, -1, -1)}
     if model.config.model_type in ("smolvlm", "idefics3"):
         return {"pixel_values": pixels[:, None]}  # a row of images for every prompt
     if model.config.model_type in ("llava_next", "llava_onevision"):
@@ -87,7 +91,7 @@ def prompts_with_images(model: Any, around: tuple[tuple[int, int], ...], seed: i
     ids = torch.tensor([[0] * (width - len(row)) + [int(token) for token in row] for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     given |= {"input_ids": ids, "attention_mask": mask}
-    if "image_grid_thw" in given:
+    if "image_grid_thw" in given or model.config.model_type == "gemma4":
         given["mm_token_type_ids"] = (ids == IMAGE).int()
     if model.config.model_type == "gemma3":
         given["token_type_ids"] = (ids == IMAGE).long()

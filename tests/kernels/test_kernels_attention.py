@@ -117,6 +117,18 @@ def test_the_interpreted_kernel_agrees_with_the_reference(prefixes, nodes, heads
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("size", "nodes", "group"), [(512, 1, 4), (512, 7, 4), (300, 40, 1)])
+@pytest.mark.parametrize("chain", [False, True])
+def test_heads_of_up_to_512_channels(device, dtype, size, nodes, group, chain):
+    """Blocks of 16 slots, half the bits of a piece of a word."""
+    case = Case([75, 3], nodes, (1, group), size, dtype, device, tail=nodes if chain else nodes + 30, chain=chain)
+    case.check()
+    with patch.object(kernels, "_splits", lambda *_: 3), patch.object(few_attention, "_splits", lambda *_: 3):
+        case.check()
+
+
+@EVERYWHERE
 @pytest.mark.parametrize("nodes", [1, 20])
 @pytest.mark.parametrize(
     ("splits", "prefixes", "chain"),
@@ -209,7 +221,7 @@ def good() -> dict[str, object]:
         ({"q": torch.ones(1, 2, 4, 8).double()}, "float64"),
         ({"k": torch.ones(1, 2, 8, 8).half()}, "must share one"),
         ({"k": torch.ones(1, 2, 8, 8).transpose(2, 3)}, "contiguous"),
-        ({"q": torch.ones(1, 2, 4, 257), "k": torch.ones(1, 2, 8, 257), "v": torch.ones(1, 2, 8, 257)}, "at most 256"),
+        ({"q": torch.ones(1, 2, 4, 513), "k": torch.ones(1, 2, 8, 513), "v": torch.ones(1, 2, 8, 513)}, "at most 512"),
         ({"scale": 0.0}, "positive"),
     ],
 )
@@ -235,7 +247,7 @@ def test_what_no_layout_is_made_of(prefix, words, says):
 
 
 SHAPES = {"8b": ((8, 4), 128), "smollm2": ((3, 3), 64), "qwen2-1.5b": ((2, 6), 128), "odd-80": ((2, 1), 80), "odd-96": ((2, 4), 96)}
-SHAPES["wide"] = ((2, 2), 256)
+SHAPES["wide"], SHAPES["gemma-4"] = ((2, 2), 256), ((2, 4), 512)
 ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 
 

@@ -71,7 +71,7 @@ def strided(values: Tensor, pad: int) -> Tensor:
 @EVERYWHERE
 @given(
     data=st.data(), seed=SEEDS, pad=st.sampled_from([0, 3, 16]), with_residual=st.booleans(), with_out=st.booleans(),
-    with_total=st.booleans(), unit=st.booleans(),
+    with_total=st.booleans(), unit=st.sampled_from([None, 0.0, 1.0]),
 )  # fmt: skip
 @DRAWN
 def test_rms_norm(device, data, seed, pad, with_residual, with_out, with_total, unit):
@@ -87,9 +87,9 @@ def test_rms_norm(device, data, seed, pad, with_residual, with_out, with_total, 
     assert (summed is x) is not (with_residual or with_total) and (out is None or normed is out)
     assert given_total is None or summed is given_total
     # Half a unit for the rounding before the weight and half for the one after it; in fp32 the scale's own error besides, a few units.
-    wide, scale = total.double(), weight.double() + unit
+    wide, scale = total.double(), weight.double() + (unit or 0.0)
     expected = scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5))
-    rounded_alike(normed, layer_reference.rms_norm(x, weight, 1e-5, residual if with_residual else None, unit_offset=unit)[0])
+    rounded_alike(normed, layer_reference.rms_norm(x, weight, 1e-5, residual if with_residual else None, offset=unit)[0])
     step, smallest = units(dtype)
     close(normed, expected, (8 if dtype == torch.float32 else 1.01) * step * expected.abs() + smallest * (1 + scale.abs()))
     for written in (out, given_total):
@@ -132,16 +132,19 @@ NODES = {"cpu": [1, 3], "cuda": [1, 7, 61, 65]}
 
 @EVERYWHERE
 @given(
-    data=st.data(), seed=SEEDS, part=st.sampled_from([1.0, 0.5, 0.25]), norm=st.booleans(), batch=st.integers(1, 2), offset=st.booleans(),
+    data=st.data(), seed=SEEDS, part=st.sampled_from([1.0, 0.5, 0.25]), norm=st.booleans(), batch=st.integers(1, 2),
+    offset=st.sampled_from([None, 0.0, 1.0]), norms_values=st.booleans(), ties_values=st.booleans(),
+    owns=st.sampled_from([True, True, False]),
 )  # fmt: skip
 @DRAWN
-def test_rope_cache(device, data, seed, part, norm, batch, offset):
+def test_rope_cache(device, data, seed, part, norm, batch, offset, norms_values, ties_values, owns):
     generator = torch.Generator().manual_seed(seed)
     dtype, table_dtype = drawn(data, device, DTYPES), drawn(data, device, DTYPES)
     q_heads, kv_heads = drawn(data, device, HEADS)
+    kv_heads, more = kv_heads if owns else 0, (False, norms_values, ties_values)
     size, nodes = drawn(data, device, HEAD_SIZES), drawn(data, device, NODES)
     slots_total, half = 2 * nodes + 3, max(1, int(size * part) // 2)
-    width, pad = (q_heads + 2 * kv_heads) * size, data.draw(st.sampled_from([0, 5, 16]))
+    width, pad = (q_heads + (1 if ties_values else 2) * kv_heads) * size, data.draw(st.sampled_from([0, 5, 16]))
     qkv = strided(normal(generator, batch, nodes, width, dtype=dtype, device=device), pad)
     angles = torch.rand(50, half, generator=generator) * 6.3
     cos, sin = angles.cos().to(table_dtype).to(device), angles.sin().to(table_dtype).to(device)
@@ -150,12 +153,16 @@ def test_rope_cache(device, data, seed, part, norm, batch, offset):
     weights = [normal(generator, size, dtype=dtype, device=device) for _ in range(2)] if norm else [None, None]
     # One layer of a buffer of three, its neighbours NaN and to stay so.
     buffers = [torch.full((3, batch, kv_heads, slots_total, size), torch.nan, dtype=dtype, device=device) for _ in range(2)]
-    q = rope_cache(qkv, cos, sin, positions, buffers[0][1], buffers[1][1], slots, *weights, 1e-6, offset)
+    q = rope_cache(qkv, cos, sin, positions, buffers[0][1], buffers[1][1], slots, *weights, 1e-6, offset, *more)
 
     wanted = [torch.full_like(buffer[1], torch.nan) for buffer in buffers]
-    expected = layer_reference.rope_cache(qkv, cos, sin, positions, *wanted, slots, *weights, 1e-6, offset)
+    expected = layer_reference.rope_cache(qkv, cos, sin, positions, *wanted, slots, *weights, 1e-6, offset, *more)
     k_cache, v_cache = buffers[0][1], buffers[1][1]
-    assert torch.equal(v_cache.nan_to_num(7.0), wanted[1].nan_to_num(7.0))  # copied, and nothing else touched
+    if norms_values:
+        rounded_alike(v_cache, wanted[1])
+        torch.testing.assert_close(v_cache, wanted[1], rtol=2 * torch.finfo(dtype).eps, atol=1e-30, equal_nan=True)
+    else:
+        assert torch.equal(v_cache.nan_to_num(7.0), wanted[1].nan_to_num(7.0))  # copied, and nothing else touched
     assert bool(torch.stack(buffers)[:, [0, 2]].isnan().all()) and torch.equal(k_cache.isnan(), wanted[0].isnan())
     # Errors of fp32 move a rounding across a tie, by a unit: the rotation's (in fp32 itself two products' and a sum's, on either side),
     # and with a norm those of the normed channel and of its product with the weight (in fp32 the scale's few units). All are relative

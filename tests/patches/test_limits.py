@@ -13,10 +13,10 @@ from transformers import (
     BltForCausalLM,
     DogeConfig,
     DogeForCausalLM,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
 )
 
 import fastspec
@@ -90,9 +90,9 @@ def test_falcons_new_layout_works() -> None:
         assert free(model, ROWS, assistant=assistant) == expected
 
 
-def _gemma4() -> Any:
-    kinds = {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32}
-    return Gemma4ForCausalLM(Gemma4TextConfig(**SIZES, **kinds, head_dim=16, vocab_size_per_layer_input=97, hidden_size_per_layer_input=8))
+def _two_windows() -> Any:
+    kinds = {"layer_types": ["sliding_attention"] * 2, "per_layer_config": {0: {"sliding_window": 8}, 1: {"sliding_window": 16}}}
+    return MistralForCausalLM(MistralConfig(**SIZES, **kinds))
 
 
 def _blt() -> Any:
@@ -101,7 +101,7 @@ def _blt() -> Any:
     return BltForCausalLM(BltConfig(**parts, vocab_size=260, encoder_hash_byte_group_vocab=100))
 
 
-@pytest.mark.parametrize("make, message", [(_gemma4, "Gemma4ForCausalLM has layers that differ in head_dim"), (_blt, "BltForCausalLM")])
+@pytest.mark.parametrize("make, message", [(_two_windows, "layers that differ in sliding_window"), (_blt, "BltForCausalLM")])
 def test_models_of_several_sizes_are_refused_at_patch(make: Any, message: str) -> None:
     with pytest.raises(fastspec.Unsupported, match=message):
         fastspec.patch(make())

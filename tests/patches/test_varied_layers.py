@@ -40,6 +40,25 @@ def test_every_assistant_says_the_same(kind: str, device: str) -> None:
     tree = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
     for assistant in ("autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3), tree, fastspec.ContinuousBatch("nasd", rows=1)):
         assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+    assert fastspec.report(model).mode == "adapter gemma4_text"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_adapter(kind: str) -> None:
+    """A hook on a layer leaves the modules' own forward."""
+    model = varied(kind)
+    expected = free(model, ROWS, NEW)
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="generic"), fastspec.patched(model):
+        assert free(model, ROWS, NEW, assistant="nasd") == expected
+
+
+def test_early_layers_draft_though_they_share_keys() -> None:
+    model = varied("shared keys")
+    expected = free(model, ROWS, NEW)
+    with fastspec.patched(model):
+        for layers in (2, 5):
+            assert free(model, ROWS, NEW, assistant=fastspec.Speculative(early_exit=layers)) == expected
 
 
 @pytest.mark.parametrize("kind", ["plain", "shared keys", "values are keys"])

@@ -24,7 +24,7 @@ AROUND = (3, 4), (6, 9)
 TREE = fastspec.Eagle3(depth=3, top_k=3, total_tokens=12)
 ADAPTED = (
     "gemma3", "llava", "mistral3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "paligemma",
-    "internvl", "llava_next",
+    "internvl", "llava_next", "gemma4",
 )  # fmt: skip
 GENERIC = "glm4v", "aya_vision"
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -47,6 +47,32 @@ def test_prompts_with_images_and_without(kind: str, device: str) -> None:
         assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
         assert free(model, text, NEW, assistant=assistant) == of_text, assistant
     assert fastspec.report(model).mode.startswith("adapter" if kind in ADAPTED else "generic")
+
+
+@pytest.mark.parametrize("kind", ADAPTED + GENERIC)
+def test_a_single_prompt_without_padding(kind: str) -> None:
+    """PaliGemma's tokens see all of such a prompt, and no other."""
+    model = seeing(kind)
+    inputs = prompts_with_images(model, AROUND[:1])
+    text = without_images(inputs)
+    expected, of_text = free(model, inputs, NEW), free(model, text, NEW)
+    with fastspec.patched(model):
+        assert free(model, inputs, NEW, assistant="nasd") == expected
+        assert free(model, text, NEW, assistant="nasd") == of_text
+        if kind == "paligemma":
+            with pytest.raises(Unsupported, match="ContinuousBatch takes no PaliGemmaForConditionalGeneration"):
+                free(model, text, NEW, assistant=fastspec.ContinuousBatch("nasd", rows=1))
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_a_text_with_an_images_token_and_no_image(kind: str) -> None:
+    """Where a model says such a token itself: some show their decoder padding in its place."""
+    model = seeing(kind)
+    ids = torch.tensor([[5, 9, IMAGE, 12, 33, IMAGE, IMAGE, 8]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = free(model, inputs, NEW)
+    with fastspec.patched(model):
+        assert free(model, inputs, NEW, assistant="nasd") == expected
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_5", "paligemma", "glm4v"])

@@ -29,13 +29,17 @@ class LayerParts:
     mlp: Product
     mixer_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
+    beside: Callable[[Tensor, Tensor], Tensor] | None = None
+    """What the feed-forward gives, and what its norm has read, [B, N, H] each -> the same with a second feed-forward's [B, N, H]."""
+    after: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    """What becomes of the layer's output [B, N, H], with the layer's own input of every token [B, N, P] where it has one."""
 
 
-def rms(ops: Ops, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Norm:
+def rms(ops: Ops, weight: Tensor, eps: float, *, offset: float | None = None) -> Norm:
     """A root-mean-square norm through the backend."""
 
     def norm(x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return ops.rms_norm(x, weight, eps, residual, out, total, unit_offset)
+        return ops.rms_norm(x, weight, eps, residual, out, total, offset)
 
     return norm
 

@@ -76,8 +76,14 @@ class FullAttention(SequenceMixer):
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
-    unit_offset: bool = False
+    offset: float | None = None
     """Of the norms of queries and keys, as in `rms_norm`."""
+    norms_values: bool = False
+    """Whether values are normed too, without a weight."""
+    ties_values: bool = False
+    """Whether values are the keys, before these are normed and rotated."""
+    owns: bool = True
+    """Whether the layer has keys and values of its own; else `qkv` gives queries alone, and it reads those of another layer."""
     sight: Sight = EVERYTHING
     rotary: str | None = None
     """The layer's rotary tables."""
@@ -92,9 +98,10 @@ class FullAttention(SequenceMixer):
         """See `SequenceMixer`."""
         k, v = self.state.k[self.index], self.state.v[self.index]
         qkv = self.qkv(x)
+        written = (k, v) if self.owns else (k[:, :0], v[:, :0])
         q = self.ops.rope_cache(
-            qkv, *nodes.rotary[self.rotary], nodes.positions, k, v, nodes.slots[self.state.ring], self.q_norm, self.k_norm, self.eps,
-            self.unit_offset, self.gated,
+            qkv, *nodes.rotary[self.rotary], nodes.positions, *written, nodes.slots[self.state.ring], self.q_norm, self.k_norm, self.eps,
+            self.offset, self.gated, self.norms_values, self.ties_values,
         )  # fmt: skip
         mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.sight], self.scale, sinks=self.sinks, cap=self.cap)
         return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))

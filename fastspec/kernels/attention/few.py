@@ -136,6 +136,8 @@ _LAUNCHES: dict[tuple[int, int], tuple[Launch, Launch]] = {
     (4, 64): (Launch(32, 4, 2, 2), Launch(32, 4, 2, 2)),
     (4, 128): (Launch(32, 8, 2, 1), Launch(32, 8, 2, 1)),
     (4, 256): (Launch(32, 8, 2, 1), Launch(32, 8, 2, 1)),
+    (2, 512): (Launch(16, 4, 3, 1), Launch(16, 4, 3, 1)),
+    (4, 512): (Launch(16, 8, 1, 1), Launch(16, 8, 1, 1)),
 }
 
 

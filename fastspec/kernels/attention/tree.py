@@ -2,8 +2,8 @@
 
 B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots, M tail slots, W 64-bit
 words. A pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g, cut into tiles of BLOCK_M. A tile's
-slots are cut into blocks of BLOCK_N that are aligned to the end of the prefix, so that a tail block starts at a bit that is a multiple
-of 32: first the full blocks of the prefix (no mask), then the rest at its start and the tail (masked). Up to S programs share the blocks
+slots are cut into blocks of BLOCK_N that are aligned to the end of the prefix, so that a tail block starts at a multiple of 16 or 32
+bits: first the full blocks of the prefix (no mask), then the rest at its start and the tail (masked). Up to S programs share the blocks
 of one tile and leave parts for parts.py to merge. All lengths are read on the device: the shares follow them. With a span (a window or
 chunks) the prefix begins for a tile where one of its queries begins to see, and its blocks are masked until all do; positions are counted
 from the prefix's end, where a node stands at its depth. Few queries, plain decoding above all, have a kernel of their own, few.py, and so
@@ -154,7 +154,7 @@ def _attention_kernel(
             m_tail = o_rel[None, :] <= o_node[:, None]
         else:
             b_bits = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-            for half in tl.static_range(BLOCK_N // 32):
+            for half in tl.static_range((BLOCK_N + 31) // 32):
                 o_bit = start - prefix + half * 32
                 word = tl.maximum(tl.minimum(o_bit, width - 1), 0) >> 6  # outside the tail any word will do: other masks decide
                 b_word = tl.load(p_words + i_row.to(tl.int64) * s_wb + o_node.to(tl.int64) * s_wn + word, mask=m_m, other=0)
@@ -199,6 +199,8 @@ _LAUNCHES: dict[tuple[int, int], tuple[tuple[int, Launch], ...]] = {
     (4, 64): ((16, Launch(16, 32, 4, 2, 2)), (0, Launch(32, 32, 4, 2, 3))),
     (4, 128): ((16, Launch(16, 32, 8, 2, 1)), (0, Launch(32, 32, 8, 2, 1))),
     (4, 256): ((0, Launch(16, 32, 8, 2, 1)),),
+    (2, 512): ((16, Launch(16, 16, 4, 2, 1)), (0, Launch(32, 16, 8, 2, 1))),
+    (4, 512): ((0, Launch(16, 16, 8, 1, 1)),),
 }
 _HOPPER = Launch(hopper.TILE, hopper.BLOCK_N, warps=9, stages=hopper.STAGES, resident=1, least=hopper.MIN_BLOCKS)
 
@@ -208,7 +210,7 @@ def tree_attention(
 ) -> Tensor:
     """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout made for Hq / Hkv -> [B, N, Hq, D] contiguous.
 
-    q, k, v are of one dtype (fp32, fp16, bf16) and contiguous in their last dimension, strided otherwise; D is 1 to 256 and the scale is
+    q, k, v are of one dtype (fp32, fp16, bf16) and contiguous in their last dimension, strided otherwise; D is 1 to 512 and the scale is
     positive. `sinks` [Hq] of these dtypes, contiguous, are logits that join the sum of a head's weights beside the scores, once for every
     query, and bring no value (gpt-oss); with a positive `cap` the scaled scores s become cap * tanh(s / cap) before masking (Gemma 2).
     Products accumulate in fp32, and the weights are rounded to the dtype before they meet the values. A row that sees nothing is zero.
@@ -254,7 +256,7 @@ def tree_attention(
             None if depths is None else depths.stride(0),
             S_K=k.stride(2), S_V=v.stride(2), GROUP=group, D=size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=block_d,
             MIN_BLOCKS=launch.least, CHAIN=chain, SPLIT=splits > 1, SPAN=span.size if span else 0,
-            CHUNK=span is not None and span.chunk, RING=layout.ring, CAP=cap2, TAIL_STAGES=max(2, stages - 1),
+            CHUNK=span is not None and span.chunk, RING=layout.ring, CAP=cap2, TAIL_STAGES=max(min(2, stages), stages - 1),
             num_warps=launch.warps, num_stages=stages, **dependent(q.device),
         )  # fmt: skip
     if splits > 1:
@@ -271,8 +273,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) ->
         raise ValueError(f"the layout was made for {made}; q is {tuple(q.shape)} and k {tuple(k.shape)}")
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must share one of {', '.join(map(str, DTYPES))}")
-    if q.shape[3] > 256:
-        raise ValueError(f"the head size is {q.shape[3]}; at most 256 is accepted")
+    if q.shape[3] > 512:
+        raise ValueError(f"the head size is {q.shape[3]}; at most 512 is accepted")
     if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
         strides = f"{q.stride(3)}, {k.stride(3)}, {v.stride(3)}"
         raise ValueError(f"the last dimension of q, k, v must be contiguous; its strides are {strides}")

@@ -15,40 +15,45 @@ from fastspec.kernels.linear.reference import Parts, joined
 
 def rms_norm(
     x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None,
-    unit_offset: bool = False,
+    offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Root-mean-square norm of x [..., H], or of x + residual [..., H], by weight [H] -> the norm, and what was normed.
 
     The sum is rounded to x's dtype before it is normed; the norm is computed in fp32 and rounded before the weight is applied, as the Llama
-    family does. With `unit_offset` 1 + weight is applied, in fp32 before the norm is rounded, as Gemma does. `out` and `total` [..., H],
-    whose last dimension is contiguous, receive the norm and what was normed where given.
+    family does. With an `offset` weight + offset is applied, in fp32 before the norm is rounded, as Gemma does (1; 0 from Gemma 4 on).
+    `out` and `total` [..., H], whose last dimension is contiguous, receive the norm and what was normed where given.
     """
     x = joined(x)
     summed = x if residual is None else x + residual
     wide = summed.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = (wide * (1 + weight.float())).to(x.dtype) if unit_offset else weight * wide.to(x.dtype)
+    normed = weight * wide.to(x.dtype) if offset is None else (wide * (offset + weight.float())).to(x.dtype)
     return normed if out is None else out.copy_(normed), summed if total is None else total.copy_(summed)
 
 
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, unit_offset: bool = False, gated: bool = False,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float | None = None, gated: bool = False,
+    norms_values: bool = False, ties_values: bool = False,
 ) -> Tensor:  # fmt: skip
     """Norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D].
 
     qkv [B, N, (Hq + 2 * Hkv) * D] holds queries, keys, values; k_cache, v_cache [B, Hkv, C, D] of one layer take row b's node n at
     slots [B, N] int64. cos, sin [P, R / 2] are tables by position, positions [B, N] int64 index them: the first R channels are
     rotated in neox halves, computed in fp32 and rounded once. q_norm, k_norm [D] are the weights of an RMS norm over each head, with
-    `rms_norm`'s numerics and its `unit_offset`, before the rotation. With `gated` every head's queries are followed by D gates, which
-    `gate_heads` reads: qkv is [B, N, (2 * Hq + 2 * Hkv) * D].
+    `rms_norm`'s numerics and its `offset`, before the rotation. With `gated` every head's queries are followed by D gates, which
+    `gate_heads` reads: qkv is [B, N, (2 * Hq + 2 * Hkv) * D]. With `ties_values` qkv holds queries and keys, and values are the keys before
+    all else; with `norms_values` they are normed without a weight, rounded once. Hkv may be 0: queries alone are rotated.
     """
     kv_heads, size = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.unflatten(-1, (-1, size))
-    q, k, v = heads.split((heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
-    q = q[:, :, ::2] if gated else q
+    of_values = 0 if ties_values else kv_heads
+    q, k, v = heads.split((heads.shape[2] - kv_heads - of_values, kv_heads, of_values), 2)
+    q, v = q[:, :, ::2] if gated else q, k if ties_values else v
+    if norms_values:
+        v = rms_norm(v, torch.zeros_like(v[0, 0, 0]), eps, offset=1.0)[0] if v.numel() else v
     if q_norm is not None and k_norm is not None:
-        q, k = (rms_norm(x, norm, eps, unit_offset=unit_offset)[0] for x, norm in ((q, q_norm), (k, k_norm)))
+        q, k = (rms_norm(x, norm, eps, offset=offset)[0] for x, norm in ((q, q_norm), (k, k_norm)))
     c, s = cos[positions][:, :, None].float(), sin[positions][:, :, None].float()
     q, k = _rotate(q, c, s), _rotate(k, c, s)
     cache_write(k_cache, v_cache, k, v, slots)

@@ -25,13 +25,13 @@ def summed(p_parts, row, rows, o_n, m_n, N: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def norm_row(b_x, b_weight, eps, SIZE: tl.constexpr, UNIT: tl.constexpr = False):
-    """The norm of a row, in its dtype: computed in fp32, rounded before the weight (fp32) is applied and after; with UNIT 1 + weight is
-    applied, and the result rounded once."""
+def norm_row(b_x, b_weight, eps, SIZE: tl.constexpr, OFFSET: tl.constexpr = None):
+    """The norm of a row, in its dtype: computed in fp32, rounded before the weight (fp32) is applied and after; an OFFSET is added to the
+    weight, and the result rounded once."""
     b_wide = b_x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(b_wide * b_wide, 0) / SIZE + eps)
-    if UNIT:
-        return (b_wide * scale * (1.0 + b_weight)).to(b_x.dtype)
+    if OFFSET is not None:
+        return (b_wide * scale * (OFFSET + b_weight)).to(b_x.dtype)
     b_normed = (b_wide * scale).to(b_x.dtype).to(tl.float32)
     return (b_normed * b_weight).to(b_x.dtype)
 
@@ -39,7 +39,7 @@ def norm_row(b_x, b_weight, eps, SIZE: tl.constexpr, UNIT: tl.constexpr = False)
 @triton.jit
 def _rms_norm(
     p_x, p_residual, p_weight, p_out, p_sum, stride_x, stride_residual, stride_out, stride_sum, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, SUM: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, SUM: tl.constexpr, OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -59,7 +59,7 @@ def _rms_norm(
         b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
     if SUM:
         tl.store(p_sum + row * stride_sum + o_h, b_x, mask=m_h)
-    tl.store(p_out + row * stride_out + o_h, norm_row(b_x, b_weight, eps, SIZE, UNIT), mask=m_h)
+    tl.store(p_out + row * stride_out + o_h, norm_row(b_x, b_weight, eps, SIZE, OFFSET), mask=m_h)
 
 
 def rows_of(x: Tensor, name: str) -> Tensor:
@@ -77,7 +77,7 @@ def rows_of(x: Tensor, name: str) -> Tensor:
 
 def rms_norm(
     x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None,
-    unit_offset: bool = False,
+    offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference.rms_norm`: the norm of x [..., H], or of x + residual, by weight [H] -> the norm and what was normed, both [..., H].
 
@@ -111,7 +111,7 @@ def rms_norm(
     _rms_norm[(len(out_rows),)](
         x_rows, residual_rows, weight, out_rows, total_rows,
         x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
-        SIZE=size, BLOCK=block, ADD=residual is not None, PARTS=parts, SUM=summing, UNIT=unit_offset,
+        SIZE=size, BLOCK=block, ADD=residual is not None, PARTS=parts, SUM=summing, OFFSET=offset,
         num_warps=row_warps(block, normed.element_size()), **dependent(normed.device),
     )  # fmt: skip
     return normed, total

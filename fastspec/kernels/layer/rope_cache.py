@@ -19,7 +19,7 @@ HEADS = 8
 def _turn_heads(
     p_in, p_out, p_cos, p_sin, p_weight, eps, o_head, m_head, stride_in, stride_out,
     SIZE: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, NORM: tl.constexpr,
-    UNIT: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate heads that lie stride_in apart at p_in, and write them stride_out apart at p_out.
 
@@ -47,15 +47,15 @@ def _turn_heads(
         b_scale = tl.rsqrt(b_square / SIZE + eps)[:, None]
         b_wa = tl.load(p_weight + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
         b_wb = tl.load(p_weight + HALF + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
-        if UNIT:
-            b_a = (b_a * b_scale * (1.0 + b_wa)).to(dtype).to(tl.float32)
-            b_b = (b_b * b_scale * (1.0 + b_wb)).to(dtype).to(tl.float32)
+        if OFFSET is not None:
+            b_a = (b_a * b_scale * (OFFSET + b_wa)).to(dtype).to(tl.float32)
+            b_b = (b_b * b_scale * (OFFSET + b_wb)).to(dtype).to(tl.float32)
         else:
             b_a = ((b_a * b_scale).to(dtype).to(tl.float32) * b_wa).to(dtype).to(tl.float32)
             b_b = ((b_b * b_scale).to(dtype).to(tl.float32) * b_wb).to(dtype).to(tl.float32)
         if REST_BLOCK > 0:
             b_wr = tl.load(p_weight + o_rest, mask=o_rest < SIZE, other=0.0).to(tl.float32)[None, :]
-            b_rest = b_rest * b_scale * (1.0 + b_wr) if UNIT else (b_rest * b_scale).to(dtype).to(tl.float32) * b_wr
+            b_rest = (b_rest * b_scale).to(dtype).to(tl.float32) * b_wr if OFFSET is None else b_rest * b_scale * (OFFSET + b_wr)
     p_a_out = p_out + o_head[:, None] * stride_out + o_half[None, :]
     tl.store(p_a_out, (b_a * b_cos - b_b * b_sin).to(dtype), mask=m_turn)
     tl.store(p_a_out + HALF, (b_b * b_cos + b_a * b_sin).to(dtype), mask=m_turn)
@@ -69,8 +69,8 @@ def _rope_cache(
     stride_qkv_b, stride_qkv_n, stride_cos, stride_sin, stride_positions_b, stride_positions_n, stride_slots_b, stride_slots_n,
     stride_k_b, stride_k_h, stride_k_c, stride_v_b, stride_v_h, stride_v_c,
     HQ: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
+    NORMS_VALUES: tl.constexpr, TIES_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -92,42 +92,45 @@ def _rope_cache(
         p_out = p_q + (row * nodes + node) * (HQ * SIZE)
         _turn_heads(
             p_in, p_out, p_c, p_s, p_q_norm, eps, o_head, o_head < HQ, SIZE * (2 if GATED else 1), SIZE, SIZE, HALF, HALF_BLOCK, REST_BLOCK,
-            NORM, UNIT,
+            NORM, OFFSET,
         )  # fmt: skip
     elif part < Q_PARTS + KV_PARTS:
         o_head = (part - Q_PARTS) * HEADS + o_block
         p_out = p_k + row * stride_k_b + slot * stride_k_c
         _turn_heads(
-            p_keys, p_out, p_c, p_s, p_k_norm, eps, o_head, o_head < HKV, SIZE, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, UNIT
+            p_keys, p_out, p_c, p_s, p_k_norm, eps, o_head, o_head < HKV, SIZE, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, OFFSET
         )
     else:
         o_head = (part - Q_PARTS - KV_PARTS) * HEADS + o_block
         o_d = tl.arange(0, SIZE_BLOCK)
         m_v = (o_head < HKV)[:, None] & (o_d < SIZE)[None, :]
-        b_v = tl.load(p_keys + HKV * SIZE + o_head[:, None] * SIZE + o_d[None, :], mask=m_v, other=0.0)
+        p_values = p_keys if TIES_VALUES else p_keys + HKV * SIZE
+        b_v = tl.load(p_values + o_head[:, None] * SIZE + o_d[None, :], mask=m_v, other=0.0)
+        if NORMS_VALUES:
+            b_wide = b_v.to(tl.float32)
+            b_v = (b_wide * tl.rsqrt(tl.sum(b_wide * b_wide, 1) / SIZE + eps)[:, None]).to(b_v.dtype)
         tl.store(p_v + row * stride_v_b + slot * stride_v_c + o_head[:, None] * stride_v_h + o_d[None, :], b_v, mask=m_v)
 
 
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, unit_offset: bool = False, gated: bool = False,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float | None = None, gated: bool = False,
+    norms_values: bool = False, ties_values: bool = False,
 ) -> Tensor:  # fmt: skip
     """`reference.rope_cache`: norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D], contiguous.
 
-    qkv [B, N, (Hq + 2 * Hkv) * D], with `gated` [B, N, (2 * Hq + 2 * Hkv) * D], and one layer's k_cache, v_cache [B, Hkv, C, D], all of
-    one dtype (fp32, fp16, bf16), are views of any strides whose last dimension is contiguous; so are the tables cos, sin [P, R / 2] (fp32,
-    fp16, bf16). positions, slots [B, N] int64
+    qkv [B, N, (Hq + 2 * Hkv) * D], with `gated` twice as many queries, with `ties_values` half as many keys and values, and one layer's
+    k_cache, v_cache [B, Hkv, C, D], all of one dtype (fp32, fp16, bf16), are views of any strides whose last dimension is contiguous; so
+    are the tables cos, sin [P, R / 2] (fp32, fp16, bf16). positions, slots [B, N] int64
     are of any strides. q_norm, k_norm [D] contiguous, of qkv's dtype, are given together or not at all. Positions must be below P,
     slots below C and different within a row: the kernel does not look.
     """
     batch, nodes, width = qkv.shape
     kv_heads, size, half = k_cache.shape[1], k_cache.shape[3], cos.shape[-1]
-    q_heads, odd = divmod(width // size - 2 * kv_heads, 2 if gated else 1)
+    q_heads, odd = divmod(width // size - (1 if ties_values else 2) * kv_heads, 2 if gated else 1)
     if width % size or q_heads < 1 or odd:
-        raise ValueError(
-            f"qkv has rows of {width}; ({'2 * ' if gated else ''}Hq + 2 * Hkv) * D is accepted, with Hkv = {kv_heads} and D = {size} of "
-            "k_cache"
-        )
+        accepted = f"({'2 * ' if gated else ''}Hq + {'' if ties_values else '2 * '}Hkv) * D"
+        raise ValueError(f"qkv has rows of {width}; {accepted} is accepted, with Hkv = {kv_heads} and D = {size} of k_cache")
     if v_cache.shape != k_cache.shape or k_cache.shape[0] != batch:
         raise ValueError(f"k_cache is {list(k_cache.shape)} and v_cache {list(v_cache.shape)}; both must be [{batch}, Hkv, C, D]")
     if sin.shape != cos.shape or cos.dim() != 2 or not 0 < 2 * half <= size:
@@ -153,7 +156,8 @@ def rope_cache(
         qkv, cos, sin, positions, slots, q, k_cache, v_cache, q_norm if norm else qkv, k_norm if norm else qkv, eps, nodes,
         *qkv.stride()[:2], cos.stride(0), sin.stride(0), *positions.stride(), *slots.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3],
         HQ=q_heads, HKV=kv_heads, SIZE=size, SIZE_BLOCK=max(4, triton.next_power_of_2(size)), HALF=half, HALF_BLOCK=half_block,
-        REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0, HEADS=HEADS, NORM=norm, UNIT=unit_offset, GATED=gated,
+        REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0, HEADS=HEADS, NORM=norm, OFFSET=offset, GATED=gated,
+        NORMS_VALUES=norms_values, TIES_VALUES=ties_values,
         num_warps=_warps(size), **dependent(q.device),
     )  # fmt: skip
     return q

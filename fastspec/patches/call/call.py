@@ -34,9 +34,11 @@ from fastspec.patches.call.processors import (
 from fastspec.patches.call.refusals import refuse_prompts
 from fastspec.patches.call.steps import PlainSteps
 from fastspec.patches.hf.compat import device_of, fill_cache, is_out_of_memory, keeps_all, kept_by, layer_count, read_cache, text_length
+from fastspec.patches.hf.families import adapter_for, is_wrapped
 from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
+from fastspec.patches.hf.trust import reads_prompts_alike
 from fastspec.patches.session import PatchSession
 
 
@@ -96,13 +98,15 @@ class Call:
         return PlainSteps(ids, self.processors, criteria, self.config, None if on_round else self.streamer)
 
     def _own_prefill(self, model_kwargs: dict[str, Any]) -> OwnPrefill | None:
-        """The model's own pass over a prompt with images and the like; None where there is nothing but tokens."""
-        inputs = besides_tokens(model_kwargs)
-        if not inputs:
+        """The model's own pass over a prompt with images and the like, and over any of a model that lets a prompt's tokens see others than
+        those before them; None where there is nothing but tokens."""
+        inputs, adapter = besides_tokens(model_kwargs), adapter_for(self.model)
+        if not inputs and ((adapter is not None and not is_wrapped(self.model)) or reads_prompts_alike(self.model, adapter)):
             return None
         if self.given.rows is not None:
-            names = ", ".join(sorted(inputs))
-            raise Unsupported(f"ContinuousBatch takes prompts of tokens alone, without {names}: name its assistant itself")
+            alone = f"prompts of tokens alone, without {', '.join(sorted(inputs))}"
+            what = alone if inputs else f"no {type(self.model).__name__}, whose tokens see more of a prompt than what is before them"
+            raise Unsupported(f"ContinuousBatch takes {what}: name its assistant itself")
         return OwnPrefill(self.model, self.config, self.ids, self.keep, model_kwargs)
 
     def _keep(self, mask: Tensor | None, rows: int) -> Tensor:

@@ -53,6 +53,18 @@ def _shape(config: Any) -> tuple[int, int]:
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
+def layer_inputs(model: Any, tokens: Tensor, embedded: Tensor) -> Tensor | None:
+    """What every layer of a decoder reads of each token beside the hidden state, [B, N, L, P], from its own tables; None where there are
+    none.
+
+    Gemma 4's decoder has the two methods since transformers 5.5.
+    """
+    decoder = model.get_decoder()
+    if not getattr(decoder, "hidden_size_per_layer_input", 0):
+        return None
+    return decoder.project_per_layer_inputs(embedded, decoder.get_per_layer_inputs(tokens, embedded))
+
+
 def kept_by(config: Any) -> list[int]:
     """Whose keys and values every layer of a decoder reads: its own, or those of a layer before it of the same type.
 

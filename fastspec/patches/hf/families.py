@@ -46,8 +46,8 @@ class Adapter:
     """Whether all heads' queries are normed together, and so all keys."""
     eps: str = "variance_epsilon"
     """The attribute of a norm that is added to the mean square."""
-    unit_offset: bool = False
-    """Whether a norm multiplies by 1 + weight, in fp32."""
+    offset: float | None = None
+    """What a norm adds to its weight, which it applies in fp32; None: it applies the weight to the rounded norm."""
     rotary_by_kind: bool = False
     """Whether the kinds of layers (`layer_types`) have rotary tables of their own."""
     angles_once: bool = False
@@ -60,6 +60,24 @@ class Adapter:
     """The attribute of an attention that its scores are soft-capped with, None for no cap."""
     final_cap: str = ""
     """The setting that logits are soft-capped with, None for no cap."""
+    norms_values: bool = False
+    """Whether values are normed, without a weight."""
+    layer_input: str = ""
+    """The module of a layer that opens a gate for the layer's own input of every token, which goes through `layer_input_out` and
+    `layer_input_norm`; some models have none."""
+    layer_input_out: str = "per_layer_projection"
+    layer_input_norm: str = "post_per_layer_input_norm"
+    layer_scale: str = ""
+    """The attribute of a layer that its output is multiplied by."""
+    experts: str = ""
+    """The experts that some models have beside a dense feed-forward, with their `router`, and the norms below: of what the dense one gives,
+    of what experts read and of what they give."""
+    router: str = "router"
+    dense_out_norm: str = "post_feedforward_layernorm_1"
+    experts_norm: str = "pre_feedforward_layernorm_2"
+    experts_out_norm: str = "post_feedforward_layernorm_2"
+    hides: tuple[str, ...] = ()
+    """Settings of the model around a decoder that name tokens which it shows the decoder as padding."""
     gated_attention: bool = False
     """Whether q_proj gives every head's queries and as many gates, which what the head reads is multiplied by."""
     recurrent: str = ""
@@ -80,13 +98,13 @@ class Adapter:
 
 GEMMA2 = Adapter(
     "gemma2", mlp_norm="pre_feedforward_layernorm", mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm",
-    eps="eps", unit_offset=True, cap="attn_logit_softcapping", final_cap="final_logit_softcapping",
+    eps="eps", offset=1.0, cap="attn_logit_softcapping", final_cap="final_logit_softcapping",
 )  # fmt: skip
 OLMO2 = Adapter(
     "olmo2", input_norm="", mlp_norm="", mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm",
     wide_qk_norm=True,
 )  # fmt: skip
-QWEN3_5 = Adapter("qwen3_5_text", qk_norm=True, eps="eps", unit_offset=True, gated_attention=True, recurrent="linear_attn")
+QWEN3_5 = Adapter("qwen3_5_text", qk_norm=True, eps="eps", offset=1.0, gated_attention=True, recurrent="linear_attn")
 ADAPTERS = {
     row.model_type: row
     for row in (
@@ -107,9 +125,14 @@ ADAPTERS = {
         Adapter("arcee"),
         Adapter("starcoder2"),
         Adapter("smollm3", rotates="use_rope"),
-        Adapter("gemma", eps="eps", unit_offset=True),
+        Adapter("gemma", eps="eps", offset=1.0),
         GEMMA2,
         replace(GEMMA2, model_type="gemma3_text", cap="", qk_norm=True, rotary_by_kind=True),
+        replace(
+            GEMMA2, model_type="gemma4_text", cap="", qk_norm=True, rotary_by_kind=True, offset=0.0, norms_values=True,
+            layer_input="per_layer_input_gate", layer_scale="layer_scalar", experts="experts",
+            hides=("image_token_id", "video_token_id", "audio_token_id"),
+        ),
         OLMO2,
         replace(OLMO2, model_type="olmo3", rotary_by_kind=True),
         QWEN3_5,
@@ -186,6 +209,9 @@ def check_supported(model: Any) -> None:
     kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - known)
     if kinds:
         raise Unsupported(f"{name} has layers of type {', '.join(kinds)}; fastspec needs a full-attention KV cache in every layer")
+    varied = varied_lengths(config)
+    if varied:
+        raise Unsupported(f"{name} has layers that differ in {', '.join(varied)}; fastspec takes one for all layers of a type")
     if not model.config.is_encoder_decoder and adapter_for(model) is None:
         _check_generic(model, config)
     devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
@@ -199,9 +225,6 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
     missing = [p for p in ("position_ids", "past_key_values") if p not in inspect.signature(type(model).forward).parameters]
     if missing:
         raise Unsupported(f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands")
-    varied = varied_lengths(config)
-    if varied:
-        raise Unsupported(f"{name} has layers that differ in {', '.join(varied)}; fastspec takes one for all layers of a type")
     if not hasattr(config, "num_hidden_layers"):
         raise Unsupported(f"{name} is more than one stack of layers (its configuration has no num_hidden_layers); fastspec runs one")
     if getattr(config, "alibi", False):
@@ -276,7 +299,8 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     attention = [getattr(layer, adapter.attention) for layer in layers if hasattr(layer, adapter.attention)]
     nets = [getattr(layer, adapter.recurrent) for layer in layers if adapter.recurrent and hasattr(layer, adapter.recurrent)]
     own = adapter.recurrent_row or adapter
-    norms = [norm for each in attention for norm in (each.q_norm, each.k_norm)] if adapter.qk_norm else []
+    names = ("q_norm", "k_norm", "v_norm") if adapter.qk_norm else ()
+    norms = [getattr(each, name) for each in attention for name in names if hasattr(each, name)]
     inner = [module for net in nets for module in (net, net.conv1d, getattr(net, own.recurrent_norm))]
     return [model, model.base_model, decoder, *layers, *attention, *norms, *inner]
 

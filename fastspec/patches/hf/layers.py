@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -40,19 +40,53 @@ def layer_parts(
         mlp=mlp_of(parts, getattr(layer, parts.mlp), ops),
         mixer_out_norm=norm(parts.mixer_out_norm) if parts.mixer_out_norm else None,
         mlp_out_norm=norm(parts.mlp_out_norm) if parts.mlp_out_norm else None,
+        beside=_experts_beside(parts, layer) if parts.experts and hasattr(layer, parts.experts) else None,
+        after=_after(parts, layer, ops) if parts.layer_scale else None,
     )
+
+
+def _experts_beside(parts: Adapter, layer: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Experts that read what the dense feed-forward's norm reads. Both results are normed before they are added up."""
+    router, experts = getattr(layer, parts.router), getattr(layer, parts.experts)
+    norm, out_norm, dense_norm = (getattr(layer, name) for name in (parts.experts_norm, parts.experts_out_norm, parts.dense_out_norm))
+
+    def beside(dense: Tensor, total: Tensor) -> Tensor:
+        flat = total.flatten(0, -2)
+        _, weights, chosen = router(flat)
+        return dense_norm(dense) + out_norm(experts(norm(flat), chosen, weights).view_as(total))
+
+    return beside
+
+
+def _after(parts: Adapter, layer: Any, ops: Ops) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """The layer's own input of every token through a gate, and the scale of all."""
+    gate, scale = getattr(layer, parts.layer_input, None), getattr(layer, parts.layer_scale)
+    if gate is None:
+        return lambda hidden, _: hidden * scale
+    opened, out = product_of((gate,), ops), product_of((getattr(layer, parts.layer_input_out),), ops)
+    norm, act = norm_of(getattr(layer, parts.layer_input_norm), ops, parts), layer.act_fn
+
+    def after(hidden: Tensor, own: Tensor | None) -> Tensor:
+        assert own is not None
+        return (hidden + norm(out(act(opened(hidden)) * own))[0]) * scale
+
+    return after
 
 
 def _attention(
     parts: Adapter, attn: Any, ops: Ops, state: FullAttentionState, index: int, sight: Sight, rotary: str | None
 ) -> FullAttention:  # fmt: skip
+    owns = hasattr(attn, "k_proj")
+    ties = owns and attn.v_proj is None
+    inputs = (attn.q_proj,) if not owns else (attn.q_proj, attn.k_proj) if ties else (attn.q_proj, attn.k_proj, attn.v_proj)
+    norms = (attn.q_norm.weight, (attn.k_norm if owns else attn.q_norm).weight) if parts.qk_norm else (None, None)
     return FullAttention(
         ops, state, index, scale=attn.scaling, eps=getattr(attn.q_norm, parts.eps) if parts.qk_norm else 0.0,
-        qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of((attn.q_proj, attn.k_proj, attn.v_proj), ops),
-        out=product_of((attn.o_proj,), ops, parts=True),
-        q_norm=attn.q_norm.weight if parts.qk_norm else None, k_norm=attn.k_norm.weight if parts.qk_norm else None,
-        unit_offset=parts.unit_offset, sight=sight, rotary=rotary, gated=parts.gated_attention,
-        sinks=getattr(attn, parts.sinks) if parts.sinks else None, cap=getattr(attn, parts.cap) if parts.cap else None,
+        qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of(inputs, ops),
+        out=product_of((attn.o_proj,), ops, parts=True), q_norm=norms[0], k_norm=norms[1],
+        norms_values=parts.norms_values, ties_values=ties, owns=owns, offset=parts.offset, sight=sight, rotary=rotary,
+        gated=parts.gated_attention, sinks=getattr(attn, parts.sinks) if parts.sinks else None,
+        cap=getattr(attn, parts.cap) if parts.cap else None,
     )  # fmt: skip
 
 
@@ -121,7 +155,7 @@ def vocabulary_of(model: Any, parts: Adapter, ops: Ops) -> Linear:
 def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:
     """A norm of a family with the sum before it."""
     if not is_foreign(module) and hasattr(module, parts.eps) and type(module.weight) is nn.Parameter:
-        return rms(ops, module.weight, getattr(module, parts.eps), unit_offset=parts.unit_offset)
+        return rms(ops, module.weight, getattr(module, parts.eps), offset=parts.offset)
 
     def norm(x: Tensor, residual: Tensor | None = None, *, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
         summed = joined(x) if residual is None else joined(x) + residual
@@ -194,7 +228,7 @@ def pack_model(model: Any) -> list[nn.Parameter]:
         if attn is None:
             groups = [[getattr(getattr(layer, parts.recurrent), name) for name in (parts.recurrent_row or parts).recurrent_inputs]]
         else:
-            groups = [[attn.q_proj, attn.k_proj, attn.v_proj]]
+            groups = [[each for name in ("q_proj", "k_proj", "v_proj") if (each := getattr(attn, name, None)) is not None]]
         if parts.gated_mlp and hasattr(mlp, "gate_proj"):
             groups.append([mlp.gate_proj, mlp.up_proj])
         for group in groups:

@@ -17,9 +17,11 @@ from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.kernels.linear.reference import joined
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import (
     layer_count,
+    layer_inputs,
     layer_shapes,
     recurrent_layers,
     rope_bound,
@@ -86,7 +88,8 @@ class HFModel(Target):
 
     def _can_capture(self, parts: Adapter) -> bool:
         layers = getattr(decoder_of(self.model), parts.layers)
-        waits = any(waits_for_host(getattr(layer, parts.mlp), self.model, self.ops) for layer in layers)
+        holders = [holder for layer in layers for holder in (getattr(layer, parts.mlp), *((layer,) if parts.experts else ()))]
+        waits = any(waits_for_host(holder, self.model, self.ops) for holder in holders)
         return not waits and not any(map(is_watched, self.model.modules()))
 
     def _take(self, parts: Adapter) -> None:
@@ -99,6 +102,9 @@ class HFModel(Target):
             layer_parts(parts, layer, ops, *self.state.places[index], sight=self.sights[index], rotary=kinds[index])
             for index, layer in enumerate(layers)
         ]
+        named = [getattr(self.model.config, name, None) for name in parts.hides] if self.shift is not None else []
+        named = [token for token in named if token is not None]
+        self.hidden_tokens = torch.tensor(named, device=self.lengths.device) if named else None
         self.norm = norm_of(getattr(decoder, parts.norm), ops, parts)
         self.vocabulary = vocabulary_of(self.model, parts, ops)
 
@@ -218,6 +224,12 @@ class HFModel(Target):
         plain = is_plain(embed, nn.Embedding) and embed.max_norm is None and embed.weight.is_contiguous()
         return embed.weight.detach() if plain else None
 
+    def _shown(self, tokens: Tensor) -> Tensor:
+        """Tokens as the decoder gets to see them."""
+        if self.hidden_tokens is None:
+            return tokens
+        return torch.where(torch.isin(tokens, self.hidden_tokens), self.model.config.get_text_config().pad_token_id, tokens)
+
     def commit(self, verdict: Verdict, active: Tensor) -> None:
         """Keep the accepted path of the active rows."""
         self.state.commit(self.ops, verdict, active)
@@ -261,10 +273,13 @@ class HFModel(Target):
         if self.adapter is None:
             return self._forward_generic(tokens, nodes, pick)
         if embedded is None:
+            tokens = self._shown(tokens)
             embedded = getattr(decoder_of(self.model), self.adapter.embed)(tokens)
-        return self._forward_adapted(embedded, nodes, pick)
+        return self._forward_adapted(embedded, layer_inputs(self.model, tokens, embedded), nodes, pick)
 
-    def _forward_adapted(self, total: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _forward_adapted(
+        self, total: Tensor, own: Tensor | None, nodes: Nodes, pick: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         change: Summed | None = None  # what the last layer adds to the sum so far
         taps, width = self.taps or (), total.shape[-1]
         features = total.new_empty(*total.shape[:-1], len(taps) * width)
@@ -281,9 +296,13 @@ class HFModel(Target):
             mixed = layer.mixer(x, nodes)
             x, total = layer.mlp_norm(mixed if layer.mixer_out_norm is None else layer.mixer_out_norm(mixed)[0], total)
             change = layer.mlp(x)
+            if layer.beside is not None:
+                change = layer.beside(joined(change), total)
             if layer.mlp_out_norm is not None:
                 change, _ = layer.mlp_out_norm(change)
-        hidden, _ = self.norm(change, total)
+            if layer.after is not None:
+                total, change = layer.after(total + joined(change), None if own is None else own[:, :, index]), None
+        hidden, _ = self.norm(total) if change is None else self.norm(change, total)
         kept[self.depth] = hidden
         for tap, part in zip(taps, parts, strict=True):
             if kept[tap] is not part:

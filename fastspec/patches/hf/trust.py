@@ -10,7 +10,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -49,7 +49,14 @@ place, 4e-6 in fp32, 0.03 in fp16 and 0.25 in bf16. Texts that differ in what is
 """
 WHOLE = (torch.float64, torch.float32)
 """Dtypes in which every node must agree. In the others a router may choose another expert by a rounding: the median node must."""
-_VERDICTS: dict[Any, str | None] = {}
+_VERDICTS: dict[Any, _Verdict] = {}
+
+
+class _Verdict(NamedTuple):
+    """Why a model cannot be relied on, or None, and whether it reads a prompt without padding as fastspec does."""
+
+    reason: str | None
+    alike: bool = True
 
 
 def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | None = None) -> None:
@@ -58,13 +65,24 @@ def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | No
     With `reads_source` the model has an encoder, and its decoder is checked; `adapter` is that of a decoder inside the model. The model,
     its modes and hooks, and the global generators of random numbers are left as they were.
     """
+    reason = _verdict(model, reads_source, adapter).reason
+    if reason is not None:
+        raise Unsupported(reason)
+
+
+def reads_prompts_alike(model: Any, adapter: Adapter | None) -> bool:
+    """Whether a pass of fastspec's over a prompt may take the place of the model's own: PaliGemma's tokens see the whole of a prompt that
+    has no padding. Raises Unsupported as `check_trust`."""
+    check_trust(model, adapter=adapter)
+    return _verdict(model, False, adapter).alike
+
+
+def _verdict(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
     key = adapter is not None, _key(model)
     if key not in _VERDICTS:
         with _undisturbed(model), torch.no_grad():
             _VERDICTS[key] = _judge(model, reads_source, adapter)
-    reason = _VERDICTS[key]
-    if reason is not None:
-        raise Unsupported(reason)
+    return _VERDICTS[key]
 
 
 def _key(model: Any) -> Any:
@@ -83,32 +101,40 @@ def _computed(model: Any) -> torch.dtype:
     return autocast_inside(model) or model.dtype
 
 
-def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> str | None:
-    """Why a model cannot be relied on, or None."""
+def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
     name = type(model).__name__
     try:
+        alike = reads_source or _apart(*_after_prompt(model, adapter), _computed(model)) <= _bound(_computed(model))
         got, want = _after_source(model) if reads_source else _after_prompts(model, adapter)
         if not reads_source and (names := _span_settings(model)):
             with _short_spans(model, names):
                 got, want = (torch.cat(both) for both in zip((got, want), _after_prompts(model, adapter), strict=True))
     except Unsupported as error:
-        return str(error)
+        return _Verdict(str(error))
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        return (
+        return _Verdict(
             f"{name} does not run as fastspec has to run it, with a position for every node and a 4-D mask "
             f"({type(error).__name__}: {error}): it cannot be combined with assistant="
         )
-    apart = (got.float() - want.float()).pow(2).mean(-1).sqrt() / want.float().std(-1).clamp(min=1e-30)
-    dtype = _computed(model)
-    found = float(apart.max() if dtype in WHOLE else apart.median())
-    if found <= BOUNDS.get(dtype, BOUNDS[torch.bfloat16]):
-        return None
-    return (
+    found = _apart(got, want, _computed(model))
+    if found <= _bound(_computed(model)):
+        return _Verdict(None, alike)
+    return _Verdict(
         f"{name} scores the nodes of a draft tree otherwise than the same tokens in a text of their own (its logits are {found:.2g} "
         "standard deviations apart): it reads positions or masks in a way of its own, and cannot be combined with assistant="
     )
+
+
+def _apart(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
+    """How far logits [n, V] are apart, in standard deviations."""
+    apart = (got.float() - want.float()).pow(2).mean(-1).sqrt() / want.float().std(-1).clamp(min=1e-30)
+    return float(apart.max() if dtype in WHOLE else apart.median())
+
+
+def _bound(dtype: torch.dtype) -> float:
+    return BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
 
 
 def _span_settings(model: Any) -> list[str]:
@@ -154,6 +180,14 @@ def _after_prompts(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]
     logits, _ = target.score(TokenTree.chain(chain), max(map(len, prefixes)))
     after = torch.cat([want[end, 1:] for end in ends])
     return torch.cat((got, *logits[:, -MORE:])), torch.cat((want[:, 0], after))
+
+
+def _after_prompt(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
+    """What fastspec and the model give after a prompt in a batch without padding, logits [1, V] each."""
+    target, words = HFModel(model, adapter, rows=1, capacity=ROOM, tail=1, taps=None, ops=TORCH), _words(model)
+    text = words[torch.randint(len(words), (LENGTHS[0],), generator=torch.Generator().manual_seed(2))]
+    got, _ = target.prefill(text[None].to(device_of(model)), torch.tensor([len(text)], device=device_of(model)))
+    return got, _own(model, [text.tolist()])[0][:, 0]
 
 
 def _as_trees(target: HFModel, words: Tensor) -> tuple[list[list[int]], list[list[int]], Tensor]:
