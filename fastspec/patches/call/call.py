@@ -33,7 +33,17 @@ from fastspec.patches.call.processors import (
 )
 from fastspec.patches.call.refusals import refuse_prompts
 from fastspec.patches.call.steps import PlainSteps
-from fastspec.patches.hf.compat import device_of, fill_cache, is_out_of_memory, keeps_all, kept_by, layer_count, read_cache, text_length
+from fastspec.patches.hf.compat import (
+    device_of,
+    fill_cache,
+    is_out_of_memory,
+    keeps_all,
+    kept_by,
+    layer_count,
+    read_cache,
+    recurrent_layers,
+    text_length,
+)
 from fastspec.patches.hf.families import adapter_for, is_wrapped
 from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.hf.peft_models import virtual_tokens
@@ -101,7 +111,8 @@ class Call:
         """The model's own pass over a prompt with images and the like, and over any of a model that lets a prompt's tokens see others than
         those before them; None where there is nothing but tokens."""
         inputs, adapter = besides_tokens(model_kwargs), adapter_for(self.model)
-        if not inputs and ((adapter is not None and not is_wrapped(self.model)) or reads_prompts_alike(self.model, adapter)):
+        checked = is_wrapped(self.model) if adapter is not None else not any(recurrent_layers(self.model.config))  # these are refused later
+        if not inputs and (not checked or reads_prompts_alike(self.model, adapter)):
             return None
         if self.given.rows is not None:
             alone = f"prompts of tokens alone, without {', '.join(sorted(inputs))}"

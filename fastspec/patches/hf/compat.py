@@ -66,14 +66,14 @@ def layer_inputs(model: Any, tokens: Tensor, embedded: Tensor) -> Tensor | None:
 
 
 def kept_by(config: Any) -> list[int]:
-    """Whose keys and values every layer of a decoder reads: its own, or those of a layer before it of the same type.
-
-    Caches have a dummy in place of a layer that reads another's since transformers 5.10 (`kv_sharing_modes`).
-    """
+    """Whose keys and values every layer of a decoder reads: its own, or, for the last `num_kv_shared_layers`, those of the last layer in
+    front of these of the same type. Caches keep nothing for such a layer."""
     config = config.get_text_config()
-    modes = getattr(config, "kv_sharing_modes", None) or [None] * layer_count(config)
-    stored = {config.layer_types[layer]: layer for layer, mode in enumerate(modes) if mode == "store"}
-    return [stored[config.layer_types[layer]] if mode == "reuse" else layer for layer, mode in enumerate(modes)]
+    layers, kinds = layer_count(config), getattr(config, "layer_types", None)
+    first = layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    if first == layers or kinds is None:
+        return list(range(layers))
+    return [layer if layer < first else max(each for each in range(first) if kinds[each] == kinds[layer]) for layer in range(layers)]
 
 
 RECURRENT = "linear_attention"
@@ -276,12 +276,24 @@ def rope_tables(rotary: Any, model: Any, count: int, kind: str | None = None, *,
     device = device_of(model)
     if rotary is None:  # nothing is rotated: the fewest channels that a table can have stay as they are
         return torch.ones(count, 1, dtype=model.dtype, device=device), torch.zeros(count, 1, dtype=model.dtype, device=device)
-    given = torch.zeros(1, dtype=model.dtype, device=device), torch.arange(count, device=device)[None]
+    places = torch.arange(count, device=device)[None]
+    if _has_sections(rotary, model.config.get_text_config()):
+        places = places.expand(3, 1, -1)  # of text all three are the same
+    given = torch.zeros(1, dtype=model.dtype, device=device), places
     cos, sin = rotary(*given) if kind in (None, NO_ROTATION) else rotary(*given, kind)
+    cos, sin = (table[0] if table.dim() == 4 else table for table in (cos, sin))
     if kind == NO_ROTATION:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     half = cos.shape[-1] if once else cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+
+def _has_sections(rotary: Any, config: Any) -> bool:
+    """Whether a rotary module takes three positions of a token, in time, height and width, each for a section of a head.
+
+    Its forward takes one position for all three since transformers 5.20; until then it did not.
+    """
+    return hasattr(rotary, "mrope_section") or "mrope_section" in (getattr(config, "rope_parameters", None) or {})
 
 
 CAPTURING_FLAG = "_output_capturing_hooks_installed"

@@ -86,7 +86,7 @@ def _attention(
         out=product_of((attn.o_proj,), ops, parts=True), q_norm=norms[0], k_norm=norms[1],
         norms_values=parts.norms_values, ties_values=ties, owns=owns, offset=parts.offset, sight=sight, rotary=rotary,
         gated=parts.gated_attention, sinks=getattr(attn, parts.sinks) if parts.sinks else None,
-        cap=getattr(attn, parts.cap) if parts.cap else None,
+        cap=getattr(attn, parts.cap) if parts.cap and attn.config._attn_implementation != "sdpa" else None,  # which leaves it out
     )  # fmt: skip
 
 
