@@ -80,7 +80,7 @@ def images(model: Any, count: int, seed: int = 0) -> dict[str, Tensor]:
 
 def prompts_with_images(model: Any, around: tuple[tuple[int, int], ...], seed: int = 0) -> dict[str, Tensor]:
     """Left-padded prompts of an image each, with so many random tokens before it and behind it."""
-    given = images(model, len(around), seed)
+    given = {name: each.to(model.device) for name, each in images(model, len(around), seed).items()}
     with torch.no_grad():
         features = model.get_image_features(**given, return_dict=True).pooler_output
     held = torch.cat(tuple(features)) if isinstance(features, (list, tuple)) else features.flatten(0, -2)
@@ -90,6 +90,7 @@ def prompts_with_images(model: Any, around: tuple[tuple[int, int], ...], seed: i
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + [int(token) for token in row] for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids, mask = ids.to(model.device), mask.to(model.device)
     given |= {"input_ids": ids, "attention_mask": mask}
     if "image_grid_thw" in given or model.config.model_type == "gemma4":
         given["mm_token_type_ids"] = (ids == IMAGE).int()

@@ -57,7 +57,7 @@ class SpanCase(Case):
         for x in (self.k, self.v):
             x[:, :, : self.extent].masked_fill_(unseen, torch.nan)
             x[:, :, self.extent :] = torch.nan
-        self.ring = None if spare is None or span is None else span.size + nodes + spare
+        self.ring = None if spare is None or span is None else max(layouts.LEAST_RING, span.size + nodes + spare)
         if self.ring is not None:
             self.k, self.v = (self.wound(x) for x in (self.k, self.v))
 

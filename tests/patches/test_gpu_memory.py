@@ -61,7 +61,7 @@ def calls_of_every_kind(seed: int) -> None:
     options = {"do_sample": False, "max_new_tokens": 30}
     auto = fastspec.Eagle3(depth=4, top_k=3, total_tokens="auto")
     kinds: list[tuple[Any, dict[str, Any]]] = [(name, {}) for name in ("autoregressive", "nasd", TREE, auto)]
-    kinds += [(fastspec.Speculative(early_exit=3), {}), (TREE, {"do_sample": True}), (TREE, {"repetition_penalty": 1.2})]
+    kinds += [(fastspec.Speculative(early_exit=2), {}), (TREE, {"do_sample": True}), (TREE, {"repetition_penalty": 1.2})]
     for lengths in ((9,), (3, 7), (9,)):
         for assistant, more in kinds:
             model.generate(**{name: ids.to(DEVICE) for name, ids in prompts(*lengths).items()}, **{**options, **more}, assistant=assistant)

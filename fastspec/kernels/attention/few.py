@@ -27,6 +27,7 @@ from fastspec.kernels.attention.parts import (
     scales,
     seen_prefix,
     update,
+    wrapped,
 )
 from fastspec.kernels.launch import dependent, stages_within
 
@@ -88,12 +89,14 @@ def _few_kernel(
             m_slot = m_slot & (o_slot >= low)
         m_kv = m_slot[:, None] & m_d[None, :]
         if RING > 0:
-            o_ring = (o_slot % RING).to(tl.int64)[:, None]
-            b_k = tl.load(p_k + o_ring * S_K + o_d[None, :], mask=m_kv, other=0.0)
-            b_v = tl.load(p_v + o_ring * S_V + o_d[None, :], mask=m_kv, other=0.0)
-        else:
+            start = start % RING
+        if RING % BLOCK_N == 0:  # without a ring too
             b_k = tl.load(p_k + start.to(tl.int64) * S_K + o_k, mask=m_kv, other=0.0)
             b_v = tl.load(p_v + start.to(tl.int64) * S_V + o_v, mask=m_kv, other=0.0)
+        else:
+            o_ring = wrapped(start, o_n, RING)[:, None]
+            b_k = tl.load(p_k + o_ring * S_K + o_d[None, :], mask=m_kv, other=0.0)
+            b_v = tl.load(p_v + o_ring * S_V + o_d[None, :], mask=m_kv, other=0.0)
         o_rel = o_slot - prefix
         if CHAIN:  # noqa: SIM108
             m_tail = o_rel[None, :] <= o_node[:, None]

@@ -38,6 +38,10 @@ class TreeLayout:
         return extent if self.span is None else min(extent, self.span.size - 1 + self.tail)
 
 
+LEAST_RING = 128
+"""Slots that a block of the kernels has at most."""
+
+
 def attention_layout(
     prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1, *, span: Span | None = None,
     depths: Tensor | None = None, ring: int | None = None,
@@ -67,8 +71,9 @@ def attention_layout(
             raise ValueError(f"a ring of {ring} slots holds the end of a text, and without a span all of it is seen")
         return TreeLayout(prefix, words, nodes, tail, extent, group)
     _check_span(prefix, nodes, tail, span, depths)
-    if ring is not None and ring < span.size - 1 + tail:
-        raise ValueError(f"a ring of {ring} slots does not hold a span of {span.size} positions and a tail of {tail} slots")
+    if ring is not None and ring < max(LEAST_RING, span.size - 1 + tail):
+        need = f"a span of {span.size} positions and a tail of {tail} slots, or a block of {LEAST_RING}"
+        raise ValueError(f"a ring of {ring} slots does not hold {need}")
     return TreeLayout(prefix, words, nodes, tail, extent, group, span, depths, ring or 0)
 
 

@@ -24,6 +24,13 @@ _FAR = tl.constexpr(2**30)  # beyond every position
 
 
 @triton.jit
+def wrapped(start, o_n, RING: tl.constexpr):
+    """The slots of a ring that a block of slots stands in, from `start` on, itself in the ring; a block is no longer than the ring."""
+    o_slot = start + o_n
+    return tl.where(o_slot >= RING, o_slot - RING, o_slot)
+
+
+@triton.jit
 def update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, MASKED: tl.constexpr, CAP: tl.constexpr):
     """One block of the online softmax; maxima are in units of log2, and so are products times scale2. With a CAP in these units products
     times scale2 are what the tanh is taken of."""

@@ -34,6 +34,7 @@ from fastspec.kernels.attention.parts import (
     scales,
     seen_prefix,
     update,
+    wrapped,
 )
 from fastspec.kernels.launch import dependent, stages_within
 
@@ -121,7 +122,7 @@ def _attention_kernel(
     for block in range(first, tl.minimum(last, full)):
         start = (rest + block * BLOCK_N).to(tl.int64)
         if RING > 0:
-            o_ring = ((start + o_n) % RING)[:, None]
+            o_ring = wrapped((start % RING).to(tl.int32), o_n, RING)[:, None]
             b_k = tl.load(p_k + o_ring * S_K + o_d[None, :], mask=m_d[None, :], other=0.0)
             b_v = tl.load(p_v + o_ring * S_V + o_d[None, :], mask=m_d[None, :], other=0.0)
         elif D == BLOCK_D:
@@ -143,7 +144,7 @@ def _attention_kernel(
         # Slots that nobody sees may hold anything: 0 * nan is nan, so they are not loaded.
         m_kv = ((o_slot >= low) & (o_slot < end))[:, None] & m_d[None, :]
         if RING > 0:
-            o_ring = (o_slot % RING).to(tl.int64)[:, None]
+            o_ring = wrapped((start + RING) % RING, o_n, RING)[:, None]  # a masked block may begin in front of the text
             b_k = tl.load(p_k + o_ring * S_K + o_d[None, :], mask=m_kv, other=0.0)
             b_v = tl.load(p_v + o_ring * S_V + o_d[None, :], mask=m_kv, other=0.0)
         else:

@@ -64,7 +64,8 @@ class HFModel(Target):
         self.state: SequenceState
         if early is None:
             self.state = sequence_state(
-                model, self.spans, rows=rows, capacity=capacity, tail=tail, chunk=PREFILL_CHUNK, bounded=bounded
+                model, self.spans, rows=rows, capacity=capacity, tail=tail, bounded=bounded,
+                chunk=padded_width(PREFILL_CHUNK) if ops.captures else PREFILL_CHUNK,
             )  # fmt: skip
         else:
             self.state = SharedState(early[0].state, self.depth)
