@@ -2,7 +2,8 @@
 
     python benchmarks/plot.py benchmarks/results/bench_cpu.jsonl --out benchmarks/results/bench_cpu.png
 
-A file may hold several runs, told apart by their date; the last one is drawn. Needs matplotlib (`pip install fastspec[bench]`).
+A file may hold several runs, told apart by their date; the last one is drawn. Needs matplotlib
+(`pip install "fastspec-transformers[bench]"`).
 """
 
 from __future__ import annotations

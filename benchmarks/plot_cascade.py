@@ -2,7 +2,8 @@
 
     python benchmarks/plot_cascade.py benchmarks/results/cascade_h200.jsonl --out benchmarks/results/cascade_h200.png
 
-The rows are those of `fastspec.cascade.evaluate.summary` and `reliability`. Needs matplotlib (`pip install fastspec[bench]`).
+The rows are those of `fastspec.cascade.evaluate.summary` and `reliability`. Needs matplotlib
+(`pip install "fastspec-transformers[bench]"`).
 """
 
 from __future__ import annotations

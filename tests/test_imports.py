@@ -16,8 +16,11 @@ REFERENCE = tuple(f"kernels.{group}.reference" for group in GROUPS)
 ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("errors", "kernels")),
     "generation": ({"torch", "safetensors"}, ("config", "errors", "generation", "reading", *REFERENCE)),
-    "cascade": ({"torch", "safetensors"}, ("cascade", "config", "errors", "generation", "reading", *REFERENCE)),
-    "patches": (HEAVY - {"triton"}, ("cascade", "config", "devices", "errors", "generation", "kernels", "models", "patches")),
+    "cascade": ({"torch", "safetensors"}, ("cascade", "config", "distribution", "errors", "generation", "reading", *REFERENCE)),
+    "patches": (
+        HEAVY - {"triton"},
+        ("cascade", "config", "devices", "distribution", "errors", "generation", "kernels", "models", "patches"),
+    ),
 }
 
 

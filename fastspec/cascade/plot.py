@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fastspec.distribution import install_command
 from fastspec.errors import FastSpecError
 
 Row = dict[str, Any]
@@ -21,7 +22,7 @@ def draw(rows: list[Row], path: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise FastSpecError("a picture needs matplotlib: pip install fastspec[bench]") from error
+        raise FastSpecError(f"a picture needs matplotlib: {install_command('bench')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

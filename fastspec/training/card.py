@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fastspec.distribution import DISTRIBUTION
 from fastspec.generation.drafters.eagle.head import HeadConfig
 from fastspec.training.config import TrainConfig
 
@@ -25,7 +26,7 @@ def model_card(
         "A drafting head: with it the target generates several tokens per forward pass, and says exactly what it would have said.",
         "",
         "```python",
-        "import fastspec",
+        f"import fastspec  # pip install {DISTRIBUTION}; the package index's fastspec is another project's",
         f'fastspec.patch(model, {assistant}="path/of/this/folder")',
         f'model.generate(**inputs, assistant="{assistant}")',
         "```",

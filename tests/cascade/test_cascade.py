@@ -309,5 +309,5 @@ def test_quantised_stages_need_bitsandbytes(tmp_path: Any, monkeypatch: pytest.M
     stage = fastspec.Stage(str(tmp_path), name="medium", quantization="4bit")
     settings = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0]}
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
-    with pytest.raises(Unsupported, match="pip install bitsandbytes"):
+    with pytest.raises(Unsupported, match=r'pip install "fastspec-transformers\[quantised\]"'):
         large.generate(torch.tensor([[5, 6]]), **GREEDY, assistant="cascade")

@@ -1,7 +1,7 @@
 """An assistant for one call, through transformers' own loader: `model.generate(..., custom_generate=<this repository>)`.
 
 The folder above this one is what `custom_generate=` takes, as a path (`fastspec.CUSTOM_GENERATE`) or as a hub repository with the same
-files. fastspec must be installed.
+files. The distribution fastspec-transformers must be installed.
 """
 
 import fastspec

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastspec.cascade.config import Cascade, Stage
 from fastspec.cascade.stopping import Rates
+from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.draft_model.tokenizer import decoded, encoded
 from fastspec.generation.engine.call import Outcome
@@ -199,7 +200,7 @@ def quantization(kind: str) -> Any:
     import importlib.util
 
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise Unsupported(f"quantization={kind!r} needs bitsandbytes: pip install bitsandbytes")
+        raise Unsupported(f"quantization={kind!r} needs bitsandbytes: {install_command('quantised')}")
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=kind == "4bit", load_in_8bit=kind == "8bit")
