@@ -167,14 +167,22 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     scores, ids = floats(1, 10, dtype=torch.float32), whole(draft_vocab)
     yield "topk_expand", lambda: topk_expand.topk_expand(few(1, 10, hidden), few(draft_vocab, hidden), scores, 10, ids)
     yield "topk_expand of one node", lambda: topk_expand.topk_expand(few(1, 1, hidden), few(draft_vocab, hidden), scores[:, :1], 10, ids)
+    for wide in (20, topk_expand.MAX_COUNT):
+        scores = floats(1, wide, dtype=torch.float32)
+        yield f"topk_expand, {wide} children", lambda k=wide, s=scores: topk_expand.topk_expand(
+            few(1, k, hidden), few(draft_vocab, hidden), s, k, ids
+        )
     norms, table = few(hidden), few(vocab, hidden)
     yield "next_frontier", lambda: next_frontier.next_frontier(whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10)
     yield "head_input", lambda: head_input.head_input(whole(1, 10), few(1, 10, hidden), table, norms, norms, 1e-5)
     yield "frontier_input", lambda: head_input.frontier_input(
         whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10, table, norms, norms, 1e-5
     )
-    grown = floats(1, 710, dtype=torch.float32)
-    yield "tree_build", lambda: tree_build.tree_build(grown, whole(1, 710), whole(1, 710), whole(710), whole(1), 60)
+    for many in (710, 5000, tree_build.MAX_CANDIDATES):
+        grown = floats(1, many, dtype=torch.float32)
+        yield f"tree_build, {many} candidates", lambda n=many, s=grown: tree_build.tree_build(
+            s, whole(1, n), whole(1, n), whole(n), whole(1), 256 if n > 710 else 60
+        )
     yield from recurrent_launches(dtype) if shape == "8B" else ()
     for rows in (1, 60, 128) if shape == "8B" else ():
         chosen, share = whole(rows, 2), few(rows, 2)

@@ -59,5 +59,9 @@ class Ops:
     """A mixture of experts; None leaves it to the model's own module."""
     fused: FusedDrafting | None = None
     """The module `fastspec.kernels.drafting.fused`, where the backend can run a whole draft phase in one launch."""
+    most_children: int | None = None
+    """The most children of a node that `topk_expand` takes; None: any number."""
+    most_candidates: int | None = None
+    """The most candidates that `tree_build` takes; None: any number."""
     captures: bool = False
     """Whether passes and rounds are captured as CUDA graphs, and weights that read one input packed."""

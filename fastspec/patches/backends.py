@@ -62,11 +62,6 @@ TORCH_ONEDNN = replace(
 """Plain torch, with the linear layers of the CPU through oneDNN."""
 
 
-def _up_to(most: int, kernel: Callable[..., Any], plain: Callable[..., Any], size: Callable[..., int]) -> Callable[..., Any]:
-    """A kernel for sizes up to `most`, and its reference for larger ones."""
-    return lambda *args: (kernel if size(*args) <= most else plain)(*args)
-
-
 @cache
 def triton_ops() -> Ops:
     """The Triton kernels. Imports triton, and raises Unsupported where it is missing."""
@@ -106,11 +101,13 @@ def triton_ops() -> Ops:
         delta_chain=delta.delta_chain,
         delta_commit=delta_commit.delta_commit,
         gated_norm=gated.gated_norm,
-        topk_expand=_up_to(16, topk_expand.topk_expand, drafting_reference.topk_expand, lambda hidden, weight, scores, count, *_: count),
+        topk_expand=topk_expand.topk_expand,
+        most_children=topk_expand.MAX_COUNT,
         next_frontier=next_frontier.next_frontier,
         head_input=head_input.head_input,
         frontier_input=head_input.frontier_input,
-        tree_build=_up_to(4096, tree_build.tree_build, drafting_reference.tree_build, lambda scores, *_: scores.shape[1]),
+        tree_build=tree_build.tree_build,
+        most_candidates=tree_build.MAX_CANDIDATES,
         pick=posterior_eval.pick,
         posterior_walk=posterior_eval.posterior_walk,
         experts=experts.experts,

@@ -234,7 +234,7 @@ def test_topk_expand_refuses_candidates_that_do_not_fit():
 @pytest.mark.parametrize("change", ["count", "stride", "dtype", "scores", "d2t", "half of V"])
 def test_topk_expand_says_what_it_accepts(change):
     x, weight, scores = frontier(2, 3, 8, 40, torch.float32, torch.Generator().manual_seed(0))
-    d2t, count = torch.zeros(40, dtype=torch.long), 17 if change == "count" else 4
+    d2t, count = torch.zeros(40, dtype=torch.long), 65 if change == "count" else 4
     x = x.transpose(1, 2).contiguous().transpose(1, 2) if change == "stride" else x
     weight = weight.double() if change == "dtype" else weight
     scores = scores[:, :2] if change == "scores" else scores

@@ -284,20 +284,42 @@ def test_static_trees_are_captured(drafts, device):
 
 
 @EVERYWHERE
-def test_wide_trees_are_ranked_by_the_references(device):
-    """More children than the kernel expands, and more candidates than it ranks."""
+@pytest.mark.parametrize(("count", "vocab", "candidates"), [(17, 50, 4097), pytest.param(64, 200, 16384, marks=pytest.mark.slow)])
+def test_wide_trees_are_ranked_by_the_kernels(device, count, vocab, candidates):
+    """More than 16 children of a node, and more than 4,096 candidates: no reference runs under the kernels' names."""
     from fastspec.kernels.drafting import reference
     from fastspec.patches.backends import triton_ops
 
     ops, generator = triton_ops(), torch.Generator().manual_seed(0)
-    logits, d2t = torch.randn(1, 2, 50, generator=generator).to(device), torch.zeros(50, dtype=torch.long, device=device)
+    logits, d2t = torch.randn(1, 2, vocab, generator=generator).to(device), torch.zeros(vocab, dtype=torch.long, device=device)
     scores = torch.zeros(1, 2, device=device)
-    got, wanted = (op(logits, None, scores, 20, d2t) for op in (ops.topk_expand, reference.topk_expand))
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) and got[2].shape == (1, 20)
-    flat = -torch.rand(1, 5000, generator=generator).to(device)
-    above, depths = torch.full((1, 5000), -1, device=device), torch.ones(5000, dtype=torch.long, device=device)
-    inputs = flat, above + 1, above, depths, above[:, 0] + 1, 9
-    assert all(torch.equal(a, b) for a, b in zip(ops.tree_build(*inputs), reference.tree_build(*inputs), strict=True))
+    above = torch.full((1, candidates), -1, device=device)
+    half = candidates // 2
+    above[:, half : 2 * half] = torch.arange(half, device=device)  # the second half lies below the first
+    flat, depths = -torch.rand(1, candidates, generator=generator).to(device), torch.ones(candidates, dtype=torch.long, device=device)
+    flat[:, half : 2 * half] += flat[:, :half].clone()
+    inputs = flat, above + 1, above, depths, above[:, 0] + 1, 256
+    expanded, built = reference.topk_expand(logits, None, scores, count, d2t), reference.tree_build(*inputs)
+    assert [op.__module__.rpartition(".")[2] for op in (ops.topk_expand, ops.tree_build)] == ["topk_expand", "tree_build"]
+    got = ops.topk_expand(logits, None, scores, count, d2t)
+    assert all(torch.equal(got[place], expanded[place]) for place in (1, 3)) and got[2].shape == (1, count)
+    torch.testing.assert_close(got[0], expanded[0], rtol=0, atol=2**-20 * vocab)
+    assert all(torch.equal(a, b) for a, b in zip(ops.tree_build(*inputs), built, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [({"total_tokens": 8, "depth": 1, "top_k": 65}, "top_k=65"), ({"total_tokens": 8, "depth": 200, "top_k": 10}, "20010 candidates")],
+)
+def test_a_tree_that_the_kernels_cannot_grow_is_refused_by_name(tree, words):
+    model = tiny_model(num_hidden_layers=3)
+    fastspec.patch(model, eagle3=tiny_head(model), backend="triton")
+    inputs, options = prompts(3), {"do_sample": False, "max_new_tokens": 2}
+    with pytest.raises(Unsupported, match=rf'{words}.*backend="torch"'):
+        model.generate(**inputs, **options, assistant=fastspec.Eagle3(**tree))
+    fastspec.unpatch(model)
+    fastspec.patch(model, eagle3=tiny_head(model), backend="torch")
+    assert model.generate(**inputs, **options, assistant=fastspec.Eagle3(**tree)).shape[1] == 5
 
 
 def test_auto_takes_the_kernels_where_they_were_measured(monkeypatch):

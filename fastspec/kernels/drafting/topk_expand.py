@@ -20,7 +20,7 @@ from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.launch import dependent, has_descriptors, prefetch, prefetched, stages_within
 
 EMPTY = tl.constexpr(-(2**63))  # below every key
-MAX_COUNT = 16
+MAX_COUNT = 64
 MAX_CHILDREN = 4096
 
 # tile of the vocabulary, step over H, stages, warps; the weight's tile is the left operand, so few nodes waste nothing
@@ -220,13 +220,20 @@ def launch_of(rows: int, vocab: int, hidden: int, half: bool) -> tuple[int, int,
     return (block, *((HALF_SMALL if small else wide) if half else FULL))
 
 
+def merge_warps(tiles: int, nodes: int, count: int) -> int:
+    """Warps of the merge: it holds a node's tiles, count * count keys, and the keys of all children of a row."""
+    if nodes * count > 1024:
+        return 8
+    return 1 if max(tiles, nodes * count) <= 256 else 4
+
+
 def topk_expand(
     hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, out: Candidates | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.topk_expand`: hidden [B, M, H] with weight [V, H] of its dtype, or logits [B, M, V] with weight=None.
 
     hidden and weight: fp32, fp16 or bf16, any strides but a contiguous last dimension; scores [B, M] fp32, any strides; d2t [V] int64,
-    contiguous; 1 <= count <= 16. The logits are kept in fp32. Returns children [B, M * count] fp32, their target ids int64, and the
+    contiguous; 1 <= count <= 64. The logits are kept in fp32. Returns children [B, M * count] fp32, their target ids int64, and the
     best [B, count] fp32 with their indices int64. Among equal logits the lower id comes first. `out`'s rows may lie any distance apart.
     """
     batch, nodes, size = hidden.shape
@@ -262,7 +269,7 @@ def topk_expand(
         keys, peak, mass, arrived, scores, d2t, children, tokens, parents, best, index, nodes, tiles, out.first, *scores.stride(),
         children.stride(0), tokens.stride(0), 0 if parents is None else parents.stride(0),
         count, tile, triton.next_power_of_2(tiles), max(4, triton.next_power_of_2(count)), triton.next_power_of_2(nodes * count),
-        num_warps=1 if tiles <= 256 else 4, **pdl,
+        num_warps=merge_warps(tiles, nodes, count), **pdl,
     )  # fmt: skip
     return children, tokens, best, index
 

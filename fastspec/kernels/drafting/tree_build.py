@@ -14,7 +14,7 @@ from torch import Tensor
 from fastspec.kernels.drafting.topk_expand import order_bits, packed
 from fastspec.kernels.launch import dependent
 
-MAX_CANDIDATES, MAX_NODES = 4096, 256  # what fits in registers
+MAX_CANDIDATES, MAX_NODES = 16384, 256  # what fits in registers
 
 
 @triton.jit
@@ -83,8 +83,8 @@ def _tree_build_kernel(
 def tree_build(scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, ...]:
     """`reference.tree_build`: scores [B, M] fp32, tokens, parents [B, M], depths [M], root [B] int64, 1 <= nodes <= M + 1.
 
-    Rows may be strided; the last dimension of scores, tokens and parents must be contiguous, and depths too. M is at most 4096,
-    nodes at most 256. Returns tokens, parents, depths [B, nodes] and ancestors [B, nodes, W], all int64.
+    Rows may be strided; the last dimension of scores, tokens and parents must be contiguous, and depths too. M is at most
+    16,384, nodes at most 256. Returns tokens, parents, depths [B, nodes] and ancestors [B, nodes, W], all int64.
     """
     batch, count = scores.shape
     nodes = int(nodes)
@@ -115,4 +115,4 @@ def tree_build(scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, 
 
 def warps_of(padded: int) -> int:
     """Few warps: the sums over all candidates are what takes the time."""
-    return 4 if padded <= 1024 else 8
+    return 4 if padded <= 1024 else 8 if padded <= 4096 else 16

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastspec.config import TreeShape
+from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.drafters.eagle.fused import FusedPhase
 from fastspec.generation.drafters.eagle.head import EagleHead
@@ -22,10 +23,25 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.drafting.reference import Candidates
 
 
+def refuse_wide(shape: TreeShape, ops: Ops) -> None:
+    """Raise Unsupported for a tree that the backend's kernels cannot grow: no other backend's run in their place."""
+    if ops.most_children is not None and shape.top_k > ops.most_children:
+        told = f"top_k={shape.top_k}, and its kernels draft at most {ops.most_children} children of a node"
+    elif ops.most_candidates is not None and shape.candidates > ops.most_candidates:
+        told = (
+            f"depth={shape.depth} and top_k={shape.top_k}, which grow {shape.candidates} candidates (top_k + depth * top_k ** 2), and "
+            f"its kernels rank at most {ops.most_candidates}"
+        )
+    else:
+        return
+    raise Unsupported(f'backend {ops.name!r} was given a tree of {told}: ask for a smaller tree, or patch with backend="torch"')
+
+
 class EagleDrafter(HeadDrafter):
     """Dynamic trees of one `shape`, the drafter of EAGLE-2 and EAGLE-3; `fused` drafts in one launch where the backend can."""
 
     def __init__(self, head: EagleHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, fused: bool = False) -> None:
+        refuse_wide(shape, ops)
         grown = shape.depth * shape.top_k
         super().__init__(
             head, nodes=shape.total_tokens, max_path=shape.max_path, grown=grown, rows=rows, capacity=capacity, ops=ops
