@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,10 +16,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fastspec import __version__
 from fastspec.cli_cascade import app as cascade
+from fastspec.cli_options import Backend, Device, Dtype
+from fastspec.cli_progress import training_bars
+from fastspec.distribution import DISTRIBUTION, warn_of_stranger
 from fastspec.errors import FastSpecError
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+POOR = 0.2
+"""Share of right first drafts below which a head hardly pays under any reading."""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -41,9 +48,19 @@ app = typer.Typer(
 app.add_typer(cascade, name="cascade")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        others = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
+        print(f"{DISTRIBUTION} {__version__} ({Path(__file__).parent}), {others}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the versions and exit.")] = False,
+) -> None:
     """Make Hugging Face models generate several tokens per forward pass, without changing what they say."""
+    warn_of_stranger()
 
 
 @app.command()
@@ -52,18 +69,23 @@ def demo(
     model: Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")] = "smollm2-135m-instruct",
     head: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 96,
+    device: Device = None,
+    backend: Backend = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
 ) -> None:
     """Answer a few prompts with transformers' generate, without and with EAGLE-3, and compare speed and output."""
     from fastspec.demo import print_table, run_demo
 
+    given: dict[str, Any] = {
+        "prompts": prompt, "model": model, "head": head, "max_new_tokens": max_new_tokens, "device": device, "backend": backend,
+    }  # fmt: skip
     console = Console(highlight=False)
     if not as_json:
-        result = run_demo(prompts=prompt, model=model, head=head, max_new_tokens=max_new_tokens, console=console)
+        result = run_demo(**given, console=console)
         print_table(result, console)
         return
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints must not reach the object's reader
-        result = run_demo(prompts=prompt, model=model, head=head, max_new_tokens=max_new_tokens)
+        result = run_demo(**given)
     print(json.dumps(result.as_json()))
 
 
@@ -78,6 +100,8 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
     gamma: Annotated[int | None, typer.Option(min=1, help="Tokens drafted a round by nasd and speculative.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed set before every answer.")] = None,
+    device: Device = None,
+    backend: Backend = "auto",
     debug: Annotated[bool, typer.Option("--debug", help="Draw the draft tree of every round.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --prompt: print one JSON object, and nothing else, on stdout.")] = False,
 ) -> None:
@@ -88,7 +112,7 @@ def chat(
         raise typer.BadParameter("the object is made of the answers to --prompt: give that too", param_hint="--json")
     settings = make_settings(
         model=model, head=head, resources=resource, assistants=assistant, temperature=temperature, max_new_tokens=max_new_tokens,
-        gamma=gamma, seed=seed, debug=debug,
+        gamma=gamma, seed=seed, debug=debug, device=device, backend=backend,
     )  # fmt: skip
     if not as_json:
         run_chat(settings, Console(highlight=False), prompt)
@@ -100,7 +124,8 @@ def chat(
 
 @app.command()
 def bench(
-    prompts: Annotated[list[str], typer.Option(help="jsonl file in Spec-Bench's form; may be given several times.")],
+    prompts: Annotated[list[str] | None, typer.Option(help="jsonl file in Spec-Bench's form; may be given several times.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times. Without any: eight bundled ones.")] = None,
     model: Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")] = "smollm2-135m-instruct",
     head: Annotated[list[str] | None, typer.Option(help="Hub id, directory or shipped name of an EAGLE head; one of each kind.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="Smaller model, of any tokenizer, named as the target.")] = None,
@@ -108,8 +133,12 @@ def bench(
     methods: Annotated[str | None, typer.Option(help="Methods, comma-separated; by default all that have what they need.")] = None,
     each: Annotated[int | None, typer.Option(min=1, help="Prompts to take of every category; all by default.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
-    dtype: Annotated[Dtype | None, typer.Option(help="float32 on the CPU and bfloat16 on CUDA by default.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    backend: Backend = "auto",
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
+    runs: Annotated[int, typer.Option(min=1, help="Timed answers to every prompt; the one of median time makes the row.")] = 1,
+    warmup: Annotated[int | None, typer.Option(min=0, help="Untimed answers before; else 2 on CUDA for what compiles.")] = None,
     out: Annotated[Path | None, typer.Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
     print_output: Annotated[bool, typer.Option("--print-output", help="Print every method's answers.")] = False,
@@ -117,7 +146,7 @@ def bench(
     profile: Annotated[bool, typer.Option("--profile", help="Time the parts of every assistant's rounds on the first prompt.")] = False,
     allow_different: Annotated[bool, typer.Option("--allow-different", help="Exit status 0 though an fp32 answer differs.")] = False,
 ) -> None:
-    """Measure assistants beside transformers' own methods on prompt files, outputs compared. See docs/performance.md."""
+    """Measure assistants beside transformers' own methods, outputs compared; without prompts on bundled ones. See docs/performance.md."""
     from fastspec.bench import run_bench
     from fastspec.bench.report import (
         differing,
@@ -137,8 +166,9 @@ def bench(
     names = [name.strip() for name in methods.split(",")] if methods else None
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), writer(out) as write:
         rows = run_bench(
-            prompts=prompts, model=model, heads=head or None, draft_model=draft_model, early_exit=early_exit, methods=names, each=each,
-            max_new_tokens=max_new_tokens, dtype=dtype, batch=batch, on_row=write, on_profile=profiles.__setitem__ if profile else None,
+            prompts=prompts or (), texts=prompt or (), model=model, heads=head or None, draft_model=draft_model, early_exit=early_exit,
+            methods=names, each=each, max_new_tokens=max_new_tokens, dtype=dtype, device=device, backend=backend, batch=batch, runs=runs,
+            warmup=warmup, on_row=write, on_profile=profiles.__setitem__ if profile else None,
             say=lambda line: console.print(line, style="dim", markup=False),
         )  # fmt: skip
     if as_json:
@@ -160,8 +190,10 @@ def inspect(
     target: Annotated[str | None, typer.Option(help="Model to check the head against; only its configuration is read.")] = None,
     probe: Annotated[bool, typer.Option(help="Run the target, and measure which reading of ambiguous flags drafts best.")] = False,
     probe_prompt: Annotated[str | None, typer.Option(help="Prompt of --probe; the demo's first by default.")] = None,
+    device: Device = None,
 ) -> None:
     """Say how a head's checkpoint is read, and whether it fits a target. Exit status 1 where it does not."""
+    from fastspec.devices import choose_device
     from fastspec.models import load_config, load_model
     from fastspec.patches.heads import inspect_head
 
@@ -172,14 +204,14 @@ def inspect(
     model: Any = None
     tokenizer: Any = None
     if target is not None:
-        model, tokenizer = load_model(target) if probe else (load_config(target), None)
+        model, tokenizer = load_model(target, choose_device(device)) if probe else (load_config(target), None)
     console = Console(highlight=False)
     found = inspect_head(path, model)
     console.print(_grid(("", ""), [(name, str(value)) for name, value in found.rows()]))
     if found.misfits:
         raise typer.Exit(1)
     if probe:
-        console.print(_probe(path, model, tokenizer, probe_prompt))
+        _probe(path, model, tokenizer, probe_prompt, console)
 
 
 @app.command()
@@ -220,12 +252,13 @@ def train(
         config = training.TrainConfig(**given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    folder = training.train(config)
+    with training_bars() as bars:
+        folder = training.train(config) if bars is None else training.train(config, report=bars.report, tick=bars.tick)
     typer.echo(f"head written to {folder}" if folder else f"stopped, not done: run the same command again to go on in {output}")
 
 
-def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None) -> Table:
-    """How well each reading of a head drafts the target's greedy answer to a prompt."""
+def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: Console) -> None:
+    """Print how well each reading of a head drafts the target's greedy answer to a prompt, and what follows from it."""
     from fastspec.demo import PROMPTS, encode
     from fastspec.patches.heads import probe_head
 
@@ -238,7 +271,30 @@ def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None) -> Table:
         (f"{r.agreement:.1%}", f"{r.rope_theta:g}", str(r.taps), str(r.norm_before_residual), "as declared" if r.declared else "")
         for r in rows
     ]
-    return _grid(("agreement", "rope_theta", "taps", "norm_before_residual", ""), readings)
+    console.print(_grid(("agreement", "rope_theta", "taps", "norm_before_residual", ""), readings))
+    console.print(f"verdict: {verdict(path, rows)}", markup=False, soft_wrap=True)
+
+
+def verdict(source: str, rows: Sequence[Any]) -> str:
+    """What the rows of `fastspec.patches.heads.probe_head`, best first, say of a head: keep its declared reading, take another, or look
+    for another head.
+
+    A reading is better than the declared one where it met the target's choice more often by over two standard errors.
+    """
+    best, declared = rows[0], next(row for row in rows if row.declared)
+    noise = 2 * math.sqrt(best.agreement * (1 - best.agreement) / best.tokens)
+    if best.agreement < POOR:
+        return (
+            f"no reading drafts well ({best.agreement:.0%} at best): this head was probably trained for another target, or for text of "
+            "another kind; try a prompt of the kind that it was trained on"
+        )
+    if best.agreement - declared.agreement <= noise:
+        return f"read it as declared ({declared.agreement:.0%} of {declared.tokens} drafts are the target's): no reading is clearly better"
+    options = ", ".join(f"{name}={value!r}" for name, value in best.overrides().items())
+    return (
+        f"another reading drafts better, {best.agreement:.0%} against {declared.agreement:.0%} as declared: "
+        f"fastspec.patch(model, ...=fastspec.load_head({source!r}, model, {options}))"
+    )
 
 
 def _grid(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
@@ -251,4 +307,4 @@ def _grid(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
 
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="fastspec")

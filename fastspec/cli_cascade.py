@@ -12,12 +12,13 @@ from rich.table import Table
 
 from fastspec.cascade.labels import KEY_FIELDS
 from fastspec.cascade.sandbox import PROTECTION
+from fastspec.cli_options import Backend, Device, Dtype
+from fastspec.cli_progress import counting
 from fastspec.errors import Unsupported
 
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
 Stages = Annotated[list[str], typer.Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")]
 Model = Annotated[str, typer.Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")]
-DTYPES = ("float32", "bfloat16", "float16")
 WIDTH = 80
 ITEMS = (
     "Items as JSON lines; several files are several sets. A line has an `id`, a `prompt` or `turns`, and the key that answers are judged "
@@ -47,12 +48,14 @@ def train(
     agreement: Annotated[bool, typer.Option("--agreement", help=AGREEMENT)] = False,
     threshold: Annotated[float, typer.Option(min=0, max=1, help="With --agreement: the F1 to reach.")] = 0.5,
     allow_code_execution: Annotated[bool, typer.Option("--allow-code-execution", help=EXECUTION)] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    device: Device = None,
+    backend: Backend = "auto",
+    dtype: Dtype = None,
     seed: Annotated[int, typer.Option(help="Seed of the split and of the training.")] = 0,
 ) -> None:
     """Let every stage answer the items, judge the answers, train and calibrate a predictor, and report its calibration."""
     from fastspec.cascade import records
+    from fastspec.devices import choose_device
     from fastspec.patches.cascade.stages import measure_rates
     from fastspec.training import cascade, cascade_answers
 
@@ -61,12 +64,12 @@ def train(
     kind = cascade_answers.check_execution(items, allow_code_execution)
     if kind is not None:
         console.print(f"the code of models runs with sandbox {kind}: {PROTECTION[kind]}", soft_wrap=True)
-    models, tokenizer = models_of(stage, model, head or [], device, dtype)
+    models, tokenizer = models_of(stage, model, head or [], choose_device(device), dtype, backend)
     try:
-        told = console.print
-        cascade_answers.answer(
-            models, tokenizer, items, answers, batch=batch, new_tokens=max_new_tokens, seed=seed, share=share, tell=told
-        )
+        with counting(f"items answered by {len(models.stages)} stages", console) as tell:
+            cascade_answers.answer(
+                models, tokenizer, items, answers, batch=batch, new_tokens=max_new_tokens, seed=seed, share=share, tell=tell
+            )
         some = [cascade_answers.encode(tokenizer, item.prompt) for item in items[:: -(-len(items) // RATED)]]
         rates = measure_rates(models.stages, some, min(max_new_tokens, LONG))
         where = cascade_answers.place(models.large)
@@ -97,10 +100,13 @@ def evaluate(
 ) -> None:
     """The quality-cost frontier over the price of a bad answer, beside single stages, random mixing and the oracle, on held-out items."""
     from fastspec.cascade import records
+    from fastspec.cascade.plot import pictures
     from fastspec.cascade.predictor import Predictor
     from fastspec.training import cascade, cascade_answers
 
     console = Console(highlight=False, markup=False)
+    if plot is not None:
+        pictures()  # before the work, not behind it
     held = Predictor.load(predictor)
     if held.rates is None:
         raise Unsupported(f"{predictor} does not say what its stages cost: make it with `fastspec cascade train`")
@@ -122,7 +128,9 @@ def evaluate(
         console.print(f"drawn to {plot}")
 
 
-def models_of(stages: list[str], large: str, heads: list[str], device: str, dtype: str | None) -> tuple[Any, Any]:
+def models_of(
+    stages: list[str], large: str, heads: list[str], device: str, dtype: str | None, backend: str = "auto"
+) -> tuple[Any, Any]:
     """The models of a cascade that has no predictor yet, loaded and patched, and the large one's tokenizer."""
     import torch
 
@@ -130,8 +138,6 @@ def models_of(stages: list[str], large: str, heads: list[str], device: str, dtyp
     from fastspec.models import load_model
     from fastspec.patches.api import cascade_models
 
-    if dtype not in (None, *DTYPES):
-        raise Unsupported(f"--dtype {dtype}: accepted are {', '.join(DTYPES)}")
     names = [_named("--stage", text)[0] for text in stages] + [_named("--model", large)[0]]
     if len(set(names)) < len(names):
         raise Unsupported(f"the models are named {', '.join(names)}: every name must be another")
@@ -140,13 +146,14 @@ def models_of(stages: list[str], large: str, heads: list[str], device: str, dtyp
     below = []
     for name, source in (_named("--stage", text) for text in stages):
         model, tokenizer = load_model(source, device, kind)
-        more: dict[str, Any] = {"assistant": "eagle3", "resources": {"eagle3": drafts.pop(name)}} if name in drafts else {}
-        below.append(fastspec.Stage(model, tokenizer=tokenizer, name=name, **more))
+        head = {"eagle3": drafts.pop(name)} if name in drafts else {}
+        assistant = "eagle3" if head else "nasd"
+        below.append(fastspec.Stage(model, tokenizer, name, assistant, {**head, "backend": backend}))
     if drafts:
         raise Unsupported(f"--head names {', '.join(drafts)}, which is no --stage")
     label, source = _named("--model", large)
     model, tokenizer = load_model(source, device, kind)
-    fastspec.patch(model)
+    fastspec.patch(model, backend=backend)
     return cascade_models(fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=label), model), tokenizer
 
 

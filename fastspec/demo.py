@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import fastspec
+from fastspec.devices import choose_device
 from fastspec.errors import Unsupported
-from fastspec.models import SMOLLM2, load_model
+from fastspec.models import SMOLLM2, load_model, prompt_width
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,13 +116,15 @@ def run_demo(
     model: str = SMOLLM2,
     head: str | None = None,
     max_new_tokens: int = 96,
+    device: str | None = None,
+    backend: str = "auto",
     console: Console | None = None,
 ) -> Result:
     """Answer `prompts` with transformers' own generate, with `autoregressive` and with `eagle3`, greedily.
 
-    `model` and `head` are names as in `load_model` and `fastspec.patch`; on CUDA the model is bf16, on the CPU fp32. With a
-    `console` the eagle3 answers are streamed to it. Each method has one warm-up that is not timed. Raises `Unsupported` for
-    bad arguments and whatever loading and patching raise.
+    `model` and `head` are names as in `load_model` and `fastspec.patch`; `device` as in `choose_device`, `backend` as in
+    `fastspec.patch`; on CUDA the model is bf16, on the CPU fp32. With a `console` the eagle3 answers are streamed to it. Each method has
+    one warm-up that is not timed. Raises `Unsupported` for bad arguments and whatever loading and patching raise.
     """
     if max_new_tokens < 1:
         raise Unsupported(f"max_new_tokens must be at least 1, not {max_new_tokens}")
@@ -132,7 +135,7 @@ def run_demo(
         import torch
         import transformers  # noqa: F401
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(device)
     target, tokenizer = load_model(model, device)
     texts = prompts or [text for _, text in PROMPTS]
     labels = [""] * len(texts) if prompts else [category for category, _ in PROMPTS]
@@ -146,7 +149,7 @@ def run_demo(
 
     say(f"{model} on {device}, {result.dtype}, {torch.get_num_threads()} threads, greedy, {max_new_tokens} new tokens at most")
     result.runs[BASELINE] = timed(BASELINE)  # before the patch: this is the model as transformers made it
-    fastspec.patch(target, eagle3=head or SMOLLM2)
+    fastspec.patch(target, eagle3=head or SMOLLM2, backend=backend)
     try:
         if console:
             say("\nEAGLE-3 answers. [bold green]Green[/]: drafted by the head and accepted. Plain: the model's own token of each round.")
@@ -191,7 +194,7 @@ def _generate(model: Any, inputs: dict[str, Any], method: str, max_new_tokens: i
     extra: dict[str, Any] = {} if method == BASELINE else {"assistant": method}
     if streamer is not None:
         extra["streamer"] = streamer
-    length = inputs["input_ids"].shape[1]
+    length = prompt_width(model, inputs["input_ids"])
     synchronize = torch.cuda.synchronize if inputs["input_ids"].is_cuda else _silent
     synchronize()
     start = time.perf_counter()

@@ -1,10 +1,28 @@
-"""What a device is called."""
+"""Which device a command runs on, and what a device is called."""
 
 from __future__ import annotations
 
 import platform
 from pathlib import Path
 from typing import Any
+
+from fastspec.errors import Unsupported
+
+
+def choose_device(name: str | None = None) -> str:
+    """"cuda" where there is a CUDA device and "cpu" else, or the device that was named. Raises Unsupported for one that is not there."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        return "cuda" if count else "cpu"
+    kind, _, number = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or not (number.isdecimal() or name == "cuda")):
+        raise Unsupported(f"device {name!r} is unknown: accepted are cpu, cuda and cuda:N")
+    if name != "cpu" and int(number or 0) >= count:
+        held = "torch finds no CUDA device here" if not count else f"this machine has cuda:0 to cuda:{count - 1}"
+        raise Unsupported(f"device {name!r} is not there: {held}. A CUDA device needs a CUDA build of torch, see README.md")
+    return name
 
 
 def device_name(device: Any) -> str:

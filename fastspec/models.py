@@ -41,7 +41,7 @@ def load_smollm2(device: str = "cpu", dtype: torch.dtype | None = None) -> tuple
 
 
 def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None, **options: Any) -> tuple[Any, Any]:
-    """(model, tokenizer), the model dense, in eval mode and on `device`.
+    """(model, tokenizer), the model dense, in eval mode and on `device`; decoder-only, or an encoder-decoder model.
 
     `name` is "smollm2-135m-instruct" (from the installed package), a path ending in .gguf, a directory, or a hub id. `dtype`
     defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. Further options go to
@@ -49,23 +49,30 @@ def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None,
     on stderr meanwhile. Raises `Unsupported` when there is no such model.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     source, packed = source_of(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **packed)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
+        both = not packed and AutoConfig.from_pretrained(source).is_encoder_decoder  # a GGUF is slow to read, and holds a decoder alone
+        kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
+        model = kind.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
     except (OSError, ValueError) as error:
         raise Unsupported(f"could not load the model {name!r}: {error}") from error
     placed = {"device_map", "quantization_config"} & set(options)
     return (model if placed else model.to(device)).eval(), tokenizer
 
 
+def prompt_width(model: Any, ids: torch.Tensor) -> int:
+    """How many tokens of `generate`'s output stand before the new ones: the prompt [B, T], or an encoder-decoder model's start token."""
+    return 1 if model.config.is_encoder_decoder else ids.shape[1]
+
+
 def load_draft(name: str, target: Any, tokenizer: Any) -> Any:
     """What `fastspec.patch(target, speculative=...)` takes of the draft model `name`: the model, on the target's device and in its dtype;
     where the two tokenizers differ, it with its own and the target's `tokenizer`."""
-    draft, own = load_model(name, target.device.type, target.dtype)
+    draft, own = load_model(name, str(target.device), target.dtype)
     return draft if token_table(own) == token_table(tokenizer) else (draft, own, tokenizer)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import fastspec
 from fastspec.bench.methods import Method
 from fastspec.bench.prompts import Prompt, Row
+from fastspec.models import prompt_width
 
 if TYPE_CHECKING:
     from fastspec.generation.stats import Stats
@@ -25,21 +26,25 @@ class Answer:
 
 
 def on_part(
-    part: list[Prompt], methods: list[Method], tokenizer: Any, max_new_tokens: int, floor_ms: float, untimed: int = 0
-) -> Iterator[Row]:
+    part: list[Prompt], methods: list[Method], tokenizer: Any, max_new_tokens: int, floor_ms: float, untimed: int = 0,
+    warmup: int | None = None, runs: int = 1,
+) -> Iterator[Row]:  # fmt: skip
     """The rows of one batch of prompts; the first method is the baseline that the others are compared with.
 
-    Methods that compile or capture answer `untimed` times before the call that is measured.
+    Every method answers `warmup` times before it is measured (None: `untimed` times where it compiles or captures), then `runs` times, of
+    which the call of median time makes the row.
     """
     base: Answer | None = None
     for method in methods:
-        for _ in range(untimed if method.compiles else 0):
+        for _ in range(warmup if warmup is not None else untimed if method.compiles else 0):
             ask(method, part, max_new_tokens)
-        answer = ask(method, part, max_new_tokens)
-        base = base or answer
+        answers = sorted((ask(method, part, max_new_tokens) for _ in range(runs)), key=lambda answer: answer.seconds)
+        base = base or answers[(runs - 1) // 2]
+        other = next((answer for answer in answers if answer.tokens != base.tokens), None)  # one that differs must not go unseen
+        answer = other or answers[(runs - 1) // 2]
         yield {
             "category": part[0].category, "ids": [prompt.id for prompt in part], "method": method.name, **method.drafted_by,
-            "batch": len(part), "prompt_tokens": sum(len(prompt.ids) for prompt in part), **figures(answer, base, floor_ms),
+            "batch": len(part), "runs": runs, "prompt_tokens": sum(len(prompt.ids) for prompt in part), **figures(answer, base, floor_ms),
             "texts": [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answer.tokens],
         }  # fmt: skip
 
@@ -95,7 +100,7 @@ def ask(method: Method, part: list[Prompt], max_new_tokens: int) -> Answer:
     seconds = time.perf_counter() - clock.began
     last = clock.stats if method.peer else fastspec.report(model).last
     assert last is not None
-    tokens = [until_end(row, ends) for row in out[:, width:].tolist()]
+    tokens = [until_end(row, ends) for row in out[:, prompt_width(model, ids) :].tolist()]
     return Answer(tokens, seconds, last, round(torch.cuda.max_memory_allocated() / 2**20, 1) if cuda else None)
 
 

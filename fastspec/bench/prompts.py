@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from fastspec.demo import encode
 from fastspec.errors import Unsupported
 from fastspec.jsonl import read_jsonl
 
+BUNDLED = Path(__file__).with_name("prompts.jsonl")
+"""Eight prompts of six kinds, written for fastspec: what is asked where no prompts are given."""
 Row = dict[str, Any]
 Say = Callable[[str], object]
 
@@ -37,6 +39,11 @@ def read_rows(path: str | Path) -> list[Row]:
     return rows
 
 
+def rows_of(texts: Sequence[str]) -> list[Row]:
+    """Rows of prompts that were given as texts, all of one category."""
+    return [{"category": "prompt", "id": str(number), "text": text} for number, text in enumerate(texts, 1)]
+
+
 def encode_rows(rows: list[Row], tokenizer: Any, model: Any, each: int | None, max_new_tokens: int, say: Say) -> list[Prompt]:
     """The first `each` prompts of every category that the model has positions for, categories in the order of their first prompt."""
     bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -47,7 +54,8 @@ def encode_rows(rows: list[Row], tokenizer: Any, model: Any, each: int | None, m
         if each is not None and len(group) >= each:
             continue
         ids = encode(tokenizer, row["text"], "cpu")["input_ids"][0].tolist()
-        if ids and (bound is None or len(ids) + max_new_tokens <= bound):
+        most = max(len(ids), max_new_tokens) if model.config.is_encoder_decoder else len(ids) + max_new_tokens
+        if ids and (bound is None or most <= bound):
             group.append(Prompt(row["category"], row["id"], ids))
         else:
             left += 1

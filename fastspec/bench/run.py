@@ -13,7 +13,8 @@ import fastspec
 from fastspec.bench.device import Floor, environment
 from fastspec.bench.measure import ask, on_part
 from fastspec.bench.methods import Method, check_names, choose, read_drafters, twin
-from fastspec.bench.prompts import Prompt, Row, Say, encode_rows, make_batches, read_rows
+from fastspec.bench.prompts import BUNDLED, Prompt, Row, Say, encode_rows, make_batches, read_rows, rows_of
+from fastspec.devices import choose_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model
 
@@ -28,7 +29,8 @@ WARM_UP_TOKENS = 8
 
 def run_bench(
     *,
-    prompts: Sequence[str | Path],
+    prompts: Sequence[str | Path] = (),
+    texts: Sequence[str] = (),
     model: str = SMOLLM2,
     heads: Sequence[str] | None = None,
     draft_model: str | None = None,
@@ -37,52 +39,61 @@ def run_bench(
     each: int | None = None,
     max_new_tokens: int = 128,
     dtype: str | None = None,
+    device: str | None = None,
+    backend: str = "auto",
     batch: int = 1,
+    runs: int = 1,
+    warmup: int | None = None,
     say: Say | None = None,
     on_row: Callable[[Row], object] | None = None,
     on_profile: Callable[[str, Profile], object] | None = None,
 ) -> list[Row]:
     """Answer the prompts greedily by every method, and return one row per method and batch of prompts; see docs/performance.md.
 
-    `prompts` are jsonl files in Spec-Bench's form, of which the first `each` prompts of every category are taken. `model`, `heads` and
-    `draft_model` are names as in `load_model` and `fastspec.patch`; without `heads` those that ship for the model are taken. A head serves
-    the assistants that read its kind. `speculative`, and transformers' `assisted` beside it, draft with `draft_model`, of any tokenizer,
-    or with the target's first `early_exit` layers. `methods` are names of assistants and of `PEERS`; without them all that have what they
-    need. "transformers" is always measured. `dtype` ("float32", "bfloat16", "float16") defaults to fp32 on the CPU and bf16 on CUDA. `say`
-    is told of what is left out, and `on_row` is given every row as it comes. `on_profile` is given the name of every assistant among the
-    methods and the times of its rounds, from one more call on the first batch of prompts after all else is measured.
+    `prompts` are jsonl files in Spec-Bench's form, and `texts` prompts of the category "prompt"; without both the bundled prompts are asked
+    (`BUNDLED`). The first `each` prompts of every category are taken. `model`, `heads` and `draft_model` are names as in `load_model` and
+    `fastspec.patch`; without `heads` those that ship for the model are taken. A head serves the assistants that read its kind.
+    `speculative`, and transformers' `assisted` beside it, draft with `draft_model`, of any tokenizer, or with the target's first
+    `early_exit` layers. `methods` are names of assistants and of `PEERS`; without them all that have what they need. "transformers" is
+    always measured. `dtype` ("float32", "bfloat16", "float16") defaults to fp32 on the CPU and bf16 on CUDA, `device` to CUDA where there
+    is one; `backend` is `fastspec.patch`'s. `say` is told of what is left out, and `on_row` is given every row as it comes. `on_profile` is
+    given the name of every assistant among the methods and the times of its rounds, from one more call on the first batch of prompts after
+    all else is measured.
+
+    Every method answers a batch `runs` times, and the call of median time makes its row; before these `warmup` times (None: on CUDA twice,
+    methods that compile or capture). Of runs that differ, one that differs from `transformers` makes the row.
 
     A row's `floor_share` is the time of reading the weights once, at the bandwidth measured here, over the time of a round. Loading and
-    one warm-up call per method, on the longest prompts, are not timed; nor, on CUDA, are `UNTIMED` calls on every prompt of the methods
-    that compile or capture. Raises Unsupported for bad arguments, an unknown method and one that was named and lacks its resource, two
-    heads of one kind, and whatever loading and patching raise.
+    one warm-up call per method, on the longest prompts, are not timed. Raises Unsupported for bad arguments, an unknown method and one that
+    was named and lacks its resource, two heads of one kind, and whatever loading and patching raise.
     """
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch", batch), ("each", 1 if each is None else each)):
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch", batch), ("each", 1 if each is None else each), ("runs", runs)):
         if value < 1:
             raise Unsupported(f"{name} must be at least 1, not {value}")
     say = say or (lambda line: None)
-    asked = [row for path in prompts for row in read_rows(path)]
+    files = prompts if prompts or texts else (BUNDLED,)
+    asked = [row for path in files for row in read_rows(path)] + rows_of(texts)
     if not asked:
-        raise Unsupported("there are no prompts in " + (", ".join(map(str, prompts)) or "an empty list of files"))
+        raise Unsupported("there are no prompts in " + ", ".join(map(str, files)))
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(device)
     check_names(methods)
     target, tokenizer = load_model(model, device, getattr(torch, dtype) if dtype else None)
     plain = twin(target)  # before the patch
     drafters = read_drafters(heads, draft_model, early_exit, model, target, tokenizer)
     parts = make_batches(encode_rows(asked, tokenizer, target, each, max_new_tokens, say), batch)
-    fastspec.patch(target, **drafters.resources)
+    fastspec.patch(target, **drafters.resources, backend=backend)
     try:
         chosen = choose(methods, plain, target, drafters, batch, say)
         floor = Floor.of(target)
         where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | floor.row
         say(f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}: {len(parts)} x {batch} prompts, greedy")
         warm_up(chosen, parts, min(max_new_tokens, WARM_UP_TOKENS), say)
-        rows = []
+        rows, untimed = [], UNTIMED if target.device.type == "cuda" else 0
         for number, part in enumerate(parts, 1):
             say(f"{number}/{len(parts)}: {part[0].category}")
-            for row in on_part(part, chosen, tokenizer, max_new_tokens, floor.milliseconds, UNTIMED if device == "cuda" else 0):
+            for row in on_part(part, chosen, tokenizer, max_new_tokens, floor.milliseconds, untimed, warmup, runs):
                 rows.append(row | where)
                 if on_row is not None:
                     on_row(rows[-1])

@@ -17,15 +17,21 @@ STOPS = " (stops)"
 """Ends the name of a set whose random mixing is the same cascade with its stops drawn at random."""
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """A column per set: quality against cost above, reliability below where there are such rows. Needs matplotlib (the extra "bench")."""
+def pictures() -> Any:
+    """pyplot, drawing to files. Raises FastSpecError, with the command that installs it, where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError as error:
         raise FastSpecError(f"a picture needs matplotlib: {install_command('bench')}") from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """A column per set: quality against cost above, reliability below where there are such rows. Needs matplotlib (the extra "bench")."""
+    plt = pictures()
     sets = [name for name in dict.fromkeys(row["set"] for row in rows) if not name.endswith(STOPS)]
     reliable = [row for row in rows if row["kind"] == "reliability"]
     heights = (4.4, 3.6) if reliable else (4.4,)

@@ -8,22 +8,21 @@ from typing import Any
 
 import fastspec
 from fastspec.chat.settings import Settings
+from fastspec.devices import choose_device
 from fastspec.errors import Unsupported
 
 
 def resource_names() -> list[str]:
     """The assistants that `fastspec.patch` takes a resource for."""
-    return [name for name in inspect.signature(fastspec.patch).parameters if name not in ("model", "backend")]
+    return [name for name in inspect.signature(fastspec.patch).parameters if name not in ("model", "assistant", "backend")]
 
 
 def load(settings: Settings) -> tuple[Any, Any]:
     """The settings' model, patched, and its tokenizer; bf16 on CUDA, fp32 on the CPU."""
-    import torch
-
     from fastspec.models import load_model
 
-    model, tokenizer = load_model(settings.model, "cuda" if torch.cuda.is_available() else "cpu")
-    return fastspec.patch(model, **read_resources(settings, model, tokenizer)), tokenizer
+    model, tokenizer = load_model(settings.model, choose_device(settings.device))
+    return fastspec.patch(model, **read_resources(settings, model, tokenizer), backend=settings.backend), tokenizer
 
 
 def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, Any]:

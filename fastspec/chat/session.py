@@ -13,6 +13,7 @@ from fastspec.cascade.explain import Explanation
 from fastspec.chat.resources import forget_cascade, held_cascade, held_resources, load, new_storage, read_resources, resource_names
 from fastspec.chat.settings import PLAIN, Settings
 from fastspec.errors import Unsupported
+from fastspec.models import prompt_width
 
 BEAMS = "beam search"
 WARM_TOKENS = 4
@@ -132,7 +133,7 @@ class Chat:
             given, before = read_resources(settings, self.model, self.tokenizer), held_resources(self.model)
             fastspec.unpatch(self.model)
             try:
-                fastspec.patch(self.model, **given)
+                fastspec.patch(self.model, **given, backend=settings.backend)
             except BaseException:  # an interrupt too must leave the model patched as it was
                 fastspec.patch(self.model, **before)
                 raise
@@ -212,7 +213,7 @@ class Chat:
         start = time.perf_counter()
         try:
             output = self.model.generate(**inputs, max_new_tokens=self.settings.max_new_tokens, return_dict_in_generate=True, **options)
-            tokens, stats, stopped = output.sequences[0, ids.shape[1] :].tolist(), getattr(output, "fastspec", None), False
+            tokens, stats, stopped = output.sequences[0, prompt_width(self.model, ids) :].tolist(), getattr(output, "fastspec", None), False
         except KeyboardInterrupt:
             tokens, stats, stopped = list(streamer.ids), streamer if streamer.rounds else None, True
         _wait(ids)

@@ -52,6 +52,8 @@ class Settings:
     model: str = SMOLLM2
     resources: tuple[tuple[str, str], ...] = SMOLLM2_HEADS
     assistants: tuple[str, ...] = ("eagle3",)
+    device: str | None = None
+    backend: str = "auto"
     max_new_tokens: int = 128
     processor: str = "greedy"
     temperature: float = 1.0

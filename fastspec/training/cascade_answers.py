@@ -85,9 +85,10 @@ def check_execution(items: Sequence[Item], allow_code_execution: bool) -> str | 
 
 def answer(
     models: CascadeModels, tokenizer: Any, items: Sequence[Item], path: str | Path, *, batch: int, new_tokens: int, seed: int, share: float,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:  # fmt: skip
     """Let every stage answer every item greedily, in batches, and write a record of each; what the file holds already is not done again.
+    `tell` is given the items that are answered, and how many they will be.
 
     Items go through as chat turns of the large model's template. `share` of them, drawn by `seed` and the item's name, are for training.
     """
@@ -107,7 +108,7 @@ def answer(
                 item, stage = todo[chosen[each.row]], models.stages[each.visit.stage]
                 if (item.name, stage.label) not in writer.done:
                     writer.add(_record(item, stage, each, seed, share, known))
-            tell(f"{min(first + batch, len(order))} of {len(order)} items answered by {len(models.stages)} stages")
+            tell(min(first + batch, len(order)), len(order))
 
 
 def place(model: Any) -> dict[str, str]:

@@ -24,16 +24,20 @@ from fastspec.training.target import freeze
 from fastspec.training.trainer import Trainer
 
 Report = Callable[[dict[str, Any]], None]
+Tick = Callable[[float], None]
 RECORD = "data.json"
 
 
-def train(config: TrainConfig, *, target: Any = None, tokenizer: Any = None, report: Report | None = None) -> Path | None:
+def train(
+    config: TrainConfig, *, target: Any = None, tokenizer: Any = None, report: Report | None = None, tick: Tick | None = None
+) -> Path | None:
     """Train a head as `config` says and return the folder that holds it, or None where `config.stop_after` ended the call before the
     run's end: the same call goes on from there.
 
-    `target` and `tokenizer` may be given, both, when they are already loaded. `report` is called with a row of numbers (what was added
-    to the texts; step, loss, accuracy of each draft step, tokens per second) from time to time; without it, rows are printed where
-    `config.progress` is set.
+    `target` and `tokenizer` may be given, both, when they are already loaded. `report` is called with a row from time to time: how many
+    prompts are answered ("answering", "answered", "of"); what was added to the texts; step, share that is done, loss, accuracy of each
+    draft step, tokens per second. Without it, all but the first are printed where `config.progress` is set. `tick` is called with the
+    share of the training that is done, 0 to 1, after every step.
     """
     clock = Clock(config.stop_after)
     accelerator = Accelerator(
@@ -49,7 +53,7 @@ def train(config: TrainConfig, *, target: Any = None, tokenizer: Any = None, rep
     if material is None:
         return None
     trainer = Trainer(config, target, *material, accelerator)
-    trainer.run(clock.left(), report)
+    trainer.run(clock.left(), report, tick if accelerator.is_main_process else None)
     if trainer.progress.done(config) < 1:
         return None
     trainer.finish()
@@ -83,8 +87,8 @@ def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: Clock, repo
     if config.answers:
         texts = Texts.join([_read_answers(_existing(path), rows, tokenizer) for path in config.answers])
     else:
-        texts = answer_prompts(target, tokenizer, rows, ends, config, folder / "answers", clock)
-    heldout, texts = _heldout(config, texts, target, tokenizer, ends, clock)
+        texts = answer_prompts(target, tokenizer, rows, ends, config, folder / "answers", clock, tell=_counted(report, "prompts"))
+    heldout, texts = _heldout(config, texts, target, tokenizer, ends, clock, report)
     enlarger = Enlarger(target=target, tokenizer=tokenizer, ends=ends, rows=rows, config=config, clock=clock, report=report)
     return enlarger.run(texts), heldout
 
@@ -124,20 +128,29 @@ def _read_answers(path: Path, rows: list[Row], tokenizer: Any) -> Texts:
     return join_answers(tokenizer, rows, path)
 
 
-def _heldout(config: TrainConfig, texts: Texts, target: Any, tokenizer: Any, ends: tuple[int, ...], clock: Clock) -> tuple[Texts, Texts]:
+def _heldout(
+    config: TrainConfig, texts: Texts, target: Any, tokenizer: Any, ends: tuple[int, ...], clock: Clock, report: Report
+) -> tuple[Texts, Texts]:
     """(held-out texts, the texts left for training)."""
     if config.heldout.endswith(".npz"):
         return Texts.load(config.heldout), texts
     if config.heldout:
         rows = read_prompts(config.heldout)[: config.heldout_texts]
-        return answer_prompts(target, tokenizer, rows, ends, config, Path(config.output) / "heldout", clock, greedy=True), texts
+        folder, tell = Path(config.output) / "heldout", _counted(report, "held-out prompts")
+        return answer_prompts(target, tokenizer, rows, ends, config, folder, clock, greedy=True, tell=tell), texts
     keep = np.zeros(len(texts), dtype=bool)
     keep[np.random.default_rng(config.seed).permutation(len(texts))[: max(1, min(config.heldout_texts, len(texts) // 100))]] = True
     return texts.select(keep), texts.select(~keep)
 
 
+def _counted(report: Report, what: str) -> Callable[[int, int], None]:
+    """Tells the report how many of these the target has answered."""
+    return lambda done, of: report({"answering": what, "answered": done, "of": of})
+
+
 def _print(row: dict[str, Any]) -> None:
-    print(json.dumps(row), flush=True)
+    if "answered" not in row:  # one for every batch: for a bar, not for a log
+        print(json.dumps(row), flush=True)
 
 
 def _ignore(row: dict[str, Any]) -> None:

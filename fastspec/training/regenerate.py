@@ -41,38 +41,46 @@ def answer_prompts(
     clock: Clock,
     *,
     greedy: bool = False,
+    tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> Texts:
     """The target's answers to `rows`, as texts; shards are kept in `folder` and not made twice.
 
-    A share `config.sampled_share` is sampled (temperature, top-p), the rest greedy; with `greedy` all are. Raises `OutOfTime` where
-    `clock` ends.
+    A share `config.sampled_share` is sampled (temperature, top-p), the rest greedy; with `greedy` all are. `tell` is given the rows that
+    are answered, and how many they will be. Raises `OutOfTime` where `clock` ends.
     """
     shards = Shards(folder, clock)
     parts = []
     for number, start in enumerate(range(0, len(rows), config.shard_texts)):
         chosen, seed = rows[start : start + config.shard_texts], (config.seed, start)
 
-        def make(chosen: Sequence[Row] = chosen, seed: tuple[int, int] = seed) -> tuple[Texts, dict[str, Any]]:
+        def make(
+            chosen: Sequence[Row] = chosen, seed: tuple[int, int] = seed, start: int = start
+        ) -> tuple[Texts, dict[str, Any]]:
             share = 0.0 if greedy else config.sampled_share
             sampled = np.random.default_rng(seed).random(len(chosen)) < share
-            return answer(target, encode_prompts(tokenizer, chosen), sampled, config, ends), {}
+            done = lambda count: tell(start + count, len(rows))  # noqa: E731
+            return answer(target, encode_prompts(tokenizer, chosen), sampled, config, ends, tell=done), {}
 
         parts.append(shards.get(number, seed, make)[0])
+        tell(start + len(chosen), len(rows))
     return Texts.join(parts)
 
 
 def answer(
-    target: Any, prompts: Sequence[Sequence[int]], sampled: np.ndarray, config: TrainConfig, ends: Sequence[int], *, rows: int = 1024
-) -> Texts:
+    target: Any, prompts: Sequence[Sequence[int]], sampled: np.ndarray, config: TrainConfig, ends: Sequence[int], *, rows: int = 1024,
+    tell: Callable[[int], None] = lambda count: None,
+) -> Texts:  # fmt: skip
     """Answer tokenised prompts, in their order; prompts longer than `config.max_length - new_tokens` get an empty answer.
 
     `sampled` [N] says which are sampled rather than greedy; an answer stops after one of `ends`, or at `config.new_tokens`. A
-    batch is of at most `rows` on CUDA, and its cache takes a quarter of the free memory; on the CPU 16 rows are taken at a time.
+    batch is of at most `rows` on CUDA, and its cache takes a quarter of the free memory; on the CPU 16 rows are taken at a time. `tell`
+    is given the number of prompts that are answered, after every batch.
     """
     room = config.max_length - config.new_tokens
     order = sorted((i for i in range(len(prompts)) if 0 < len(prompts[i]) <= room), key=lambda i: len(prompts[i]))
     rows, slots = (rows, _cache_slots(target)) if target.device.type == "cuda" else (16, 2**62)
     answers: list[list[int]] = [[] for _ in prompts]
+    answered = len(prompts) - len(order)
     former = target.config._attn_implementation
     target.set_attn_implementation(ATTENTION)
     try:
@@ -80,6 +88,8 @@ def answer(
             found = _Decoder(target, config, ends).run([prompts[i] for i in group], torch.from_numpy(sampled[group]))
             for index, tokens in zip(group, found, strict=True):
                 answers[index] = tokens
+            answered += len(group)
+            tell(answered)
     finally:
         target.set_attn_implementation(former)
     pairs = [([*p, *a], [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers, strict=True)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from fastspec.generation.drafters.eagle.dialects import OWN
 from fastspec.generation.drafters.eagle.head import EagleHead
 
 
@@ -21,6 +22,7 @@ def checkpoint_config(head: EagleHead) -> dict[str, Any]:
     shared = {
         "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"],
         "model_type": "llama",
+        "trained_by": OWN,
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
         "num_attention_heads": c.num_attention_heads,

@@ -138,8 +138,12 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss.detach(), "losses": losses, "accuracy": hits.float().mean(1), "norm": norm}
 
-    def run(self, limit: float = math.inf, report: Callable[[dict[str, Any]], None] | None = None) -> Progress:
-        """Train until the run's end or for `limit` seconds, saving a checkpoint every `config.checkpoint_minutes` and at the end."""
+    def run(
+        self, limit: float = math.inf, report: Callable[[dict[str, Any]], None] | None = None, tick: Callable[[float], None] | None = None
+    ) -> Progress:
+        """Train until the run's end or for `limit` seconds, saving a checkpoint every `config.checkpoint_minutes` and at the end.
+
+        `report` is given a row at the first step and every 50, `tick` the share that is done after each."""
         p, config = self.progress, self.config
         first, limit, seen = p.step, self._agreed(limit), 0
         last = time.perf_counter()
@@ -157,6 +161,8 @@ class Trainer:
             tokens = int(batch.ids.numel()) * self.accelerator.num_processes
             seen, p.tokens = seen + tokens, p.tokens + tokens
             p.step, p.batch = p.step + 1, p.batch + 1
+            if tick is not None:
+                tick(p.done(config))
             if p.step % 50 == 0 or p.step == 1:
                 row = self._row(result, seen, time.perf_counter() - last)
                 seen, last = 0, time.perf_counter()

@@ -9,12 +9,15 @@ import pytest
 import torch
 from helpers_heads import BASE, as_speculators, logits, make_head, write
 from helpers_models import tiny_head, tiny_model
+from helpers_training import small_tokenizer
+from typer.testing import CliRunner
 
+from fastspec.cli import app, verdict
 from fastspec.errors import CheckpointError
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.patches import heads as heads_module
 from fastspec.patches.assistants.binding import moved
-from fastspec.patches.heads import find_head, inspect_head, load_head, probe_head, scaled_rope
+from fastspec.patches.heads import ProbeRow, find_head, inspect_head, load_head, probe_head, scaled_rope
 
 
 @pytest.fixture
@@ -165,3 +168,32 @@ def test_one_head_on_two_models_reads_each_models_own_embedding_and_stays_as_it_
     cast = moved(heads[1], second.to(torch.float64))
     assert cast.fc.weight.dtype == torch.float64 and head.fc.weight.dtype == dtype
     assert cast.__dict__["_embed_tokens"] is second.get_input_embeddings() and head.__dict__["_embed_tokens"] is None
+
+
+VERDICTS = (
+    (0.70, 0.66, "read it as declared (66% of 64 drafts are the target's)"),
+    (0.70, 0.30, "fastspec.load_head('heads/x', model, rope_theta=1e4, taps=(1, 2, 3), norm_before_residual=True))"),
+    (0.15, 0.02, "no reading drafts well (15% at best): this head was probably trained for another target"),
+)
+
+
+@pytest.mark.parametrize(("best", "declared", "words"), VERDICTS)
+def test_a_verdict_follows_the_probe(best, declared, words):
+    found = {"taps": (1, 2, 3), "tokens": 64}
+    rows = [
+        ProbeRow(rope_theta=1e4, norm_before_residual=True, agreement=best, declared=False, **found),
+        ProbeRow(rope_theta=5e5, norm_before_residual=False, agreement=declared, declared=True, **found),
+    ]
+    assert words.replace("1e4", "10000.0") in verdict("heads/x", rows)
+
+
+def test_inspect_prints_the_verdict_behind_the_readings(tmp_path, make_target):
+    target, head = make_target(), fitting()
+    target.save_pretrained(tmp_path / "target")
+    small_tokenizer().save_pretrained(tmp_path / "target")
+    (tmp_path / "head").mkdir()
+    write(tmp_path / "head", *as_speculators(head, target.get_input_embeddings().weight.detach().clone()))
+    arguments = ["inspect", str(tmp_path / "head"), "--target", str(tmp_path / "target"), "--probe", "--probe-prompt", "w9 w12"]
+    done = CliRunner().invoke(app, [*arguments, "--device", "cpu"], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    assert "as declared" in done.output.split("verdict:")[0] and "draft" in done.output.split("verdict:")[1]

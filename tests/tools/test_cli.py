@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_help_lists_only_what_exists() -> None:
 def test_inspect_names_the_dialect_of_the_shipped_head() -> None:
     done = run("inspect", HEAD)
     assert done.exit_code == 0, done.output
-    assert "EAGLE-3" in done.output and "specforge" in done.output
+    assert "EAGLE-3" in done.output and re.search(r"dialect +fastspec", done.output) and "SpecForge" not in done.output
 
 
 def test_rows_pair_each_prompt_with_its_own_baseline() -> None:

@@ -178,7 +178,7 @@ def test_acceptance_rises_and_drafting_gets_it(material: Material, trained: tupl
 def test_files_hold_the_head(material: Material, trained: tuple[Trainer, float]) -> None:
     trainer, _ = trained
     checkpoint = read_checkpoint(trainer.folder)
-    assert checkpoint.dialect == "eagle" and checkpoint.config == trainer.head.config
+    assert checkpoint.dialect == "fastspec" and checkpoint.config == trainer.head.config
     assert not checkpoint.notes
     for name, value in trainer.head.state_dict().items():
         torch.testing.assert_close(checkpoint.state[name], value if name == "d2t" else value.bfloat16(), rtol=0, atol=0)

@@ -1,8 +1,8 @@
 """What a head's config.json and parameter names say, in each of the forms that heads are published in.
 
 One `describe` for all of them: the dialect is a name and a handful of defaults, not a class. Formats read: the original EAGLE-1/2 and
-EAGLE-3 (SafeAILab/EAGLE), vLLM's wrapper of EAGLE-1, SpecForge, speculators, AngelSlim, ModelOpt and NeMo Automodel. What decides each
-flag, and which of these formats contradict each other, is in docs/checkpoints.md.
+EAGLE-3 (SafeAILab/EAGLE), vLLM's wrapper of EAGLE-1, SpecForge, speculators, AngelSlim, ModelOpt and NeMo Automodel, and what
+`fastspec train` writes. What decides each flag, and which of these formats contradict each other, is in docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from fastspec.generation.drafters.eagle.head import HeadConfig
 PREFIXES = ("model.", "eagle_module.")
 MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"}
 TRAINED_THETA = 10000.0
+OWN = "fastspec"
+"""What `trained_by` says in the config.json of heads that `fastspec train` wrote, and the name of their dialect."""
 FIELD_KINDS = {
     "a list of names": ("architectures", "layer_types"),
     "a list of layer numbers": ("eagle_aux_hidden_state_layer_ids",),
@@ -133,6 +135,8 @@ def dialect_of(fields: Fields, published: Iterable[str], state: Mapping[str, Ten
         return "speculators"
     if top.get("model_type") == "eagle" and isinstance(top.get("model"), Mapping):
         return "vllm"
+    if top.get("trained_by") == OWN:
+        return OWN
     if not is_eagle3(state):
         return "eagle"
     if "Eagle3LlamaForCausalLM" in architectures:

@@ -1,0 +1,130 @@
+"""What the commands share: versions, `python -m fastspec`, device and backend; and prompts, runs and warm-ups of the bench."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_seq2seq import tiny_seq2seq
+from helpers_training import small_target, small_tokenizer
+from typer.testing import CliRunner
+
+import fastspec
+from fastspec.bench import run_bench
+from fastspec.bench.prompts import BUNDLED, read_rows
+from fastspec.cli import app
+from fastspec.devices import choose_device
+from fastspec.errors import Unsupported
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A tiny decoder-only model and a tiny T5, each with a tokenizer."""
+    folder = tmp_path_factory.mktemp("options")
+    for name, model in (("model", small_target()), ("t5", tiny_seq2seq("t5", vocab_size=128))):
+        model.save_pretrained(folder / name)
+        small_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch) -> None:
+    """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("fastspec.bench.device.read_bandwidth", lambda device: 1e9)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
+
+
+def test_python_m_prints_the_version_of_our_distribution() -> None:
+    done = subprocess.run([sys.executable, "-m", "fastspec", "--version"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"fastspec-transformers {fastspec.__version__} ({Path(fastspec.__file__).parent}), torch ")
+
+
+ABSENT = ("cuda", 0, "no CUDA device"), ("cuda:2", 2, "cuda:0 to cuda:1"), ("gpu", 2, "accepted are")
+
+
+@pytest.mark.parametrize(("name", "count", "words"), ABSENT)
+def test_a_device_that_is_not_there_is_refused(name: str, count: int, words: str, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(Unsupported, match=words):
+        choose_device(name)
+    assert choose_device() == ("cuda" if count else "cpu") and choose_device("cpu") == "cpu"
+    if count:
+        assert choose_device("cuda:1") == "cuda:1"
+
+
+@pytest.mark.parametrize("command", [["demo"], ["chat", "--prompt", "w9"], ["bench"], ["cascade", "train"]])
+def test_commands_that_load_a_model_take_a_device_and_a_backend(saved: Path, tmp_path: Path, command: list[str], monkeypatch) -> None:
+    model = str(saved / "model")
+    items = tmp_path / "items.jsonl"
+    items.write_text(json.dumps({"id": "a", "prompt": "w9", "answer": 1}) + "\n")
+    files = ["--prompts", str(items), "--out", str(tmp_path / "p.safetensors"), "--answers", str(tmp_path / "a.jsonl")]
+    named = [*files, "--stage", f"a={model}", "--model", f"b={model}"] if "cascade" in command else ["--model", model]
+    named += ["--head", "smollm2-135m-instruct"] if "demo" in command else []
+    refused = run(*command, *named, "--device", "cuda:7")
+    assert refused.exit_code == 1 and "cuda:7" in refused.output, refused.output
+
+    def patch(model: object, *, backend: str = "auto", **options: object) -> None:
+        raise Unsupported(f"asked for {backend}")
+
+    monkeypatch.setattr(fastspec, "patch", patch)
+    refused = run(*command, *named, "--backend", "torch", "--device", "cpu", *(["--max-new-tokens", "1"] if "demo" in command else []))
+    assert refused.exit_code == 1 and "asked for torch" in refused.output, refused.output
+
+
+def test_a_prompt_is_benched_with_runs_and_warm_ups(saved: Path, monkeypatch) -> None:
+    from fastspec.bench import measure
+
+    asked, ask = [], measure.ask
+    monkeypatch.setattr(measure, "ask", lambda method, *rest: (asked.append(method.name), ask(method, *rest))[1])
+    options = ["--prompt", "w9 w12", "--prompt", "w5", "--runs", "3", "--warmup", "2", "--methods", "nasd", "--json"]
+    done = run("bench", "--model", str(saved / "model"), *options, "--max-new-tokens", "6")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["category"], row["ids"], row["runs"]) for row in rows] == [("prompt", [i], 3) for i in "1122"]
+    assert asked == 2 * (["transformers"] * 5 + ["nasd"] * 5)
+
+
+def test_a_run_that_differs_is_not_hidden_by_the_median(saved: Path, monkeypatch) -> None:
+    from fastspec.bench import measure
+    from fastspec.bench.methods import Method
+    from fastspec.bench.prompts import Prompt
+    from fastspec.generation.stats import Stats
+
+    answers = iter([([1], 1.0), ([1], 2.0), ([1], 3.0), ([1], 1.0), ([1], 2.0), ([2], 9.0)])
+
+    def ask(*given: object) -> measure.Answer:
+        tokens, seconds = next(answers)
+        return measure.Answer([tokens], seconds, Stats(), None)
+
+    monkeypatch.setattr(measure, "ask", ask)
+    made = [Method(name, None, {}, {}) for name in ("transformers", "nasd")]
+    rows = list(measure.on_part([Prompt("a", "b", [1])], made, small_tokenizer(), 4, 0.0, runs=3))
+    assert [(row["seconds"], row["identical"]) for row in rows] == [(2.0, True), (9.0, False)]
+
+
+def test_bench_alone_asks_the_bundled_prompts(saved: Path) -> None:
+    rows = run_bench(model=str(saved / "model"), methods=["autoregressive"], max_new_tokens=2)
+    asked = read_rows(BUNDLED)
+    assert len(asked) == 8 and [row["ids"] for row in rows if row["method"] == "transformers"] == [[row["id"]] for row in asked]
+    assert len({row["category"] for row in asked}) == 6
+
+
+def test_an_encoder_decoder_model_is_benched_and_chatted_with(saved: Path) -> None:
+    rows = run_bench(texts=["w9 w12 w40", "w5 w6"], model=str(saved / "t5"), methods=["autoregressive", "nasd"], max_new_tokens=9, batch=2)
+    assert [row["method"] for row in rows] == ["transformers", "autoregressive", "nasd"]
+    assert all(row["identical"] for row in rows) and rows[0]["new_tokens"] > 9
+    options = ["--assistant", "transformers,nasd", "--max-new-tokens", "9", "--prompt", "w9 w12", "--json"]
+    done = run("chat", "--model", str(saved / "t5"), *options)
+    assert done.exit_code == 0, done.output
+    answers = json.loads(done.stdout)["turns"][0]["answers"]
+    assert answers[1]["identical"] is True and len(answers[1]["tokens"]) == len(answers[0]["tokens"]) > 1
