@@ -91,6 +91,7 @@ def demo(
 
 @app.command()
 def chat(
+    context: typer.Context,
     prompt: Annotated[list[str] | None, typer.Option(help="Answer this and exit; several make one conversation, commands too.")] = None,
     model: Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")] = "smollm2-135m-instruct",
     head: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
@@ -102,23 +103,36 @@ def chat(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed set before every answer.")] = None,
     device: Device = None,
     backend: Backend = "auto",
+    load: Annotated[str | None, typer.Option(help="Go on with a chat that /save wrote, with its model and settings.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Draw the draft tree of every round.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --prompt: print one JSON object, and nothing else, on stdout.")] = False,
 ) -> None:
     """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See docs/chat.md."""
     from fastspec.chat import make_settings, run_chat
+    from fastspec.chat.saved import read_saved
 
     if as_json and not prompt:
         raise typer.BadParameter("the object is made of the answers to --prompt: give that too", param_hint="--json")
-    settings = make_settings(
-        model=model, head=head, resources=resource, assistants=assistant, temperature=temperature, max_new_tokens=max_new_tokens,
-        gamma=gamma, seed=seed, debug=debug, device=device, backend=backend,
-    )  # fmt: skip
+    saved = None
+    if load is None:
+        settings = make_settings(
+            model=model, head=head, resources=resource, assistants=assistant, temperature=temperature, max_new_tokens=max_new_tokens,
+            gamma=gamma, seed=seed, debug=debug, device=device, backend=backend,
+        )  # fmt: skip
+    else:
+        names = ("model", "head", "resource", "assistant", "max_new_tokens", "temperature", "gamma", "seed")
+        sources = {name: context.get_parameter_source(name) for name in names}  # typer brings a click of its own: told apart by name
+        given = [f"--{name.replace('_', '-')}" for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+        if given:
+            told = f"the file has what {', '.join(given)} would set: leave it out, or change it in the chat"
+            raise typer.BadParameter(told, param_hint="--load")
+        saved = read_saved(load)
+        settings = saved.settings.replace(device=device, backend=backend, debug=debug)  # the file may come from another machine
     if not as_json:
-        run_chat(settings, Console(highlight=False), prompt)
+        run_chat(settings, Console(highlight=False), prompt, saved)
         return
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints must not reach the object's reader
-        done = run_chat(settings, Console(quiet=True), prompt)
+        done = run_chat(settings, Console(quiet=True), prompt, saved)
     print(json.dumps(done.as_json()))
 
 

@@ -195,6 +195,37 @@ class Cascade:
             raise Unsupported(f"{path}: {error}") from error
 
 
+    def to_yaml(self, path: str | Path) -> None:
+        """Write the cascade to a YAML file that `from_yaml` reads as the same: the fields that differ from their defaults.
+
+        Raises `Unsupported`, and writes nothing, where a field holds what no file can: a loaded model, tokenizer, head or predictor (name
+        it by its path or hub id instead), a function, or a config object of an assistant.
+        """
+        import yaml
+
+        held = _differing(self, "Cascade") | {"stages": [_differing(stage, f"stage {at}") for at, stage in enumerate(self.stages)]}
+        Path(path).write_text(yaml.safe_dump(held, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _differing(given: Any, where: str) -> dict[str, Any]:
+    """The fields of a stage or a cascade that differ from their defaults, as plain data; not the stages."""
+    defaults = {each.name: each.default_factory() if callable(each.default_factory) else each.default for each in fields(given)}
+    held = {name: getattr(given, name) for name in defaults if name != "stages"}
+    return {name: _plain(value, f"{where}: {name}") for name, value in held.items() if value != defaults[name]}
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, f"{where}: {key}") for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, where) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise Unsupported(f"{where} holds a {type(value).__name__}, which no YAML file can: name it by its path, hub id or name, and load that")
+
+
 def _check_shared(given: Any, kind: str, name: Any) -> None:
     """Check what a stage and the cascade both have: a name, a tokenizer and an assistant."""
     if name is not None and not isinstance(name, str):

@@ -17,6 +17,7 @@ from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fastspec.chat.saved import SavedChat
     from fastspec.chat.session import Chat
 
 
@@ -39,9 +40,9 @@ def make_settings(
     return settings.at_temperature(temperature)
 
 
-def run_chat(settings: Settings, console: Console, prompts: list[str] | None = None) -> Chat:
+def run_chat(settings: Settings, console: Console, prompts: list[str] | None = None, saved: SavedChat | None = None) -> Chat:
     """Load what the settings name and converse: over `prompts` where there are any, then it is over and errors are raised; else over what
-    is typed, or over standard input where that is no terminal. Returns the chat as it ended.
+    is typed, or over standard input where that is no terminal. The conversation goes on from a `saved` one. Returns the chat as it ended.
     """
     from fastspec.chat.loop import converse
     from fastspec.chat.session import Chat
@@ -49,6 +50,8 @@ def run_chat(settings: Settings, console: Console, prompts: list[str] | None = N
     with console.status("Importing torch and transformers"):  # what comes after it shows its own progress
         import fastspec.patches.assistants.registry  # noqa: F401
     chat = Chat.open(settings)
+    if saved is not None:
+        chat.turns, chat.conversation = list(saved.turns), list(saved.conversation)
     console.print(f"{settings.model} on {chat.model.device}, {chat.dtype}; /help lists the commands", highlight=False)
     converse(chat, prompts or _typed(chat), console, strict=bool(prompts))
     return chat

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from fastspec.chat.columns import COLUMN
 from fastspec.chat.resources import resource_names
+from fastspec.chat.saved import read_saved
 from fastspec.chat.session import Chat
 from fastspec.chat.settings import CONFIGS, DRAFTS, KEPT_FOR, PROCESSORS, STORAGES
 from fastspec.errors import FastSpecError, Unsupported
@@ -216,6 +217,12 @@ def _save(chat: Chat, arguments: list[str]) -> str:
     return f"{len(chat.turns)} turns written to {path}"
 
 
+def _load(chat: Chat, arguments: list[str]) -> str:
+    saved = read_saved(arguments[0])
+    lost = chat.restore(saved.settings, saved.conversation, saved.turns)
+    return f"{len(chat.turns)} turns read from {arguments[0]}; {_opened(chat, lost)}"
+
+
 def _clear(chat: Chat, arguments: list[str]) -> Control:
     return Control(ControlType.CLEAR, ControlType.HOME)
 
@@ -305,6 +312,7 @@ TABLE: tuple[Command, ...] = (
             _toggle("columns"), _shown("columns"), _switch),
     Command("reset", "", "forget the conversation", _reset, lambda chat: f"{len(chat.turns)} turns"),
     Command("save", "FILE", "write conversation and statistics as JSON", _save),
+    Command("load", "FILE", "go on with a conversation that /save wrote, with its model and settings", _load),
     Command("clear", "", "clear the screen", _clear),
     Command("quit", "", "leave; so does Ctrl-D", _quit),
 )  # fmt: skip

@@ -44,10 +44,16 @@ def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, 
 
 
 def _read_cascade(path: str, tokenizer: Any) -> fastspec.Cascade:
+    from fastspec.models import token_table
+    from fastspec.patches.cascade.stages import load_tokenizer
+
     config = fastspec.Cascade.from_yaml(path)
-    if isinstance(config.tokenizer, str):
-        raise Unsupported(f"{path}: tokenizer={config.tokenizer!r} is a name, not a tokenizer: leave it out, and the chat's own is taken")
-    return replace(config, tokenizer=config.tokenizer or tokenizer, explain=False)  # the chat itself shows the decisions
+    if config.tokenizer is not None and token_table(load_tokenizer(config.tokenizer)) != token_table(tokenizer):
+        raise Unsupported(
+            f"{path}: tokenizer={config.tokenizer!r} has other tokens than the chat's model: name that model's, or leave it out, and the "
+            "chat's own is taken"
+        )
+    return replace(config, tokenizer=tokenizer, explain=False)  # the chat itself shows the decisions
 
 
 def held_resources(model: Any) -> dict[str, Any]:

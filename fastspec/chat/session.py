@@ -129,7 +129,7 @@ class Chat:
 
         The conversation goes on. Where loading fails, everything is as it was.
         """
-        if settings.model == self.settings.model:
+        if all(getattr(settings, name) == getattr(self.settings, name) for name in ("model", "device")):
             given, before = read_resources(settings, self.model, self.tokenizer), held_resources(self.model)
             fastspec.unpatch(self.model)
             try:
@@ -236,6 +236,15 @@ class Chat:
             return
         self.turns.append(turn)
         self.conversation += [{"role": "user", "content": turn.prompt}, {"role": "assistant", "content": turn.answers[0].text}]
+
+    def restore(self, settings: Settings, conversation: list[dict[str, str]], turns: list[Turn]) -> dict[str, str]:
+        """Go on with a chat that was saved, with its model and settings; returns the assistants that cannot answer here, and why.
+
+        Where loading or patching fails, everything is as it was.
+        """
+        lost = self.reopen(settings)
+        self.turns, self.conversation = list(turns), list(conversation)
+        return lost
 
     def reset(self) -> None:
         """Forget what was said, the caches and a storage that is kept with it."""

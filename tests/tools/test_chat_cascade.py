@@ -206,8 +206,10 @@ def plain_chat(monkeypatch: pytest.MonkeyPatch) -> Chat:
     return Chat.open(chosen)
 
 
-def test_a_resource_is_read_from_yaml_with_the_chats_tokenizer(plain_chat: Chat, tmp_path: Path, capsys: Any) -> None:
-    chat, path = plain_chat, cascade_file(tmp_path, small_model(), "price: 0.0\nexplain: true")
+@pytest.mark.parametrize("named", [False, True])
+def test_a_resource_is_read_from_yaml_with_the_chats_tokenizer(plain_chat: Chat, tmp_path: Path, capsys: Any, named: bool) -> None:
+    more = f"\ntokenizer: {tmp_path / 'small'}" if named else ""
+    chat, path = plain_chat, cascade_file(tmp_path, small_model(), f"price: 0.0\nexplain: true{more}")
     expected = alone(chat, small_model(), "w10 w11")
     execute(chat, f"/resource cascade {path}")
     assert chat._cascade("cascade").tokenizer is chat.tokenizer
@@ -223,7 +225,7 @@ def test_a_cascade_that_cannot_be_read_leaves_the_one_before(plain_chat: Chat, t
     text = Path(path).read_text()
     cases: list[tuple[str, type[FastSpecError], str]] = [
         ("size: 3", Unsupported, "unknown key size"), ("stages: [", Unsupported, "cannot be read"), ("", Unsupported, "keys and values"),
-        (text + "tokenizer: small\n", Unsupported, "leave it out"),
+        (text + "tokenizer: small\n", Unsupported, "could not load the tokenizer 'small'"),
         (text + "thresholds: [2]\n", Unsupported, "probabilities"), (text.replace("name: small", "name: tiny"), CheckpointError, "tiny"),
     ]  # fmt: skip
     for wrong, error, words in cases:

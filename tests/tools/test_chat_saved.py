@@ -1,0 +1,75 @@
+"""A chat that was saved goes on: by /load, by --load, and in another model's chat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers_chat import make_chat, screen
+from helpers_training import small_target, small_tokenizer
+from typer.testing import CliRunner
+
+from fastspec.chat.loop import converse
+from fastspec.chat.saved import read_saved
+from fastspec.cli import app
+from fastspec.errors import Unsupported
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A tiny model with its tokenizer, in a folder."""
+    folder = tmp_path_factory.mktemp("saved")
+    for part in (small_target(), small_tokenizer()):
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["chat", "--device", "cpu", *arguments], env={"COLUMNS": "160"})
+    return done.exit_code, done.output
+
+
+def test_what_was_saved_is_read_as_it_was(tmp_path: Path) -> None:
+    chat, path = make_chat(), tmp_path / "chat.json"
+    converse(chat, ["/assistant autoregressive,nasd", "/processor topk 0.8 40", "w10", "w11 w12", f"/save {path}"], screen(), strict=True)
+    saved = read_saved(path)
+    assert (saved.settings, saved.conversation, saved.turns) == (chat.settings, chat.conversation, chat.turns)
+
+
+def test_load_goes_on_where_save_was(tmp_path: Path, model: str) -> None:
+    path, again = tmp_path / "chat.json", tmp_path / "again.json"
+    options = ["--model", model, "--assistant", "nasd,transformers", "--max-new-tokens", "7"]
+    lines = ["w10", f"/save {path}", "w20 w21", f"/save {tmp_path / 'all.json'}"]
+    status, said = run(*options, *(word for line in lines for word in ("--prompt", line)))
+    assert status == 0, said
+    straight = json.loads((tmp_path / "all.json").read_text())
+    for way in (["--load", str(path)], ["--model", model, "--prompt", f"/load {path}"]):
+        status, said = run(*way, "--prompt", "w20 w21", "--prompt", f"/save {again}")
+        assert status == 0, said
+        found = json.loads(again.read_text())
+        assert found["conversation"] == straight["conversation"] and len(found["turns"]) == 2
+        assert [each["tokens"] for each in found["turns"][1]["answers"]] == [each["tokens"] for each in straight["turns"][1]["answers"]]
+        assert found["settings"]["assistants"] == ["nasd", "transformers"] and found["settings"]["max_new_tokens"] == 7
+
+
+def test_load_refuses_options_that_the_file_has(tmp_path: Path, model: str) -> None:
+    status, said = run("--load", str(tmp_path / "chat.json"), "--model", model, "--seed", "3", "--prompt", "w9")
+    assert status == 2 and "--model, --seed" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no chat that /save wrote"), ("[]", "no chat"), ('{"settings": {}}', "no conversation and no turns"),
+        ('{"settings": {"model": 5}, "conversation": [], "turns": []}', "model is 5"),
+        ('{"settings": {"model": "a", "assistants": [], "resources": [], "colour": 1}, "conversation": [], "turns": []}', "colour"),
+        ('{"settings": {"model": "a", "assistants": [], "resources": []}, "conversation": [{"role": "user"}], "turns": []}', "content"),
+    ],
+)  # fmt: skip
+def test_other_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(Unsupported, match=words):
+        read_saved(tmp_path / "other.json")
+    with pytest.raises(Unsupported, match="No such file"):
+        read_saved(tmp_path / "none.json")
