@@ -39,7 +39,7 @@ def test_probe_measures_on_the_answer_to_a_prompt(smollm2, monkeypatch, prompt: 
         seen.append(smollm2[1].decode(ids[0]))
         return real(path, model, ids)
 
-    monkeypatch.setattr("fastspec.models.load_model", lambda name: smollm2)
+    monkeypatch.setattr("fastspec.models.load_model", lambda name, device: smollm2)
     monkeypatch.setattr(heads, "probe_head", probe_head)
     monkeypatch.setattr(heads, "PROBE_TOKENS", 4)
     monkeypatch.setattr(heads, "_readings", lambda checkpoint, layers: [checkpoint])
@@ -54,7 +54,7 @@ def test_probe_measures_on_the_answer_to_a_prompt(smollm2, monkeypatch, prompt: 
 
 
 def test_probe_says_what_is_wrong_with_an_empty_prompt(smollm2, monkeypatch) -> None:
-    monkeypatch.setattr("fastspec.models.load_model", lambda name: smollm2)
+    monkeypatch.setattr("fastspec.models.load_model", lambda name, device: smollm2)
     monkeypatch.setattr(smollm2[1], "chat_template", None)
     done = run("inspect", HEAD, "--target", "any", "--probe", "--probe-prompt", "")
     assert done.exit_code == 2
