@@ -1,0 +1,60 @@
+"""The pages of the documentation and their snippets, and tiny stand-ins for the models and heads that these name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from helpers_generate import EAGLE1
+from helpers_heads import as_eagle, as_eagle3, write
+from helpers_models import tiny_head
+from helpers_training import small_target
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "fastspec").rglob("README.md"))
+)
+NEEDS = ("hub", "gpu", "clients", "images", "own")
+"""What a page may say that a snippet needs, in a comment before it: <!-- needs: hub, gpu -->. The hub and the GPU have stand-ins here;
+`clients` run in tests/clients; `images` (a processor) and `own` (a head or a repository of the reader's) are not run."""
+STOOD_IN = {"hub", "gpu"}
+FENCE = re.compile(r"(?:^<!-- needs: ([\w, ]+) -->\n)?^(```|~~~)(\w*)\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fenced block of a page: its language, its text, and what the page says that it needs."""
+
+    page: Path
+    number: int
+    language: str
+    text: str
+    needs: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.number}"
+
+
+def snippets(page: Path) -> list[Snippet]:
+    """The fenced blocks of a page, in order."""
+    found = FENCE.findall((ROOT / page).read_text(encoding="utf-8"))
+    return [
+        Snippet(page, number, language, text, frozenset(word.strip() for word in needs.split(",") if word.strip()))
+        for number, (needs, _, language, text) in enumerate(found, 1)
+    ]
+
+
+def stand_in_heads(folder: Path) -> dict[str, Path]:
+    """Heads for `small_target` by their format, "eagle3" and "eagle", saved."""
+    target = small_target()
+    embedding = target.get_input_embeddings().weight.detach().clone()
+    config, state = as_eagle3(tiny_head(target), embedding)
+    original = as_eagle(tiny_head(target, **EAGLE1, fc_bias=True), embedding)
+    made = {"eagle3": (config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state), "eagle": original}
+    for name, parts in made.items():
+        (folder / name).mkdir()
+        write(folder / name, *parts)
+    return {name: folder / name for name in made}

@@ -1,0 +1,137 @@
+"""Every snippet of README and the pages runs, or says what it needs; every command has the options that it is shown with; links lead
+somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from helpers_cascade import trained
+from helpers_pages import NEEDS, PAGES, ROOT, STOOD_IN, Snippet, snippets, stand_in_heads
+from helpers_seq2seq import tiny_seq2seq
+from helpers_training import small_target, small_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+import fastspec
+from fastspec.cli import app
+from fastspec.patches import heads
+from fastspec.patches.session import session_of
+
+ALL = [snippet for page in PAGES for snippet in snippets(page)]
+PYTHON = [snippet for snippet in ALL if snippet.language == "python"]
+RUN = [snippet for snippet in PYTHON if snippet.needs <= STOOD_IN]
+IN_ORDER = ("README.md", "docs/tutorial.md")
+"""Pages whose snippets go on from each other; elsewhere each finds a patched model, unless it patches one itself."""
+
+
+def stand_in(name: str, *options: Any, **more: Any) -> Any:
+    """A tiny model for a name of the hub; of another seed for a smaller one."""
+    return tiny_seq2seq("t5", vocab_size=128) if "t5" in name else small_target(seed="0.5B" in name)
+
+
+@pytest.fixture
+def stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Tiny models and heads under every name that the pages load, in an empty folder; the names that snippets may take as given."""
+    held = stand_in_heads(tmp_path)
+    for module in ("models", "patches.cascade.stages"):
+        monkeypatch.setattr(f"fastspec.{module}.load_model", lambda name, *options: (stand_in(name), small_tokenizer()))
+    monkeypatch.setattr("fastspec.patches.cascade.stages.load_tokenizer", lambda name: small_tokenizer())
+    monkeypatch.setattr(heads, "find_head", lambda source, **options: held["eagle" if str(source).endswith("-eagle") else "eagle3"])
+    for kind in (AutoModelForCausalLM, AutoModelForSeq2SeqLM):
+        monkeypatch.setattr(kind, "from_pretrained", stand_in)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **options: small_tokenizer())
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    trained(("small", "large")).save("predictor.safetensors")
+    return {"fastspec": fastspec, "torch": torch, "head": str(held["eagle3"])}
+
+
+def given(names: dict[str, Any], snippet: Snippet) -> dict[str, Any]:
+    """What a snippet that goes on from none finds."""
+    model, tokenizer = small_target(), small_tokenizer()
+    if not re.search(r"\bpatch(ed)?\(model\b|custom_generate", snippet.text):
+        fastspec.patch(model, eagle3=names["head"])
+    inputs = dict(tokenizer("w9 w12 w40", return_tensors="pt"))
+    prompts = ["w9 w12", "w5", "w6 w7 w8"]
+    tokenizer.pad_token = tokenizer.eos_token
+    return {**names, "model": model, "tokenizer": tokenizer, "inputs": inputs, "input_ids": inputs["input_ids"], "prompts": prompts}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(each.page == page for each in RUN)], ids=str)
+def test_snippets_run_as_they_stand(page: Path, stands_in: dict[str, Any], capsys) -> None:
+    torch.manual_seed(0)
+    known: dict[str, Any] = {}
+    for file in (each for each in ALL if each.page == page and each.language == "yaml"):
+        Path("cascade.yaml").write_text(file.text)
+    for snippet in (each for each in RUN if each.page == page):
+        if str(page) not in IN_ORDER:
+            known = given(stands_in, snippet)
+        exec(compile(snippet.text, snippet.name, "exec"), known)
+        if str(page) == "README.md":
+            assert session_of(known["model"]) is None  # README leaves its models as they were
+
+
+def test_the_marks_are_known_and_few() -> None:
+    marked = [snippet for snippet in PYTHON if not snippet.needs <= STOOD_IN]
+    assert all(snippet.needs <= set(NEEDS) for snippet in ALL), [snippet.name for snippet in ALL if not snippet.needs <= set(NEEDS)]
+    elsewhere = [snippet.name for snippet in marked if "clients" not in snippet.needs]
+    assert len(elsewhere) <= 3, elsewhere
+    unmarked = [snippet.name for snippet in snippets(Path("docs/clients.md")) if snippet.language == "python" and not snippet.needs]
+    assert not unmarked, unmarked
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(where, words) of every `fastspec ...` line in the pages' blocks, lines that go on joined."""
+    found = []
+    for snippet in ALL:
+        if snippet.language in ("", "sh"):
+            for line in snippet.text.replace("\\\n", " ").splitlines():
+                match = re.match(r"(?:.*-m )?fastspec(?:\.cli)? (.*)", line)
+                if match and "(" not in match[1].split("#")[0] and not match[1].startswith("|"):
+                    found.append((snippet.name, shlex.split(match[1], comments=True)))
+    return found
+
+
+@pytest.mark.parametrize(("where", "words"), commands(), ids=lambda value: value if isinstance(value, str) else None)
+def test_commands_have_the_options_that_they_are_shown_with(where: str, words: list[str]) -> None:
+    command: Any = typer.main.get_command(app)
+    rest = list(words)
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    accepted = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    named = [word.strip("[]") for word in rest if word.strip("[]").startswith("--")]
+    assert command is not typer.main.get_command(app) and set(named) <= accepted, (where, words)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's titles, as they are made on the web."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^(```|~~~).*?^\1", "", page.read_text(encoding="utf-8"), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+        if re.match(r"\w+://", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_readmes_first_snippet_runs_on_the_real_model(smollm2, monkeypatch) -> None:
+    monkeypatch.setattr("fastspec.models.load_model", lambda name: smollm2)
+    first = next(snippet for snippet in RUN if str(snippet.page) == "README.md")
+    names: dict[str, Any] = {}
+    exec(compile(first.text, first.name, "exec"), names)
+    plain = smollm2[0].generate(**names["inputs"], max_new_tokens=64, do_sample=False)
+    assert torch.equal(names["out"], plain) and session_of(smollm2[0]) is None
