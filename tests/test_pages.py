@@ -3,6 +3,7 @@ somewhere."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -125,6 +126,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             wrong.append(link)
     assert not wrong
+
+
+def test_the_reference_has_a_docstring_for_every_public_name() -> None:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None and spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert not [name for module in reference.MODULES for name in reference.undocumented(module)]
 
 
 @pytest.mark.slow
