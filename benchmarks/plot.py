@@ -56,7 +56,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     each = -(-len(categories) // -(-len(categories) // LINE))  # as many in the last line as in the others, or a few less
     lines = [categories[start : start + each] for start in range(0, len(categories), each)]
     heights = [3.0] * len(lines) + [0.36 * len(methods) + 0.6]
-    figure, axes = plt.subplots(len(heights), 1, figsize=(14, sum(heights) + 0.9 * len(heights) + 0.6), height_ratios=heights)
+    figure, axes = plt.subplots(len(heights), 1, figsize=(11, sum(heights) + 0.9 * len(heights) + 0.6), height_ratios=heights)
     most = max(row["tokens_per_second"][2] for row in summary)
     for ax, line in zip(axes, lines, strict=False):
         speeds(ax, summary, line, methods, each)
@@ -70,7 +70,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         fontsize=11,
     )
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

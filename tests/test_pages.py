@@ -128,6 +128,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not wrong
 
 
+def test_pictures_are_readable_at_the_width_of_a_page() -> None:
+    widths = {path.name: int.from_bytes(path.read_bytes()[16:20], "big") for path in (ROOT / "benchmarks" / "results").glob("*.png")}
+    assert widths and max(widths.values()) <= 1300, widths  # a page shows some 900 points; letters of 8 points stay above 6
+
+
 def test_the_reference_has_a_docstring_for_every_public_name() -> None:
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
     assert spec is not None and spec.loader is not None

@@ -13,6 +13,8 @@ Row = dict[str, Any]
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
 """Told apart by the colour-blind too (Okabe and Ito); the stages' colours in the reliability diagrams, the first the frontier's."""
 GREY, BLACK = "#7f7f7f", "#000000"
+WIDTH, HEIGHT = 10.0, 3.7
+"""Inches: of the picture, and of a set's row in it."""
 STOPS = " (stops)"
 """Ends the name of a set whose random mixing is the same cascade with its stops drawn at random."""
 
@@ -30,26 +32,28 @@ def pictures() -> Any:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """A column per set: quality against cost above, reliability below where there are such rows. Needs matplotlib (the extra "bench")."""
+    """A row per set, as wide as a page: quality against cost on the left, reliability on the right where there are such rows. Needs
+    matplotlib (the extra "bench")."""
     plt = pictures()
     sets = [name for name in dict.fromkeys(row["set"] for row in rows) if not name.endswith(STOPS)]
     reliable = [row for row in rows if row["kind"] == "reliability"]
-    heights = (4.4, 3.6) if reliable else (4.4,)
+    widths = (WIDTH * 0.6, WIDTH * 0.4) if reliable else (WIDTH,)
     figure, panels = plt.subplots(
-        len(heights), len(sets), figsize=(5.2 * len(sets), sum(heights)), height_ratios=heights, squeeze=False, layout="constrained"
+        len(sets), len(widths), figsize=(WIDTH, HEIGHT * len(sets)), width_ratios=widths, squeeze=False, layout="constrained"
     )
-    for column, name in enumerate(sets):
-        frontier(panels[0][column], [row for row in rows if row["set"] == name and row["kind"] != "reliability"], name)
+    for place, name in enumerate(sets):
+        axes = panels[place][0]
+        frontier(axes, [row for row in rows if row["set"] == name and row["kind"] != "reliability"], name)
         mixed = [row for row in rows if row["set"] == name + STOPS and row["kind"] == "stage"]
         if mixed:
             corners = hull_corners([(row["cost"], row["quality"]) for row in mixed])
-            panels[0][column].plot(*zip(*corners, strict=True), color=GREY, lw=1.2, ls="--", label="stops at random")
-        panels[0][column].legend(fontsize=8, frameon=False, loc="lower right")
+            axes.plot(*zip(*corners, strict=True), color=GREY, lw=1.2, ls="--", label="stops at random")
+        axes.set_ylabel("mean quality")
+        if place == 0:  # the same for all
+            axes.legend(fontsize=8, frameon=False, loc="lower right")
         if reliable:
-            reliability(panels[1][column], [row for row in reliable if row["set"] == name])
-    panels[0][0].set_ylabel("mean quality")
-    if reliable:
-        panels[1][0].set_ylabel("share of good answers")
+            reliability(panels[place][1], [row for row in reliable if row["set"] == name])
+            panels[place][1].set_ylabel("share of good answers")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -114,7 +118,7 @@ def reliability(axes: Any, rows: list[Row]) -> None:
     axes.set_xlim(-0.02, 1.02)
     axes.set_ylim(-0.02, 1.02)
     axes.set_aspect("equal")
-    axes.set_xlabel("predicted probability that the answer is good")
+    axes.set_xlabel("predicted probability that the answer is good", fontsize=9)
     if rows:
-        axes.legend(fontsize=7.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.17))
+        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     axes.spines[["top", "right"]].set_visible(False)

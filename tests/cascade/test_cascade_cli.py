@@ -83,7 +83,7 @@ def test_a_predictor_is_trained_judged_and_used(folder: Path) -> None:
     assert all(before["stage"] <= after["stage"] for before, after in pairwise(points))
     pytest.importorskip("matplotlib")
     run(folder, "evaluate", "--predictor", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl", "--plot", str(picture))
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG") and int.from_bytes(picture.read_bytes()[16:20], "big") == 1200
 
 
 def test_the_records_are_what_the_models_say(folder: Path) -> None:
