@@ -299,7 +299,7 @@ def verdict(source: str, rows: Sequence[Any]) -> str:
     noise = 2 * math.sqrt(best.agreement * (1 - best.agreement) / best.tokens)
     if best.agreement < POOR:
         return (
-            f"no reading drafts well ({best.agreement:.0%} at best): this head was probably trained for another target, or for text of "
+            f"no reading drafts well ({best.agreement:.0%} at best): this head was trained for another target, too little, or on text of "
             "another kind; try a prompt of the kind that it was trained on"
         )
     if best.agreement - declared.agreement <= noise:
