@@ -28,7 +28,7 @@ from fastspec.patches.hf.compat import device_of
 FUSED_BYTES = 20e6
 """The largest head, in bytes of its own weights, that is drafted with in one launch at batch 1, where the fused drafter can run it. On an
 H200 a captured graph of separate kernels was faster for every head that was measured, from SmolLM2's own (23 MB, 2 to 4 % of a round) to
-those of 290 MB and more (15 to 19 % of the draft phase; docs/performance_log.md); smaller ones, whose launches count more, were not."""
+those of 290 MB and more (15 to 19 % of the draft phase; docs/measurements.md); smaller ones, whose launches count more, were not."""
 
 
 @dataclass(frozen=True, slots=True)
