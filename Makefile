@@ -64,7 +64,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable ".[demo]"
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.demo
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable ".[docs]"
 	@touch $@
 
