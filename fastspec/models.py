@@ -16,6 +16,8 @@ SMOLLM2 = "smollm2-135m-instruct"
 """Name of the demo's model, and of the EAGLE-3 head that ships with fastspec for it."""
 SMOLLM2_HEADS = (("eagle3", SMOLLM2), ("eagle", f"{SMOLLM2}-eagle"), ("eagle2", f"{SMOLLM2}-eagle"))
 """The assistants that ship with a head for it."""
+FOUND_BY = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir")
+"""Options of `from_pretrained` that say where a model is found, for its configuration too."""
 SHIPPED = {SMOLLM2: SMOLLM2_HEADS}
 """Model -> its assistants' heads in the package."""
 
@@ -55,7 +57,8 @@ def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None,
     source, packed = source_of(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **packed)
-        both = not packed and AutoConfig.from_pretrained(source).is_encoder_decoder  # a GGUF is slow to read, and holds a decoder alone
+        given = {name: options[name] for name in FOUND_BY if name in options}  # a GGUF is slow to read, and holds a decoder alone
+        both = not packed and AutoConfig.from_pretrained(source, **given).is_encoder_decoder
         kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
         model = kind.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
     except (OSError, ValueError) as error:

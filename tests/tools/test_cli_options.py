@@ -19,6 +19,7 @@ from fastspec.bench.prompts import BUNDLED, read_rows
 from fastspec.cli import app
 from fastspec.devices import choose_device
 from fastspec.errors import Unsupported
+from fastspec.models import load_model
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,15 @@ def test_bench_alone_asks_the_bundled_prompts(saved: Path) -> None:
     asked = read_rows(BUNDLED)
     assert len(asked) == 8 and [row["ids"] for row in rows if row["method"] == "transformers"] == [[row["id"]] for row in asked]
     assert len({row["category"] for row in asked}) == 6
+
+
+def test_a_configuration_is_looked_for_where_the_model_is(saved: Path, monkeypatch) -> None:
+    from transformers import AutoConfig
+
+    seen, read = [], AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **options: (seen.append(options), read(name, **options))[1])
+    model, _ = load_model(str(saved / "t5"), revision="v1", attn_implementation="eager")
+    assert model.config.is_encoder_decoder and {"revision": "v1"} in seen
 
 
 @pytest.mark.filterwarnings("ignore:the draft model reads")  # it is the target's twin
