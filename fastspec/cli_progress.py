@@ -14,7 +14,7 @@ PARTS = 10_000
 
 
 def _bars(console: Console, *columns: Any) -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=18), *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
 
 
 @contextmanager
