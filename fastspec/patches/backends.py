@@ -141,7 +141,7 @@ def choose_backend(name: str, device_type: str, adapted: bool = True) -> Ops:
 
 
 def counted(ops: Ops, counts: Counter[str]) -> Ops:
-    """The same ops, each of which counts its calls under its name."""
+    """The same ops, each of which counts its calls under its name; one that has no kernel in this backend as "<name> (torch)"."""
 
     def counting(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -151,5 +151,8 @@ def counted(ops: Ops, counts: Counter[str]) -> Ops:
         return call
 
     held: dict[str, Any] = {field.name: getattr(ops, field.name) for field in fields(ops)}
-    changed: dict[str, Any] = {name: counting(name, run) for name, run in held.items() if callable(run)}
+    plain = {name for name, run in held.items() if ops.name not in (TORCH.name, TORCH_ONEDNN.name) and run is getattr(TORCH, name)}
+    changed: dict[str, Any] = {
+        name: counting(f"{name} (torch)" if name in plain else name, run) for name, run in held.items() if callable(run)
+    }
     return replace(ops, **changed)

@@ -307,6 +307,20 @@ def test_wide_trees_are_ranked_by_the_kernels(device, count, vocab, candidates):
     assert all(torch.equal(a, b) for a, b in zip(ops.tree_build(*inputs), built, strict=True))
 
 
+def test_an_op_without_a_kernel_is_not_counted_as_one():
+    from collections import Counter
+
+    from fastspec.patches.backends import TORCH, counted
+
+    logits, names = torch.randn(1, 2, 50), Counter()
+    ops, plain = counted(triton_ops(), names), counted(TORCH, names)
+    ops.topk_logprobs(logits, 3)
+    ops.topk_expand(logits, None, torch.zeros(1, 2), 3, torch.zeros(50, dtype=torch.long))
+    assert names == {"topk_logprobs (torch)": 1, "topk_expand": 1}
+    plain.topk_logprobs(logits, 3)
+    assert names["topk_logprobs"] == 1  # in the torch backend everything is torch's
+
+
 @pytest.mark.parametrize(
     ("tree", "words"),
     [({"total_tokens": 8, "depth": 1, "top_k": 65}, "top_k=65"), ({"total_tokens": 8, "depth": 200, "top_k": 10}, "20010 candidates")],
