@@ -14,7 +14,8 @@ PARTS = 10_000
 
 
 def _bars(console: Console, *columns: Any) -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=18), *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=18), *columns, *times, console=console)
 
 
 @contextmanager

@@ -128,6 +128,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not wrong
 
 
+def test_messages_of_troubleshooting_are_those_of_the_package() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## Messages")[2].partition("\n## ")[0]
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fastspec").rglob("*.py"))
+    assert len(quoted) > 5 and not [text for text in quoted if text.strip() not in source]
+
+
 def test_pictures_are_readable_at_the_width_of_a_page() -> None:
     widths = {path.name: int.from_bytes(path.read_bytes()[16:20], "big") for path in (ROOT / "benchmarks" / "results").glob("*.png")}
     assert widths and max(widths.values()) <= 1300, widths  # a page shows some 900 points; letters of 8 points stay above 6
