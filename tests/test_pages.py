@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from fastspec.patches.session import session_of
 ALL = [snippet for page in PAGES for snippet in snippets(page)]
 PYTHON = [snippet for snippet in ALL if snippet.language == "python"]
 RUN = [snippet for snippet in PYTHON if snippet.needs <= STOOD_IN]
+BINDING = ("bench.run", "demo", "patches.cascade.stages", "training.entry")
+"""Modules that take `load_model` when they are imported."""
 IN_ORDER = ("README.md", "docs/tutorial.md")
 """Pages whose snippets go on from each other; elsewhere each finds a patched model, unless it patches one itself."""
 
@@ -39,6 +42,8 @@ def stand_in(name: str, *options: Any, **more: Any) -> Any:
 def stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Tiny models and heads under every name that the pages load, in an empty folder; the names that snippets may take as given."""
     held = stand_in_heads(tmp_path)
+    for module in BINDING:  # before anything is replaced: what they import stays theirs
+        import_module(f"fastspec.{module}")
     for module in ("models", "patches.cascade.stages"):
         monkeypatch.setattr(f"fastspec.{module}.load_model", lambda name, *options: (stand_in(name), small_tokenizer()))
     monkeypatch.setattr("fastspec.patches.cascade.stages.load_tokenizer", lambda name: small_tokenizer())
