@@ -103,7 +103,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     from fastspec.kernels.cache import kv_block_copy
     from fastspec.kernels.drafting import head_input, head_pairs, next_frontier, topk_expand, tree_build, tree_input
     from fastspec.kernels.layer import rms_norm, rope_cache
-    from fastspec.kernels.linear import experts, linear, swiglu
+    from fastspec.kernels.linear import linear, swiglu
     from fastspec.kernels.linear import parts as linear_parts
     from fastspec.kernels.verification import posterior_eval
     from fastspec.kernels.verification.reference import SamplingSettings
@@ -184,11 +184,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             s, whole(1, n), whole(1, n), whole(n), whole(1), 256 if n > 710 else 60
         )
     yield from recurrent_launches(dtype) if shape == "8B" else ()
-    for rows in (1, 60, 128) if shape == "8B" else ():
-        chosen, share = whole(rows, 2), few(rows, 2)
-        yield f"experts, {rows} rows", lambda c=chosen, s=share, n=rows: experts.experts(
-            few(n, hidden), few(8, 2 * 2048, hidden), few(8, hidden, 2048), c, s
-        )
+    yield from mixture_launches(dtype) if shape == "8B" else ()
 
 
 def recurrent_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -225,6 +221,34 @@ def recurrent_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], o
     updates, gates = floats(1, 1, 61, heads, size, dtype=torch.float32), floats(1, 1, 61, heads, dtype=torch.float32)
     on = torch.ones(1, dtype=torch.bool)
     yield "delta_commit", lambda: commit.delta_commit(states, held[None], kept, kept, updates, gates, whole(1, 8), whole(1), on)
+
+
+def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    """A layer's router and experts, of fewer experts than the families have: their number is none of the products'."""
+    from fastspec.kernels.linear import experts, routing
+    from fastspec.kernels.linear.reference import SWIGLU, Expert, Routing
+
+    def few(*sizes: int) -> Tensor:
+        return floats(*sizes, dtype=dtype)
+
+    clamped = Expert(interleaved=True, alpha=1.702, offset=1.0, limit=7.0)
+    families = (
+        ("Mixtral", 4096, 2048, 2, SWIGLU, False, False), ("gpt-oss", 2880, 2880, 4, clamped, True, False),
+        ("GLM-4.5", 4096, 1408, 8, SWIGLU, False, True), ("Gemma 4", 2816, 704, 8, Expert(alpha=1.596, cubic=0.0447), False, False),
+        ("Llama 4", 5120, 8192, 1, Expert(scales_input=True), True, True),
+    )  # fmt: skip
+    for rows in (1, 16, 32, 60, 128):
+        for name, hidden, inner, choices, kind, transposed, shared in families:
+            sizes = ((8, hidden, 2 * inner), (8, inner, hidden)) if transposed else ((8, 2 * inner, hidden), (8, hidden, inner))
+            gate_up, down = (few(*each).transpose(1, 2) if transposed else few(*each) for each in sizes)
+            biases = {"gate_up_bias": few(8, 2 * inner), "down_bias": few(8, hidden)} if kind is clamped else {}
+            beside = {"shared": few(rows, hidden), "shared_gate": few(rows, 1)} if shared else {}
+            given = few(rows, hidden), gate_up, down, whole(rows, choices), few(rows, choices), kind
+            yield f"experts of {name}, {rows} rows", lambda a=given, more=biases | beside: experts.experts(*a, **more)
+    chosen = Routing(8, normalised=True), Routing(10), Routing(8, sigmoid=True, normalised=True, groups=8, kept=4)
+    for choice, count in zip(chosen, (128, 512, 256), strict=True):
+        correction = floats(count, dtype=torch.float32) if choice.sigmoid else None
+        yield f"route, {count} experts", lambda r=choice, c=correction, n=count: routing.route(few(60, n), r, c)
 
 
 def main(capability: int, shapes: list[str], only: str = "") -> None:

@@ -40,49 +40,80 @@ def routed(generator: torch.Generator, tokens: int, count: int, choices: int, ki
     return (chosen[:, :1].expand(-1, choices).contiguous() if kind == "repeated" else chosen), weights / weights.sum(-1, keepdim=True)
 
 
-def exactly(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+KINDS = {
+    "swiglu": ops.SWIGLU,
+    "gpt-oss": ops.Expert(interleaved=True, alpha=1.702, offset=1.0, limit=1.5),  # within what the drawn numbers reach
+    "llama4": ops.Expert(scales_input=True),
+    "gemma4": ops.Expert(alpha=1.5957691216057308, cubic=0.044715),
+}
+
+
+def exactly(
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: ops.Expert = ops.SWIGLU,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The mixture in fp64 with the roundings left out, and what an error of one unit in each rounded product can amount to, [T, H]."""
     out, slack = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for _ in range(2))
+    if shared is not None:
+        out += shared.double() * (1.0 if shared_gate is None else shared_gate.double().sigmoid())
     for expert in chosen.unique().tolist():
         places = (chosen == expert).nonzero()
         token, share = places[:, 0], weights.double()[places[:, 0], places[:, 1]][:, None]
-        gate, up = (x[token].double() @ gate_up[expert].double().T).chunk(2, -1)
-        inner = torch.nn.functional.silu(gate) * up
-        wide = down[expert].double()
-        out.index_add_(0, token, share * (inner @ wide.T))
-        # Gate's unit moves silu by at most 1.1 |gate|, up's moves the product by itself; both products, the silu and the result round.
-        moved = 1.1 * gate.abs() * up.abs() + 2 * inner.abs()
-        slack.index_add_(0, token, share.abs() * ((moved.square() @ wide.T.square()).sqrt() + (inner @ wide.T).abs()))
+        given = x[token].double() * (share if kind.scales_input else 1.0)
+        both = given @ gate_up[expert].double().T + (0.0 if gate_up_bias is None else gate_up_bias[expert].double())
+        gate, up = (both[:, ::2], both[:, 1::2]) if kind.interleaved else both.chunk(2, -1)
+        read, added = gate.abs(), up.abs()
+        if kind.limit is not None:
+            gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+        silu, up = gate * torch.sigmoid(kind.alpha * (gate + kind.cubic * gate**3)), up + kind.offset
+        inner = silu * up
+        wide, share = down[expert].double(), torch.ones_like(share) if kind.scales_input else share
+        answer = inner @ wide.T + (0.0 if down_bias is None else down_bias[expert].double())
+        out.index_add_(0, token, share * answer)
+        # Gate's unit moves what gates by at most 1.13 |gate|, up's moves the product; both products, what gates and the result round.
+        moved = 1.13 * read * up.abs() + added * silu.abs() + inner.abs()
+        slack.index_add_(0, token, share.abs() * ((moved.square() @ wide.T.square()).sqrt() + answer.abs()))
     return out, slack
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("kind", KINDS)
 @given(
-    data=st.data(), seed=st.integers(0, 2**31), kind=st.sampled_from(["even", "skewed", "alike", "repeated"]),
-    pad=st.sampled_from([0, 16]), weights_dtype=st.sampled_from([torch.float32, None]),
+    data=st.data(), seed=st.integers(0, 2**31), routed_to=st.sampled_from(["even", "skewed", "alike", "repeated"]),
+    pad=st.sampled_from([0, 16]), weights_dtype=st.sampled_from([torch.float32, None]), transposed=st.booleans(), biases=st.booleans(),
+    shared=st.sampled_from([None, "plain", "gated"]),
 )  # fmt: skip
-@examples(7)
-def test_experts(device, data, seed, kind, pad, weights_dtype):
+@examples(4)
+def test_experts(device, kind, data, seed, routed_to, pad, weights_dtype, transposed, biases, shared):
     generator = torch.Generator().manual_seed(seed)
     dtype = data.draw(st.sampled_from(DTYPES[device]))
     count, choices, size, inner = data.draw(st.sampled_from(SHAPES[device]))
     tokens = data.draw(st.sampled_from(TOKENS[device]))
-    chosen, weights = routed(generator, tokens, count, choices, kind)
+    chosen, weights = routed(generator, tokens, count, choices, routed_to)
     weights = weights.to(weights_dtype or dtype)
     on_device = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=on_device, device=device) * scale).to(dtype)
 
+    def weight(*shape: int) -> Tensor:
+        """Numbers that lie as they are indexed, or with the last two dimensions the other way round."""
+        made = normal(*shape, scale=shape[-1] ** -0.5)
+        return made.transpose(1, 2).contiguous().transpose(1, 2) if transposed else made
+
     x = normal(tokens, size + pad)
     x[:, size:] = torch.nan
     x, chosen, weights = x[:, :size], chosen.to(device), weights.to(device)
-    gate_up, down = normal(count, 2 * inner, size, scale=size**-0.5), normal(count, size, inner, scale=inner**-0.5)
+    gate_up, down = weight(count, 2 * inner, size), weight(count, size, inner)
+    more = {"gate_up_bias": normal(count, 2 * inner), "down_bias": normal(count, size)} if biases else {}
+    more |= {"shared": normal(tokens, size)} if shared else {}
+    more |= {"shared_gate": normal(tokens, 1)} if shared == "gated" else {}
     unused = torch.ones(count, dtype=torch.bool, device=device)
     unused[chosen.flatten()] = False
-    gate_up[unused], down[unused] = torch.nan, torch.nan  # an expert that nobody chose is not read
-    out = experts(x, gate_up, down, chosen, weights)
-    expected, slack = exactly(x, gate_up, down, chosen, weights)
+    for held in (gate_up, down, *(more[name] for name in ("gate_up_bias", "down_bias") if biases)):
+        held[unused] = torch.nan  # an expert that nobody chose is not read
+    out = experts(x, gate_up, down, chosen, weights, KINDS[kind], **more)
+    expected, slack = exactly(x, gate_up, down, chosen, weights, KINDS[kind], **more)
     assert out.shape == x.shape and out.dtype == dtype and out.is_contiguous()
     # Errors of the inner roundings add up as independent ones: six standard deviations of half a unit each; then a unit of the result.
     # In fp32 they are the errors of sums of n products instead, a seventh of the root of n units each (one standard deviation).
@@ -91,7 +122,8 @@ def test_experts(device, data, seed, kind, pad, weights_dtype):
     bound = unit * grown * (3 * slack + expected.abs()) + 1e-7 * unit
     error = (out.double() - expected).abs()
     assert bool((error <= bound).all()), f"off by {(error / bound).max().item():.2f} times the bound"
-    assert torch.equal(experts(x, gate_up, down, chosen, weights), out)  # and the same bits again
+    if device == "cuda":  # the interpreter runs programs one after another
+        assert torch.equal(experts(x, gate_up, down, chosen, weights, KINDS[kind], **more), out)  # the same bits again
 
 
 @EVERYWHERE
@@ -112,11 +144,25 @@ def test_pairs_are_grouped_by_expert(device, seed, tokens, count, choices, block
 
 
 @EVERYWHERE
-def test_the_reference_says_the_same(device):
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_says_the_same(device, kind):
     generator = torch.Generator().manual_seed(3)
     chosen, weights = (part.to(device) for part in routed(generator, 7, 4, 2, "even"))
-    x, gate_up, down = (torch.randn(*s, generator=generator).to(device) / 4 for s in [(7, 40), (4, 48, 40), (4, 40, 24)])
-    assert torch.allclose(experts(x, gate_up, down, chosen, weights), ops.experts(x, gate_up, down, chosen, weights), rtol=1e-5, atol=1e-6)
+    shapes = [(7, 40), (4, 48, 40), (4, 40, 24), (4, 48), (4, 40), (7, 40), (7, 1)]
+    x, gate_up, down, *more = (torch.randn(*s, generator=generator).to(device) / 4 for s in shapes)
+    given = dict(zip(("gate_up_bias", "down_bias", "shared", "shared_gate"), more, strict=True))
+    got, wanted = (op(x, gate_up, down, chosen, weights, KINDS[kind], **given) for op in (experts, ops.experts))
+    assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@EVERYWHERE
+def test_what_is_not_a_number_stays_so(device):
+    """A limit does not turn it into one."""
+    x, gate_up, down = torch.ones(1, 16, device=device), torch.ones(1, 16, 16, device=device), torch.ones(1, 16, 8, device=device)
+    chosen, weights = torch.zeros(1, 1, dtype=torch.long, device=device), torch.ones(1, 1, device=device)
+    gate_up[0, 3] = torch.nan
+    for kind in KINDS.values():
+        assert bool(experts(x, gate_up, down, chosen, weights, kind).isnan().all())
 
 
 def test_what_the_experts_refuse():
@@ -124,9 +170,20 @@ def test_what_the_experts_refuse():
     chosen, weights = torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2)
     with pytest.raises(ValueError, match=r"gate_up is \[4, 16, 16\]"):
         experts(x, gate_up, torch.zeros(4, 16, 9), chosen, weights)
-    with pytest.raises(ValueError, match=r"chosen is torch\.int64"):
-        experts(x, gate_up, down, chosen, weights[:, :1])
-    with pytest.raises(ValueError, match="down has strides"):
-        experts(x, gate_up, torch.zeros(4, 8, 16).transpose(1, 2), chosen, weights)
+    for wrong in (weights[:, :1], weights[:2], weights[:, :0]):
+        with pytest.raises(ValueError, match=r"chosen is torch\.int64"):
+            experts(x, gate_up, down, chosen, wrong)
+    with pytest.raises(ValueError, match=r"chosen is torch\.int64 \[3, 0\]"):
+        experts(x, gate_up, down, chosen[:, :0], weights[:, :0])
+    with pytest.raises(ValueError, match=r"down has strides.*transposed"):
+        experts(x, gate_up, torch.zeros(4, 16, 16)[..., ::2], chosen, weights)
+    with pytest.raises(ValueError, match=r"chosen is \[3, 2\] with strides"):
+        experts(x, gate_up, down, chosen.T.contiguous().T, weights)
     with pytest.raises(ValueError, match=r"x is torch\.float16"):
         experts(x.half(), gate_up, down, chosen, weights)
+    with pytest.raises(ValueError, match="must have one dtype"):
+        experts(x, gate_up, down, chosen, weights, down_bias=torch.zeros(4, 16).half())
+    with pytest.raises(ValueError, match=r"gate_up_bias is \[4, 8\].*\[4, 16\]"):
+        experts(x, gate_up, down, chosen, weights, gate_up_bias=torch.zeros(4, 8))
+    with pytest.raises(ValueError, match="pass shared as well"):
+        experts(x, gate_up, down, chosen, weights, shared_gate=torch.zeros(3, 1))

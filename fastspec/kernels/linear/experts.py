@@ -1,10 +1,11 @@
-"""A mixture of SwiGLU experts: tokens grouped by expert on the device, two grouped products, a weighted sum.
+"""A mixture of experts: tokens grouped by expert on the device, two grouped products, a weighted sum.
 
 T tokens, K experts per token, M = T * K pairs (pair t * K + k is token t's k-th choice), E experts, H hidden size, I expert size.
 Pairs are ordered by expert, equal experts in the order of the tokens; G = min(M, E) groups, a group being one expert's run of pairs in
 that order or nothing. A program takes a group and TILE rows of its expert's weight: with up to `large` pairs the weight is read once,
 and only the chosen experts' weights are read. The products are computed as weight @ x^T: the weight's rows fill the tensor cores
-however few the pairs are.
+however few the pairs are. An expert's weights lie with their inputs side by side, or, TRANSPOSED, with their outputs side by side; both
+are read as they lie.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fastspec.kernels.launch import dependent, stages_within
 from fastspec.kernels.layer.rms_norm import rows_of
-from fastspec.kernels.linear.swiglu import silu_times
+from fastspec.kernels.linear.reference import SWIGLU, Expert
 
 GROUP_BLOCK = 1024
 SUM_BLOCK = 1024
@@ -64,49 +65,84 @@ def _group(p_chosen, p_order, p_expert, p_begin, p_end, pairs, BY_EXPERT: tl.con
 
 @triton.jit
 def _product(
-    p_weight, p_x, m_x, DEPTH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DEPTH_BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
-    """weight @ x^T of the rows that start at p_weight [TILE] and p_x [ROWS], DEPTH long -> [TILE, ROWS] fp32."""
+    p_weight, m_weight, p_x, m_x, STEP: tl.constexpr, MASKED: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """weight @ x^T of the rows that start at p_weight [TILE], its columns STEP apart, and p_x [ROWS], DEPTH long -> [TILE, ROWS] fp32.
+
+    MASKED: only the rows m_weight of the weight are there; without, all can be read.
+    """
     o_k = tl.arange(0, DEPTH_BLOCK)
     b_sum = tl.zeros((TILE, ROWS), tl.float32)
     for k in tl.range(0, DEPTH, DEPTH_BLOCK, num_stages=STAGES):
+        p_block = p_weight[:, None] + (k + o_k).to(tl.int64)[None, :] * STEP
+        p_rows = p_x[:, None] + (k + o_k)[None, :]
         if DEPTH % DEPTH_BLOCK == 0:
-            b_weight = tl.load(p_weight[:, None] + (k + o_k)[None, :])
-            b_x = tl.load(p_x[:, None] + (k + o_k)[None, :], mask=m_x[:, None], other=0.0)
+            b_weight = tl.load(p_block, mask=m_weight[:, None], other=0.0) if MASKED else tl.load(p_block)
+            b_x = tl.load(p_rows, mask=m_x[:, None], other=0.0)
         else:
             m_k = (k + o_k < DEPTH)[None, :]
-            b_weight = tl.load(p_weight[:, None] + (k + o_k)[None, :], mask=m_k, other=0.0)
-            b_x = tl.load(p_x[:, None] + (k + o_k)[None, :], mask=m_x[:, None] & m_k, other=0.0)
+            b_weight = tl.load(p_block, mask=m_weight[:, None] & m_k if MASKED else m_k, other=0.0)
+            b_x = tl.load(p_rows, mask=m_x[:, None] & m_k, other=0.0)
         b_sum = tl.dot(b_weight, tl.trans(b_x), b_sum, input_precision="ieee")
     return b_sum
 
 
 @triton.jit
+def _gated(b_gate, b_up, ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr):
+    """(up + OFFSET) * gate * sigmoid(ALPHA * (gate + CUBIC * gate^3)), both in one dtype, in which the gated part and the product are
+    rounded."""
+    b_wide, b_other = b_gate.to(tl.float32), b_up.to(tl.float32)
+    if LIMIT is not None:
+        b_wide = tl.minimum(b_wide, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        b_other = tl.minimum(b_other, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        b_other = tl.maximum(b_other, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    b_in = b_wide + CUBIC * b_wide * b_wide * b_wide if CUBIC != 0.0 else b_wide
+    b_silu = (b_wide / (1.0 + tl.exp(-ALPHA * b_in))).to(b_gate.dtype)
+    return (b_silu.to(tl.float32) * (b_other + OFFSET)).to(b_gate.dtype)
+
+
+@triton.jit
 def _gate_up_rows(
-    p_x, p_weight, p_order, p_out, stride_x, first, end, CHOICES: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, DEPTH_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    p_x, p_weight, p_bias, p_shares, p_order, p_out, stride_x, first, end, CHOICES: tl.constexpr, HIDDEN: tl.constexpr,
+    INNER: tl.constexpr, TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
+    ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gate, up and SwiGLU of the pairs at places first to first + ROWS: half the tile's rows are the gate's, half the up part's."""
+    """The joined gate and up of the pairs at places first to first + ROWS: half the tile's rows are the gate's, half the up part's."""
     COLS: tl.constexpr = TILE // 2
     o_place = first + tl.arange(0, ROWS)
     m_place = o_place < end
-    o_token = tl.load(p_order + o_place, mask=m_place, other=0).to(tl.int64) // CHOICES
+    o_pair = tl.load(p_order + o_place, mask=m_place, other=0).to(tl.int64)
     o_tile = tl.arange(0, TILE)
-    o_col = tl.minimum(tl.program_id(0) * COLS + o_tile % COLS, INNER - 1)  # past the end: the last again, not stored
-    o_weight = (o_col + (o_tile // COLS) * INNER).to(tl.int64)
-    b_both = _product(p_weight + o_weight * HIDDEN, p_x + o_token * stride_x, m_place, HIDDEN, TILE, ROWS, DEPTH_BLOCK, STAGES)
+    o_col = tl.program_id(0) * COLS + (o_tile // 2 if INTERLEAVED else o_tile % COLS)
+    m_col = o_col < INNER
+    o_row = tl.program_id(0) * TILE + o_tile if INTERLEAVED else o_col + (o_tile // COLS) * INNER
+    o_row = tl.where(m_col, o_row, 0) if INNER % COLS != 0 and not TRANSPOSED else o_row
+    b_both = _product(
+        p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else HIDDEN), m_col, p_x + (o_pair // CHOICES) * stride_x, m_place,
+        2 * INNER if TRANSPOSED else 1, TRANSPOSED and INNER % COLS != 0, HIDDEN, TILE, ROWS, DEPTH_BLOCK, STAGES,
+    )  # fmt: skip
+    if SCALES:
+        b_both *= tl.load(p_shares + o_pair, mask=m_place, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        b_both += tl.load(p_bias + o_row, mask=m_col, other=0.0).to(tl.float32)[:, None]
     b_both = b_both.to(p_out.dtype.element_ty)
-    b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (2, COLS, ROWS)), (1, 2, 0)))
+    if INTERLEAVED:
+        b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (COLS, 2, ROWS)), (0, 2, 1)))
+    else:
+        b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (2, COLS, ROWS)), (1, 2, 0)))
     o_out = tl.program_id(0) * COLS + tl.arange(0, COLS)
     m_out = (o_out < INNER)[:, None] & m_place[None, :]
-    tl.store(p_out + o_place.to(tl.int64)[None, :] * INNER + o_out[:, None], silu_times(b_gate, b_up), mask=m_out)
+    tl.store(p_out + o_place.to(tl.int64)[None, :] * INNER + o_out[:, None], _gated(b_gate, b_up, ALPHA, CUBIC, OFFSET, LIMIT), mask=m_out)
 
 
 @triton.jit
 def _gate_up(
-    p_x, p_weight, p_order, p_expert, p_begin, p_end, p_out, stride_x, CHOICES: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    TILE: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPTH_BLOCK: tl.constexpr,
-    SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr, PDL: tl.constexpr,
+    p_x, p_weight, p_bias, p_shares, p_order, p_expert, p_begin, p_end, p_out, stride_x, CHOICES: tl.constexpr, HIDDEN: tl.constexpr,
+    INNER: tl.constexpr, TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
+    ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr, SMALL: tl.constexpr,
+    LARGE: tl.constexpr, DEPTH_BLOCK: tl.constexpr, SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -114,35 +150,50 @@ def _gate_up(
     group = tl.program_id(1)
     begin = tl.load(p_begin + group)
     end = tl.load(p_end + group)
-    p_mine = p_weight + tl.load(p_expert + group).to(tl.int64) * (2 * INNER * HIDDEN)
-    if end - begin > SMALL:
-        for first in range(begin, end, LARGE):
-            _gate_up_rows(p_x, p_mine, p_order, p_out, stride_x, first, end, CHOICES, HIDDEN, INNER, TILE, LARGE, DEPTH_BLOCK, LARGE_STAGES)
-    elif end > begin:
-        _gate_up_rows(p_x, p_mine, p_order, p_out, stride_x, begin, end, CHOICES, HIDDEN, INNER, TILE, SMALL, DEPTH_BLOCK, SMALL_STAGES)
+    if end > begin:
+        expert = tl.load(p_expert + group).to(tl.int64)
+        p_mine = p_weight + expert * (2 * INNER * HIDDEN)
+        if BIAS:
+            p_bias += expert * (2 * INNER)
+        if end - begin > SMALL:
+            for first in range(begin, end, LARGE):
+                _gate_up_rows(
+                    p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, first, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
+                    SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, LARGE, DEPTH_BLOCK, LARGE_STAGES,
+                )  # fmt: skip
+        else:
+            _gate_up_rows(
+                p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, begin, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
+                SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, SMALL, DEPTH_BLOCK, SMALL_STAGES,
+            )  # fmt: skip
 
 
 @triton.jit
 def _down_rows(
-    p_inner, p_weight, p_order, p_out, first, end, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, DEPTH_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    p_inner, p_weight, p_bias, p_order, p_out, first, end, HIDDEN: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DEPTH_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     o_place = first + tl.arange(0, ROWS)
     m_place = o_place < end
     o_pair = tl.load(p_order + o_place, mask=m_place, other=0).to(tl.int64)
     o_out = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    o_weight = tl.minimum(o_out, HIDDEN - 1).to(tl.int64)
-    p_rows = p_inner + o_place.to(tl.int64) * INNER
-    b_part = _product(p_weight + o_weight * INNER, p_rows, m_place, INNER, TILE, ROWS, DEPTH_BLOCK, STAGES)
-    m_out = (o_out < HIDDEN)[:, None] & m_place[None, :]
+    m_row = o_out < HIDDEN
+    o_row = tl.minimum(o_out, HIDDEN - 1) if HIDDEN % TILE != 0 and not TRANSPOSED else o_out
+    b_part = _product(
+        p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else INNER), m_row, p_inner + o_place.to(tl.int64) * INNER, m_place,
+        HIDDEN if TRANSPOSED else 1, TRANSPOSED and HIDDEN % TILE != 0, INNER, TILE, ROWS, DEPTH_BLOCK, STAGES,
+    )  # fmt: skip
+    if BIAS:
+        b_part += tl.load(p_bias + o_row, mask=m_row, other=0.0).to(tl.float32)[:, None]
+    m_out = m_row[:, None] & m_place[None, :]
     tl.store(p_out + o_pair[None, :] * HIDDEN + o_out[:, None], b_part.to(p_out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit
 def _down(
-    p_inner, p_weight, p_order, p_expert, p_begin, p_end, p_out, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    TILE: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPTH_BLOCK: tl.constexpr,
-    SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr, PDL: tl.constexpr,
+    p_inner, p_weight, p_bias, p_order, p_expert, p_begin, p_end, p_out, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr, SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -150,16 +201,28 @@ def _down(
     group = tl.program_id(1)
     begin = tl.load(p_begin + group)
     end = tl.load(p_end + group)
-    p_mine = p_weight + tl.load(p_expert + group).to(tl.int64) * (HIDDEN * INNER)
-    if end - begin > SMALL:
-        for first in range(begin, end, LARGE):
-            _down_rows(p_inner, p_mine, p_order, p_out, first, end, HIDDEN, INNER, TILE, LARGE, DEPTH_BLOCK, LARGE_STAGES)
-    elif end > begin:
-        _down_rows(p_inner, p_mine, p_order, p_out, begin, end, HIDDEN, INNER, TILE, SMALL, DEPTH_BLOCK, SMALL_STAGES)
+    if end > begin:
+        expert = tl.load(p_expert + group).to(tl.int64)
+        p_mine = p_weight + expert * (HIDDEN * INNER)
+        if BIAS:
+            p_bias += expert * HIDDEN
+        if end - begin > SMALL:
+            for first in range(begin, end, LARGE):
+                _down_rows(
+                    p_inner, p_mine, p_bias, p_order, p_out, first, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, LARGE, DEPTH_BLOCK,
+                    LARGE_STAGES,
+                )  # fmt: skip
+        else:
+            _down_rows(
+                p_inner, p_mine, p_bias, p_order, p_out, begin, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, SMALL, DEPTH_BLOCK, SMALL_STAGES
+            )
 
 
 @triton.jit
-def _weighted_sum(p_parts, p_weights, p_out, CHOICES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _weighted_sum(
+    p_parts, p_weights, p_shared, p_gate, p_out, CHOICES: tl.constexpr, HIDDEN: tl.constexpr, SCALES: tl.constexpr, SHARED: tl.constexpr,
+    GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -167,9 +230,13 @@ def _weighted_sum(p_parts, p_weights, p_out, CHOICES: tl.constexpr, HIDDEN: tl.c
     o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < HIDDEN
     b_sum = tl.zeros((BLOCK,), tl.float32)
+    if SHARED:
+        b_sum = tl.load(p_shared + token * HIDDEN + o_h, mask=m_h, other=0.0).to(tl.float32)
+        if GATED:
+            b_sum *= 1.0 / (1.0 + tl.exp(-tl.load(p_gate + token).to(tl.float32)))
     for k in tl.static_range(CHOICES):
-        share = tl.load(p_weights + token * CHOICES + k).to(tl.float32)
-        b_sum += share * tl.load(p_parts + (token * CHOICES + k) * HIDDEN + o_h, mask=m_h, other=0.0).to(tl.float32)
+        b_part = tl.load(p_parts + (token * CHOICES + k) * HIDDEN + o_h, mask=m_h, other=0.0).to(tl.float32)
+        b_sum += b_part if SCALES else tl.load(p_weights + token * CHOICES + k).to(tl.float32) * b_part
     tl.store(p_out + token * HIDDEN + o_h, b_sum.to(p_out.dtype.element_ty), mask=m_h)
 
 
@@ -204,29 +271,41 @@ def launch_for(tokens: int, dtype: torch.dtype) -> Launch:
     return next(launch for most, launch in _LAUNCHES[dtype == torch.float32] if tokens <= most or not most)
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: Expert = SWIGLU, *,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`reference.experts`: x [T, H], gate_up [E, 2 * I, H], down [E, H, I], chosen [T, K] int64, weights [T, K] -> [T, H], contiguous.
 
-    x (its rows a fixed distance apart), gate_up and down (contiguous) are all fp32, fp16 or bf16; chosen (contiguous, 0 to E - 1: the
-    kernels do not look) and weights (contiguous, any float) come from the router. Nothing depends on the order in which programs run:
-    equal inputs give equal bits. For up to 64 tokens that choose different experts each, a chosen expert's weights are read once.
+    x (its rows a fixed distance apart), gate_up and down (each contiguous, or the transposed view of a contiguous one), the biases and
+    `shared` (contiguous) are all fp32, fp16 or bf16; chosen (contiguous, 0 to E - 1: the kernels do not look), weights and shared_gate
+    (contiguous, any float) come from the router. Nothing depends on the order in which programs run: equal inputs give equal bits. For up
+    to 64 tokens that choose different experts each, a chosen expert's weights are read once.
     """
     (tokens, size), (count, inner) = x.shape, (down.shape[0], down.shape[2])
     if gate_up.shape != (count, 2 * inner, size) or down.shape[1] != size:
         shapes = f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}"
         raise ValueError(f"{shapes}; [E, 2 * I, {size}] and [E, {size}, I] are accepted")
-    if chosen.dim() != 2 or chosen.shape != weights.shape or len(chosen) != tokens or chosen.dtype != torch.int64:
+    if chosen.dim() != 2 or chosen.shape != weights.shape or len(chosen) != tokens or not chosen.shape[1] or chosen.dtype != torch.int64:
         shapes = f"chosen is {chosen.dtype} {list(chosen.shape)} and weights {list(weights.shape)}"
         raise ValueError(f"{shapes}; int64 [{tokens}, K] and [{tokens}, K] are accepted")
-    for name, tensor in (("gate_up", gate_up), ("down", down), ("chosen", chosen), ("weights", weights)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}: it must be contiguous; pass {name}.contiguous()")
-    if not x.dtype == gate_up.dtype == down.dtype:
-        raise ValueError(f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; all must have one dtype")
+    given = (
+        ("gate_up_bias", gate_up_bias, (count, 2 * inner)), ("down_bias", down_bias, (count, size)), ("shared", shared, (tokens, size)),
+        ("shared_gate", shared_gate, (tokens, 1)), ("chosen", chosen, chosen.shape), ("weights", weights, chosen.shape),
+    )  # fmt: skip
+    for name, tensor, shape in given:
+        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
+            raise ValueError(f"{name} is {list(tensor.shape)} with strides {tensor.stride()}; contiguous {list(shape)} is accepted")
+    if shared_gate is not None and shared is None:
+        raise ValueError("shared_gate gates what the shared expert gave: pass shared as well")
+    dtypes = {tensor.dtype for tensor in (x, gate_up, down, gate_up_bias, down_bias, shared) if tensor is not None}
+    if len(dtypes) > 1:
+        raise ValueError(f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; these, biases and shared must have one dtype")
+    turned_in, turned_out = _is_transposed(gate_up, "gate_up"), _is_transposed(down, "down")
     choices, pairs = chosen.shape[1], chosen.numel()
     out = x.new_empty((tokens, size))
-    if pairs == 0 or size == 0:
-        return out.zero_()
+    if out.numel() == 0:
+        return out
     rows, groups = rows_of(x, "x"), min(pairs, count)
     order, expert, begin, end = torch.empty(pairs + 3 * groups, dtype=torch.int32, device=x.device).split([pairs, groups, groups, groups])
     block = min(GROUP_BLOCK, max(32, triton.next_power_of_2(pairs)))
@@ -235,22 +314,33 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: T
 
     launch = launch_for(tokens, x.dtype)
     activated, parts = x.new_empty((pairs, inner)), x.new_empty((pairs, size))
-    shared = pdl | {"TILE": launch.tile, "SMALL": launch.small, "LARGE": launch.large, "num_warps": launch.warps}
+    same = pdl | {"TILE": launch.tile, "SMALL": launch.small, "LARGE": launch.large, "num_warps": launch.warps}
     stage = launch.depth * x.element_size()
-    shared["SMALL_STAGES"] = stages_within(launch.small_stages, (launch.tile + launch.small) * stage, x.device)
-    shared["LARGE_STAGES"] = stages_within(launch.large_stages, (launch.tile + launch.large) * stage, x.device)
+    same["SMALL_STAGES"] = stages_within(launch.small_stages, (launch.tile + launch.small) * stage, x.device)
+    same["LARGE_STAGES"] = stages_within(launch.large_stages, (launch.tile + launch.large) * stage, x.device)
     _gate_up[(triton.cdiv(2 * inner, launch.tile), groups)](
-        rows, gate_up, order, expert, begin, end, activated, rows.stride(0), CHOICES=choices, HIDDEN=size, INNER=inner,
-        DEPTH_BLOCK=_depth(launch, size), **shared,
+        rows, gate_up, gate_up_bias, weights, order, expert, begin, end, activated, rows.stride(0), CHOICES=choices, HIDDEN=size,
+        INNER=inner, TRANSPOSED=turned_in, INTERLEAVED=kind.interleaved, SCALES=kind.scales_input, BIAS=gate_up_bias is not None,
+        ALPHA=kind.alpha, CUBIC=kind.cubic, OFFSET=kind.offset, LIMIT=kind.limit, DEPTH_BLOCK=_depth(launch, size), **same,
     )  # fmt: skip
     _down[(triton.cdiv(size, launch.tile), groups)](
-        activated, down, order, expert, begin, end, parts, HIDDEN=size, INNER=inner, DEPTH_BLOCK=_depth(launch, inner), **shared
-    )
+        activated, down, down_bias, order, expert, begin, end, parts, HIDDEN=size, INNER=inner, TRANSPOSED=turned_out,
+        BIAS=down_bias is not None, DEPTH_BLOCK=_depth(launch, inner), **same,
+    )  # fmt: skip
     block = min(SUM_BLOCK, max(16, triton.next_power_of_2(size)))
     _weighted_sum[(tokens, triton.cdiv(size, block))](
-        parts, weights, out, CHOICES=choices, HIDDEN=size, BLOCK=block, num_warps=max(1, block // 256), **pdl
-    )
+        parts, weights, shared, shared_gate, out, CHOICES=choices, HIDDEN=size, SCALES=kind.scales_input, SHARED=shared is not None,
+        GATED=shared_gate is not None, BLOCK=block, num_warps=max(1, block // 256), **pdl,
+    )  # fmt: skip
     return out
+
+
+def _is_transposed(weight: Tensor, name: str) -> bool:
+    if weight.is_contiguous():
+        return False
+    if not weight.transpose(1, 2).is_contiguous():
+        raise ValueError(f"{name} has strides {weight.stride()}: it, or it transposed, must be contiguous; pass {name}.contiguous()")
+    return True
 
 
 def _depth(launch: Launch, depth: int) -> int:

@@ -56,14 +56,95 @@ def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, *, product: Callable
     return swiglu(product(x, weight, bias))
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """A mixture of SwiGLU experts: x [T, H], gate_up [E, 2 * I, H], down [E, H, I], chosen [T, K] int64, weights [T, K] -> [T, H].
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token chooses `choices` of its E experts, and how much of each it takes."""
 
-    Row t is the sum over its K experts of weights[t, k] * down(silu(gate) * up), each product rounded to x's dtype, the weighted sum in
-    fp32 and rounded once.
+    choices: int
+    sigmoid: bool = False
+    """Whether an expert's score is the sigmoid of its logit by itself, else the softmax over all."""
+    normalised: bool = False
+    """Whether the chosen scores are divided by their sum."""
+    scale: float = 1.0
+    """What they are multiplied by in the end."""
+    groups: int = 1
+    kept: int = 1
+    """With several groups, E / groups neighbours each, experts of the `kept` best are chosen; a group counts as its two best experts."""
+    rounded: bool = True
+    """Whether shares are rounded to the dtype of the logits, else fp32."""
+
+
+def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A router's choice: logits [T, E] -> chosen [T, K] int64, in no order of meaning, and their shares [T, K].
+
+    Experts are chosen by their logits, or, with a correction [E] fp32, by the sum of it and their score; shares are of the scores alone.
+    The forms are those of Mixtral and Qwen (softmax), gpt-oss (softmax over the chosen: that of all, normalised), DeepSeek-V3 and GLM-4
+    (sigmoid, correction, groups, scale) and Llama 4 (sigmoid), as transformers 5.23 has them.
+    """
+    wide = logits.float()
+    order = wide if correction is None else (wide.sigmoid() if routing.sigmoid else wide.softmax(-1)) + correction
+    if routing.groups > 1:
+        grouped = order.unflatten(-1, (routing.groups, -1))
+        best = grouped.topk(min(2, grouped.shape[-1])).values.sum(-1).topk(routing.kept).indices
+        keep = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=order.device).scatter_(1, best, True)
+        order = grouped.masked_fill(~keep[..., None], -torch.inf).flatten(-2)
+    chosen = order.topk(routing.choices).indices
+    if routing.sigmoid:
+        shares = wide.gather(-1, chosen).sigmoid()
+        shares = shares / (shares.sum(-1, keepdim=True) + 1e-20) if routing.normalised else shares
+    else:
+        shares = wide.gather(-1, chosen).softmax(-1) if routing.normalised else wide.softmax(-1).gather(-1, chosen)
+    shares = shares * routing.scale
+    return chosen, shares.to(logits.dtype) if routing.rounded else shares
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """How one expert computes: down((up + offset) * gate * sigmoid(alpha * (gate + cubic * gate**3))); the defaults are SwiGLU."""
+
+    interleaved: bool = False
+    """Whether the rows of gate and up take turns, else the gate's come first."""
+    alpha: float = 1.0
+    cubic: float = 0.0
+    """(8 / pi)**0.5 and 0.044715 are GELU by its tangent."""
+    offset: float = 0.0
+    limit: float | None = None
+    """The gate is at most this before it is used, and the up part within plus and minus this."""
+    scales_input: bool = False
+    """Whether a share multiplies what its expert reads, else what it gives."""
+
+
+SWIGLU = Expert()
+
+
+def experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: Expert = SWIGLU, *,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """A mixture of experts: x [T, H], gate_up [E, 2 * I, H], down [E, H, I], chosen [T, K] int64, weights [T, K] -> [T, H].
+
+    Row t is the sum over its K experts of weights[t, k] times the expert's answer, each product rounded to x's dtype, the weighted sum in
+    fp32 and rounded once. Biases are gate_up_bias [E, 2 * I] and down_bias [E, H]. `shared` [T, H] is added, what an expert that all
+    tokens share gave, times the sigmoid of shared_gate [T, 1] where there is one. Where shares scale the input, a token's experts differ.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if shared is not None:
+        out += shared.float() if shared_gate is None else shared.float() * shared_gate.float().sigmoid()
     for expert in range(gate_up.shape[0]):
-        share = (weights.float() * (chosen == expert)).sum(1, keepdim=True)  # no index is read back: a round waits for nothing
-        out += share * F.linear(swiglu(F.linear(x, gate_up[expert])), down[expert]).float()
+        taken = chosen == expert  # no index is read back: a round waits for nothing
+        share = (weights.float() * taken).sum(1, keepdim=True)
+        given = x * share.to(x.dtype) if kind.scales_input else x
+        both = F.linear(given, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        answer = F.linear(_joined(both, kind), down[expert], None if down_bias is None else down_bias[expert])
+        out += (taken.any(1, keepdim=True) if kind.scales_input else share) * answer.float()
     return out.to(x.dtype)
+
+
+def _joined(both: Tensor, kind: Expert) -> Tensor:
+    """An expert's gate and up parts [..., 2 * I] -> [..., I]."""
+    gate, up = both.unflatten(-1, (-1, 2)).unbind(-1) if kind.interleaved else both.chunk(2, -1)
+    if kind.limit is not None:
+        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+    wide = gate.float()
+    gated = (wide * torch.sigmoid(kind.alpha * (wide + kind.cubic * wide**3))).to(gate.dtype)
+    return gated * (up if kind.offset == 0.0 else up + kind.offset)
