@@ -45,6 +45,10 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16, "sliding_window": 64},
     "cwm": {"head_dim": 16, "sliding_window": 64},
     "seed_oss": {"head_dim": 16},
+    "glm4_moe": {
+        "head_dim": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "moe_intermediate_size": 48,
+        "use_qk_norm": True, **MOE,
+    },
     "qwen2_moe": SHARED,
     "qwen3_5_text": RECURRENT,
     "qwen3_5_moe_text": {**RECURRENT, **SHARED},

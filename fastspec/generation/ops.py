@@ -39,6 +39,7 @@ class Ops:
     rope_cache: Callable[..., Tensor]
     gate_up: Callable[..., Tensor]
     gate_heads: Callable[..., Tensor]
+    route: Callable[..., tuple[Tensor, Tensor]]
     tree_conv: Callable[..., Tensor]
     hold: Callable[..., None]
     delta_tree: Callable[..., Tensor]

@@ -39,6 +39,7 @@ TORCH = Ops(
     rope_cache=layer_reference.rope_cache,
     gate_up=linear_reference.gate_up,
     gate_heads=layer_reference.gate_heads,
+    route=linear_reference.route,
     tree_conv=recurrent_reference.tree_conv,
     hold=recurrent_reference.hold,
     delta_tree=recurrent_reference.delta_tree,
@@ -71,7 +72,7 @@ def triton_ops() -> Ops:
         from fastspec.kernels.drafting import fused as drafter
         from fastspec.kernels.drafting import head_input, head_pairs, next_frontier, topk_expand, tree_build, tree_input
         from fastspec.kernels.layer import gated, rms_norm, rope_cache
-        from fastspec.kernels.linear import experts, linear
+        from fastspec.kernels.linear import experts, linear, routing
         from fastspec.kernels.linear import parts as linear_parts
         from fastspec.kernels.recurrent import commit as delta_commit
         from fastspec.kernels.recurrent import conv, delta
@@ -95,6 +96,7 @@ def triton_ops() -> Ops:
         rope_cache=rope_cache.rope_cache,
         gate_up=linear.gate_up,
         gate_heads=gated.gate_heads,
+        route=routing.route,
         tree_conv=conv.tree_conv,
         hold=conv.hold,
         delta_tree=delta.delta_tree,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -228,16 +227,3 @@ def test_embeddings_are_shared_not_copied(own_lm_head: bool) -> None:
             assert bound.__dict__["_target_lm_head"].weight.data_ptr() == table.data_ptr()
         inputs = {**prompts(), "max_new_tokens": 16, "do_sample": False}
         assert torch.equal(model.generate(**inputs, assistant="eagle3"), model.generate(**inputs))
-
-
-@pytest.mark.parametrize("kind, dtype, waits", [
-    ("gpt_oss", torch.float32, True), ("gpt_oss", torch.bfloat16, False), ("qwen2_moe", torch.float16, True),
-    ("llama", torch.float32, False), ("mixtral", torch.float32, False),
-])  # fmt: skip
-def test_experts_that_ask_the_host_are_not_captured(kind: str, dtype: torch.dtype, waits: bool) -> None:
-    """Transformers' own experts are multiplied on the device in bf16 alone; Mixtral's run through the backend's op."""
-    model, ops = tiny_model(kind, **SHALLOW).to(dtype), replace(TORCH, captures=True, experts=lambda *_: None)
-    target = HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=ops)
-    assert target.captures is not waits
-    model.config._experts_implementation = "batched_mm"
-    assert HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=ops).captures

@@ -181,9 +181,10 @@ def test_a_sharded_layer_multiplies_by_itself(mesh):
 
 def test_experts_with_scales_keep_their_own_forward():
     """As quantised mixtures have them: the backend's op knows packed weights and nothing beside."""
-    from fastspec.patches.hf.layers import is_mixture
+    from fastspec.patches.hf.experts import is_mixture
+    from fastspec.patches.hf.families import ADAPTERS
 
-    mlp = tiny_model("mixtral").model.layers[0].mlp
-    assert is_mixture(mlp)
+    row, mlp = ADAPTERS["mixtral"].mixture, tiny_model("mixtral").model.layers[0].mlp
+    assert row is not None and is_mixture(row, mlp)
     mlp.experts.gate_up_proj_scale = nn.Parameter(torch.ones(4, 1, 1))
-    assert not is_mixture(mlp)
+    assert not is_mixture(row, mlp)

@@ -62,9 +62,9 @@ def product(ops: Ops, layers: Sequence[nn.Linear], *, parts: bool = False) -> Pr
     return lambda x: torch.cat([ops.linear(x, layer.weight, layer.bias) for layer in layers], -1)
 
 
-def gated(ops: Ops, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Product:
-    """The SwiGLU feed-forward of plain linear layers; its result may be in parts."""
-    out, layers = product(ops, (down,), parts=True), (gate, up)
+def gated(ops: Ops, gate: nn.Linear, up: nn.Linear, down: nn.Linear, *, parts: bool = True) -> Product:
+    """The SwiGLU feed-forward of plain linear layers; `parts` as in `product`."""
+    out, layers = product(ops, (down,), parts=parts), (gate, up)
     weight, biases = joint([layer.weight for layer in layers]), [layer.bias for layer in layers if layer.bias is not None]
     bias = joint(biases) if biases else None
     if weight is not None and len(biases) in (0, 2) and (bias is not None) == bool(biases):

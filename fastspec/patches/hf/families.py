@@ -20,6 +20,7 @@ from fastspec.patches.hf.compat import (
     varied_lengths,
 )
 from fastspec.patches.hf.limits import LAYER_KINDS
+from fastspec.patches.hf.mixtures import GLM4_EXPERTS, GPT_OSS_EXPERTS, QWEN_EXPERTS, SHARED_EXPERT, Mixture
 from fastspec.patches.hf.wrappers import calls_original, where_defined
 
 
@@ -42,6 +43,8 @@ class Adapter:
     """Norms of what attention and feed-forward add, where there are any; a family without norms of what they read has "" for those."""
     qk_norm: bool = False
     """Whether each head's queries and keys are normed."""
+    normed_if: str = ""
+    """The attribute of an attention that says whether they are, where not all models do so."""
     wide_qk_norm: bool = False
     """Whether all heads' queries are normed together, and so all keys."""
     eps: str = "variance_epsilon"
@@ -93,7 +96,9 @@ class Adapter:
     recurrent_row: Adapter | None = None
     """The row of the layers that have one, where their norms stand elsewhere than in the others."""
     gated_mlp: bool = True
-    """Whether a dense `mlp` is down_proj(act_fn(gate_proj(x)) * up_proj(x)); a mixture of experts runs its own forward."""
+    """Whether a dense `mlp` is down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
+    mixture: Mixture | None = None
+    """That of the layers that have one."""
 
 
 GEMMA2 = Adapter(
@@ -112,14 +117,15 @@ ADAPTERS = {
         Adapter("mistral"),
         Adapter("qwen2"),
         Adapter("qwen3", qk_norm=True),
-        Adapter("qwen3_moe", qk_norm=True),
+        Adapter("qwen3_moe", qk_norm=True, mixture=QWEN_EXPERTS),
         Adapter("qwen2_vl_text"),
         Adapter("qwen2_5_vl_text"),
         Adapter("qwen3_vl_text", qk_norm=True),
-        Adapter("qwen3_vl_moe_text", qk_norm=True),
-        Adapter("mixtral", gated_mlp=False),
+        Adapter("qwen3_vl_moe_text", qk_norm=True, mixture=Mixture()),
+        Adapter("mixtral", gated_mlp=False, mixture=Mixture(rounded=False)),
+        Adapter("glm4_moe", qk_norm=True, normed_if="use_qk_norm", mixture=GLM4_EXPERTS),
         Adapter("ministral"),
-        Adapter("qwen2_moe"),
+        Adapter("qwen2_moe", mixture=SHARED_EXPERT),
         Adapter("seed_oss"),
         Adapter("cwm"),
         Adapter("arcee"),
@@ -136,15 +142,17 @@ ADAPTERS = {
         OLMO2,
         replace(OLMO2, model_type="olmo3", rotary_by_kind=True),
         QWEN3_5,
-        replace(QWEN3_5, model_type="qwen3_5_moe_text"),
-        replace(QWEN3_5, model_type="qwen3_next", recurrent_inputs=("in_proj_qkvz", "in_proj_ba"), grouped_inputs=True),
+        replace(QWEN3_5, model_type="qwen3_5_moe_text", mixture=replace(SHARED_EXPERT, normalised_if="")),
+        replace(
+            QWEN3_5, model_type="qwen3_next", recurrent_inputs=("in_proj_qkvz", "in_proj_ba"), grouped_inputs=True, mixture=SHARED_EXPERT
+        ),
         replace(
             OLMO2, model_type="olmo_hybrid", recurrent="linear_attn", recurrent_row=Adapter(
                 "olmo_hybrid", recurrent="linear_attn", recurrent_inputs=("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
                 recurrent_norm="o_norm", recurrent_out="o_proj", doubles="allow_neg_eigval",
             ),
         ),
-        Adapter("gpt_oss", gated_mlp=False, sinks="sinks", angles_once=True),
+        Adapter("gpt_oss", gated_mlp=False, sinks="sinks", angles_once=True, mixture=GPT_OSS_EXPERTS),
     )
 }
 
@@ -303,6 +311,11 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     norms = [getattr(each, name) for each in attention for name in names if hasattr(each, name)]
     inner = [module for net in nets for module in (net, net.conv1d, getattr(net, own.recurrent_norm))]
     return [model, model.base_model, decoder, *layers, *attention, *norms, *inner]
+
+
+def norms_heads(adapter: Adapter, attention: Any) -> bool:
+    """Whether an attention norms each head's queries and keys."""
+    return adapter.qk_norm and (not adapter.normed_if or bool(getattr(attention, adapter.normed_if)))
 
 
 def why_generic(model: Any) -> str | None:

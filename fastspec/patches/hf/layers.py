@@ -18,7 +18,8 @@ from fastspec.generation.state.recurrent import DeltaState
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import Rates
 from fastspec.patches.hf.compat import NO_ROTATION
-from fastspec.patches.hf.families import Adapter, adapter_for, decoder_of, is_foreign
+from fastspec.patches.hf.experts import experts_of, is_mixture, is_own, mixture_of
+from fastspec.patches.hf.families import Adapter, adapter_for, decoder_of, is_foreign, norms_heads
 
 
 def layer_parts(
@@ -40,14 +41,14 @@ def layer_parts(
         mlp=mlp_of(parts, getattr(layer, parts.mlp), ops),
         mixer_out_norm=norm(parts.mixer_out_norm) if parts.mixer_out_norm else None,
         mlp_out_norm=norm(parts.mlp_out_norm) if parts.mlp_out_norm else None,
-        beside=_experts_beside(parts, layer) if parts.experts and hasattr(layer, parts.experts) else None,
+        beside=_experts_beside(parts, layer, ops) if parts.experts and hasattr(layer, parts.experts) else None,
         after=_after(parts, layer, ops) if parts.layer_scale else None,
     )
 
 
-def _experts_beside(parts: Adapter, layer: Any) -> Callable[[Tensor, Tensor], Tensor]:
+def _experts_beside(parts: Adapter, layer: Any, ops: Ops) -> Callable[[Tensor, Tensor], Tensor]:
     """Experts that read what the dense feed-forward's norm reads. Both results are normed before they are added up."""
-    router, experts = getattr(layer, parts.router), getattr(layer, parts.experts)
+    router, experts = getattr(layer, parts.router), experts_of(getattr(layer, parts.experts), ops)
     norm, out_norm, dense_norm = (getattr(layer, name) for name in (parts.experts_norm, parts.experts_out_norm, parts.dense_out_norm))
 
     def beside(dense: Tensor, total: Tensor) -> Tensor:
@@ -79,9 +80,10 @@ def _attention(
     owns = hasattr(attn, "k_proj")
     ties = owns and attn.v_proj is None
     inputs = (attn.q_proj,) if not owns else (attn.q_proj, attn.k_proj) if ties else (attn.q_proj, attn.k_proj, attn.v_proj)
-    norms = (attn.q_norm.weight, (attn.k_norm if owns else attn.q_norm).weight) if parts.qk_norm else (None, None)
+    normed = norms_heads(parts, attn)
+    norms = (attn.q_norm.weight, (attn.k_norm if owns else attn.q_norm).weight) if normed else (None, None)
     return FullAttention(
-        ops, state, index, scale=attn.scaling, eps=getattr(attn.q_norm, parts.eps) if parts.qk_norm else 0.0,
+        ops, state, index, scale=attn.scaling, eps=getattr(attn.q_norm, parts.eps) if normed else 0.0,
         qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of(inputs, ops),
         out=product_of((attn.o_proj,), ops, parts=True), q_norm=norms[0], k_norm=norms[1],
         norms_values=parts.norms_values, ties_values=ties, owns=owns, offset=parts.offset, sight=sight, rotary=rotary,
@@ -167,54 +169,20 @@ def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:
 def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     """The feed-forward: fused where it is a plain SwiGLU, a mixture of experts through the backend's op where it has one."""
     dense = parts.gated_mlp and hasattr(mlp, "gate_proj")
-    own = _is_own(mlp)
+    own = is_own(mlp)
     if dense and own and all(map(is_plain, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))):
         if isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation":
             return gated(ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         gate, up, down = (product(ops, (layer,)) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         return lambda x: down(mlp.act_fn(gate(x)) * up(x))
-    if not dense and own and ops.experts is not None and is_mixture(mlp):
-        return lambda x: mixture(mlp, x, ops)
+    if parts.mixture is not None and ops.experts is not None and is_mixture(parts.mixture, mlp):
+        return mixture_of(parts.mixture, mlp, ops)
 
     def run(x: Tensor) -> Tensor:
         mixed = mlp(x)
         return mixed[0] if isinstance(mixed, tuple) else mixed
 
     return run
-
-
-def _is_own(mlp: Any) -> bool:
-    """Whether nobody else has a say in a feed-forward."""
-    return not any(is_foreign(module) for module in mlp.modules() if type(module) is not nn.Linear)
-
-
-def waits_for_host(mlp: Any, model: Any, ops: Ops) -> bool:
-    """Whether a feed-forward is a mixture of experts that runs its own module and reads its routing back, which no graph can hold.
-
-    Transformers' `grouped_mm` multiplies on the device in bf16 alone, its `batched_mm` always, its `eager` never.
-    """
-    if not hasattr(mlp, "experts") or (ops.experts is not None and _is_own(mlp) and is_mixture(mlp)):
-        return False
-    way = getattr(model.config.get_text_config(), "_experts_implementation", None)
-    return way != "batched_mm" and not (way == "grouped_mm" and model.dtype == torch.bfloat16)
-
-
-def is_mixture(mlp: Any) -> bool:
-    """Whether a module is a router `gate` and packed SwiGLU `experts`, as Mixtral and Qwen3-MoE have them."""
-    held = getattr(mlp, "experts", None)
-    silu = type(getattr(held, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    if {name for name, _ in mlp.named_children()} != {"gate", "experts"} or not silu:
-        return False
-    weights = dict(mlp.experts.named_parameters())  # quantised ones bring scales, sharded ones are another kind of tensor
-    return weights.keys() == {"gate_up_proj", "down_proj"} and all(type(weight) is nn.Parameter for weight in weights.values())
-
-
-def mixture(mlp: Any, x: Tensor, ops: Ops) -> Tensor:
-    """The router's choice, and the chosen experts through the backend: x [B, N, H] -> [B, N, H]."""
-    assert ops.experts is not None
-    flat = x.flatten(0, 1)
-    _, weights, chosen = mlp.gate(flat)
-    return ops.experts(flat, mlp.experts.gate_up_proj, mlp.experts.down_proj, chosen, weights).view_as(x)
 
 
 def pack_model(model: Any) -> list[nn.Parameter]:
@@ -231,6 +199,9 @@ def pack_model(model: Any) -> list[nn.Parameter]:
             groups = [[each for name in ("q_proj", "k_proj", "v_proj") if (each := getattr(attn, name, None)) is not None]]
         if parts.gated_mlp and hasattr(mlp, "gate_proj"):
             groups.append([mlp.gate_proj, mlp.up_proj])
+        if parts.mixture is not None and parts.mixture.shared and hasattr(mlp, "experts"):
+            shared = getattr(mlp, parts.mixture.shared)
+            groups.append([shared.gate_proj, shared.up_proj])
         for group in groups:
             if all(map(is_plain, group)):
                 moved += pack(group)

@@ -27,8 +27,9 @@ from fastspec.patches.hf.compat import (
     rope_bound,
     rope_tables,
 )
+from fastspec.patches.hf.experts import waits_for_host
 from fastspec.patches.hf.families import Adapter, decoder_of, is_watched, is_wrapped
-from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of, waits_for_host
+from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of
 from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows
 from fastspec.patches.hf.states import sequence_state
 
@@ -90,7 +91,7 @@ class HFModel(Target):
     def _can_capture(self, parts: Adapter) -> bool:
         layers = getattr(decoder_of(self.model), parts.layers)
         holders = [holder for layer in layers for holder in (getattr(layer, parts.mlp), *((layer,) if parts.experts else ()))]
-        waits = any(waits_for_host(holder, self.model, self.ops) for holder in holders)
+        waits = any(waits_for_host(parts, holder, self.model, self.ops) for holder in holders)
         return not waits and not any(map(is_watched, self.model.modules()))
 
     def _take(self, parts: Adapter) -> None:
