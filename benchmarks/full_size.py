@@ -2,8 +2,9 @@
 
 The time of a pass does not depend on the values of the weights; what a model says does, so no tokens per second are measured here: they
 are the acceptance length that a head reaches on real text, over the time of a round. `round_ms` is the median over CALLS calls, each of
-which gives the mean of its rounds, and `round_ms_quantiles` their 20, 50 and 80 % quantiles. The floor is the time of reading the weights
-that a round must read (`read_bytes`, a drafter's own not counted) at the measured bandwidth.
+which gives the mean of its rounds, and `round_ms_quantiles` their 20, 50 and 80 % quantiles. The floor is the time of reading once, at the
+measured bandwidth, the weights that a round must read (`read_bytes`) and what its layers can see of the text before (`kept_bytes`: keys,
+values, recurrent states); a drafter's own are not counted. Rows of versions without `kept_bytes` have floors of weights alone.
 
     python benchmarks/full_size.py --shapes llama-8b --prefix 2048 --out rows.jsonl
 """
@@ -28,6 +29,8 @@ from fastspec.bench.report import quantiles
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
 from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.assistants.speculative import read_parameters
+from fastspec.patches.hf.compat import delta_shape, layer_count, layer_shapes, recurrent_layers
+from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.session import session_of
 
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
@@ -49,6 +52,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-20b": ("gpt_oss", {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
                                 "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "num_local_experts": 32,
                                 "num_experts_per_tok": 4, "sliding_window": 128}),
+    "qwen3-30b-a3b": ("qwen3_moe", {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+                                    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+                                    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}),
     "qwen3.5-9b": ("qwen3_5_text", {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
                                     "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320, "linear_num_key_heads": 16,
                                     "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}),
@@ -138,16 +144,30 @@ def round_times(found: list[float]) -> dict[str, Any]:
 
 
 def read_bytes(model: Any, tokens: int) -> int:
-    """Bytes of weights that a pass over so many tokens must read: each once, and of a mixture of experts those that the tokens can touch.
-    One token touches `num_experts_per_tok`, and every further one may touch as many others: a tree of many nodes all there are."""
+    """Bytes of weights that a pass over so many tokens must read: each once, and of a mixture of experts those that the tokens touch where
+    each token's `num_experts_per_tok` are any of them: on average, of the `n` experts, n - n * (1 - per token / n)^tokens."""
     whole = {id(weight) for weight in read_parameters(model)}
     total = 0
     for name, weight in model.named_parameters():
         if id(weight) in whole:
             experts = weight.shape[0] if ".experts." in name and weight.dim() == 3 else 1
-            touched = 1 if experts == 1 else min(experts, tokens * model.config.num_experts_per_tok)
-            total += weight.nbytes // experts * touched
+            touched = 1.0 if experts == 1 else experts * (1 - (1 - model.config.num_experts_per_tok / experts) ** tokens)
+            total += round(weight.nbytes / experts * touched)
     return total
+
+
+def kept_bytes(model: Any, text: int, batch: int) -> int:
+    """Bytes of what the layers have kept of a text of so many tokens before and can see of it: keys and values of the whole of it or of a
+    window, or a recurrent state and its convolution's inputs."""
+    config, total = model.config.get_text_config(), 0
+    layers = layer_count(config)
+    for (heads, size), span, recurrent in zip(layer_shapes(config), layer_spans(config, layers), recurrent_layers(config), strict=True):
+        if recurrent:
+            shape = delta_shape(config)
+            total += 4 * shape.value_heads * shape.key_size * shape.value_size + shape.width * shape.channels * model.dtype.itemsize
+        else:
+            total += 2 * heads * size * min(text, text if span is None else span.size) * model.dtype.itemsize
+    return batch * total
 
 
 def capture_cost(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, float]:
@@ -219,9 +239,10 @@ def main(arguments: list[str] | None = None) -> None:
     }  # fmt: skip
 
     def write(model: Any, row: dict[str, Any]) -> None:
-        row = shared | row | {"read_bytes": read_bytes(model, args.batch * row["nodes"])}
+        read, kept = read_bytes(model, args.batch * row["nodes"]), kept_bytes(model, args.prefix, args.batch)
+        row = shared | row | {"read_bytes": read, "kept_bytes": kept}
         if bandwidth:
-            row["floor_ms"] = round(1e3 * row["read_bytes"] / bandwidth, 4)
+            row["floor_ms"] = round(1e3 * (read + kept) / bandwidth, 4)
             row["floor_share"] = round(row["floor_ms"] / row["round_ms"], 3)
         shown = {name: row.get(name) for name in ("round_ms", "replay_ms", "floor_ms", "parts_ms")}
         print(row["shape"], row["method"], json.dumps(shown), flush=True)

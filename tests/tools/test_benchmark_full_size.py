@@ -43,9 +43,11 @@ def test_rows_of_a_mixture_count_the_experts_that_a_round_can_touch(script, tmp_
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [row["method"] for row in rows] == ["transformers", "autoregressive", "eagle3"]
     for row in rows:
-        touched = 2 if row["nodes"] == 1 else 8
-        assert row["read_bytes"] == row["weight_bytes"] - EXPERTS // 8 * (8 - touched)
-        assert row["floor_ms"] == round(row["read_bytes"] / 1e6, 4) and row["floor_share"] == round(row["floor_ms"] / row["round_ms"], 3)
+        touched = 2 if row["nodes"] == 1 else 8 * (1 - 0.75 ** row["nodes"])
+        assert row["read_bytes"] == pytest.approx(row["weight_bytes"] - EXPERTS / 8 * (8 - touched), abs=12)
+        assert row["kept_bytes"] == 6 * 2 * 2 * 16 * 9 * 4
+        assert row["floor_ms"] == round((row["read_bytes"] + row["kept_bytes"]) / 1e6, 4)
+        assert row["floor_share"] == round(row["floor_ms"] / row["round_ms"], 3)
         low, middle, high = row["round_ms_quantiles"]
         assert 0 < low <= middle <= high and row["round_ms"] == middle
         assert set(row) >= {"torch", "triton", "transformers", "fastspec", "commit", "device", "dtype"}
@@ -62,4 +64,20 @@ def test_bytes_of_experts_by_hand(script, family: str, tokens: int) -> None:
     whole = sum(weight.nbytes for weight in read_parameters(model))
     experts = sum(weight.nbytes for name, weight in model.named_parameters() if "experts" in name)
     assert (experts > 0) == (family != "llama")
-    assert script.read_bytes(model, tokens) == whole - (experts // 2 if tokens == 1 else 0)
+    assert script.read_bytes(model, tokens) == pytest.approx(whole - experts / 2**tokens, abs=8)
+
+
+@pytest.mark.parametrize("family, tokens", [("llama", 40), ("gemma3_text", 40), ("qwen3_5_text", 40)])
+def test_bytes_of_what_is_kept_by_hand(script, family: str, tokens: int) -> None:
+    model = tiny_model(family)
+    config = model.config
+    keys = 2 * config.num_key_value_heads * config.head_dim * 4
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    state = 0
+    if "linear_attention" in kinds:
+        inner = config.linear_num_value_heads * config.linear_value_head_dim
+        state = 4 * inner * config.linear_key_head_dim
+        state += 4 * config.linear_conv_kernel_dim * (2 * config.linear_num_key_heads * config.linear_key_head_dim + inner)
+    seen = {"full_attention": keys * tokens, "linear_attention": state}
+    seen["sliding_attention"] = keys * min(tokens, config.sliding_window or tokens) if hasattr(config, "sliding_window") else 0
+    assert script.kept_bytes(model, tokens, 3) == 3 * sum(seen[kind] for kind in kinds)
