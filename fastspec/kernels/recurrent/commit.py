@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
+from fastspec.kernels.recurrent.blocks import add_updates, scale_of
 from fastspec.kernels.recurrent.conv import hold_paths
-from fastspec.kernels.recurrent.delta import add_updates, scale_of
 from fastspec.kernels.recurrent.reference import sizes_of
 
 

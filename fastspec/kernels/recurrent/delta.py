@@ -1,4 +1,5 @@
-"""Gated DeltaNet over a tree and over a text: blocks of nodes, each a triangular system that is solved level by level.
+"""Gated DeltaNet over a few nodes of a tree, in one launch, and over a text: blocks of nodes, each a triangular system that is solved level
+by level. Larger trees are in `tree.py`.
 
 B rows (sequences), N nodes per row, Hk key heads, Hv value heads, Dk and Dv their sizes, C channels. A program has one row, one value head
 and DV of its channels, whose updates do not depend on the others'.
@@ -16,91 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
+from fastspec.kernels.recurrent.blocks import add_updates, decay_of, pairs_of, rates_of, scale_of, seen_by, through
 from fastspec.kernels.recurrent.reference import Rates
+from fastspec.kernels.recurrent.tree import wide_tree
 
-TINY = tl.constexpr(1e-6)
+FEW = 16
+"""Nodes of a tree that are taken in one launch."""
 BLOCK, WARPS = 32, 4
-"""Nodes of a system, and warps of a program."""
-
-
-@triton.jit
-def _keys(p_mixed, stride, rows, m_rows, first, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """STEP channels of rows of one head, from `first` on, of which SIZE are the head's: [len(rows), STEP] as they lie."""
-    o_d = tl.arange(0, STEP)
-    return tl.load(p_mixed + rows[:, None] * stride + (first + o_d)[None, :], mask=m_rows[:, None] & (o_d < SIZE)[None, :], other=0.0)
-
-
-@triton.jit
-def scale_of(p_mixed, stride, rows, m_rows, first, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """What makes rows of one head vectors of length 1."""
-    b_square = tl.zeros(rows.shape, tl.float32)
-    for at in range(0, SIZE, STEP):
-        b = _keys(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP).to(tl.float32)
-        b_square += tl.sum(b * b, 1)
-    return tl.rsqrt(b_square + TINY)
-
-
-@triton.jit
-def _pairs(p_mixed, stride, rows, m_rows, first, others, m_others, second, SIZE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr):
-    """Products of rows from `first` on with others from `second` on, in the precision that they lie in: [len(rows), len(others)]."""
-    b_pairs = tl.zeros((rows.shape[0], others.shape[0]), tl.float32)
-    for at in range(0, SIZE, STEP):
-        b_one = _keys(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP)
-        b_two = _keys(p_mixed, stride, others, m_others, second + at, SIZE - at, STEP)
-        b_pairs += tl.dot(b_one, tl.trans(b_two), input_precision=DOT)
-    return b_pairs
-
-
-@triton.jit
-def _through(
-    p_mixed, stride, rows, m_rows, first, p_state, o_v, m_v, DV: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
-):
-    """Rows from `first` on times the state [Dk, Dv] at p_state: [len(rows), len(o_v)]."""
-    b_read = tl.zeros((rows.shape[0], o_v.shape[0]), tl.float32)
-    for at in range(0, SIZE, STEP):
-        o_k = at + tl.arange(0, STEP)
-        b_state = tl.load(p_state + o_k[:, None] * DV + o_v[None, :], mask=(o_k < SIZE)[:, None] & m_v[None, :], other=0.0)
-        b_one = _keys(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP).to(tl.float32)
-        b_read += tl.dot(b_one, b_state, input_precision=DOT)
-    return b_read
-
-
-@triton.jit
-def add_updates(
-    p_mixed, stride, rows, m_rows, first, b_weight, b_u, decay, p_state, o_v, m_v, DV: tl.constexpr, SIZE: tl.constexpr,
-    STEP: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The state at p_state becomes decay times itself and the sum of the rows' weighted keys times their updates, in place."""
-    for at in range(0, SIZE, STEP):
-        o_k = at + tl.arange(0, STEP)
-        p_s = p_state + o_k[:, None] * DV + o_v[None, :]
-        m_s = (o_k < SIZE)[:, None] & m_v[None, :]
-        b_k = _keys(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP).to(tl.float32) * b_weight[:, None]
-        b_state = tl.load(p_s, mask=m_s, other=0.0) * decay + tl.dot(tl.trans(b_k), b_u, input_precision=DOT)
-        tl.store(p_s, b_state, mask=m_s)
-
-
-@triton.jit
-def _rates(p_a, p_b, s_a, s_b, rows, m_rows, log_decay, bias, scale):
-    """g and beta of rows of one head; 0 where m_rows is false. beta is rounded to b's dtype on its way."""
-    b_a = tl.load(p_a + rows * s_a, mask=m_rows, other=0.0).to(tl.float32) + bias
-    b_b = tl.load(p_b + rows * s_b, mask=m_rows, other=0.0)
-    softplus = tl.where(b_a > 20.0, b_a, tl.log(1.0 + tl.exp(tl.minimum(b_a, 20.0))))
-    beta = (tl.sigmoid(b_b.to(tl.float32)).to(b_b.dtype).to(tl.float32) * scale).to(b_b.dtype).to(tl.float32)
-    return tl.where(m_rows, -tl.exp(log_decay) * softplus, 0.0), tl.where(m_rows, beta, 0.0)
-
-
-@triton.jit
-def _seen(p_words, stride, rows, m_rows, block, BLOCK: tl.constexpr):
-    """Which nodes of a block are ancestors of rows, or they themselves: [len(rows), BLOCK] bool."""
-    b_word = tl.load(p_words + rows * stride + ((block * BLOCK) >> 6), mask=m_rows, other=0) >> ((block * BLOCK) & 63)
-    return ((b_word[:, None] >> tl.arange(0, BLOCK)[None, :]) & 1) != 0
-
-
-@triton.jit
-def _decay(b_seen, b_sum, b_other):
-    """e^(G_i - G_j) where j is seen, else 0."""
-    return tl.exp(tl.where(b_seen, b_sum[:, None] - b_other[None, :], float("-inf")))
+"""Tokens of a text's system, and warps of a program."""
 
 
 @triton.jit
@@ -140,51 +64,29 @@ def _delta_tree(
     p_g += row * s_g_b + head
     p_state += (row * HV + head) * (DK * DV)
     o_n = tl.arange(0, BLOCK)
-    for block in range(0, tl.cdiv(nodes, BLOCK)):
-        rows = (block * BLOCK + o_n).to(tl.int64)
-        m_rows = rows < nodes
-        m_out = m_rows[:, None] & m_v[None, :]
-        b_g, b_beta = _rates(p_a, p_b, s_a_n, s_b_n, rows, m_rows, log_decay, bias, scale)
-        b_seen = _seen(p_words, s_words_n, rows, m_rows, block, BLOCK)
-        b_sum = tl.sum(tl.where(b_seen, b_g[None, :], 0.0), 1)
-        for before in range(0, block):
-            others = (before * BLOCK + o_n).to(tl.int64)
-            g_other, _ = _rates(p_a, p_b, s_a_n, s_b_n, others, others < nodes, log_decay, bias, scale)
-            b_sum += tl.sum(tl.where(_seen(p_words, s_words_n, rows, m_rows, before, BLOCK), g_other[None, :], 0.0), 1)
-        tl.store(p_g + rows * s_g_n, b_sum, mask=m_rows)
-        b_unit = scale_of(p_mixed, s_mixed_n, rows, m_rows, first_k, DK, STEP)
-        b_v = tl.load(p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0).to(tl.float32)
-        b_grown = tl.exp(b_sum)
-        b_read = _through(p_mixed, s_mixed_n, rows, m_rows, first_k, p_state, o_v, m_v, DV, DK, STEP, DOT)
-        b_wanted = b_v - (b_grown * b_unit)[:, None] * b_read
-        for before in range(0, block):
-            others = (before * BLOCK + o_n).to(tl.int64)
-            m_others = others < nodes
-            b_decay = _decay(_seen(p_words, s_words_n, rows, m_rows, before, BLOCK), b_sum, tl.load(p_g + others * s_g_n))
-            b_pairs = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_k, others, m_others, first_k, DK, STEP, DOT)
-            other_unit = scale_of(p_mixed, s_mixed_n, others, m_others, first_k, DK, STEP)
-            u_other = tl.load(p_u + others[:, None] * s_u_n + o_v[None, :], mask=m_v[None, :], other=0.0)
-            b_wanted -= tl.dot(b_pairs * b_decay * b_unit[:, None] * other_unit[None, :], u_other, input_precision=DOT)
-        b_above = b_seen & (o_n[:, None] != o_n[None, :])
-        b_system = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_k, rows, m_rows, first_k, DK, STEP, DOT)
-        b_system *= _decay(b_above, b_sum, b_sum) * (b_unit * b_beta)[:, None] * b_unit[None, :]
-        b_u = _solve(b_system, b_wanted * b_beta[:, None], tl.sum(b_above.to(tl.int32), 1), DOT)
-        tl.store(p_u + rows[:, None] * s_u_n + o_v[None, :], b_u, mask=m_out)
-        b_pairs = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_q, rows, m_rows, first_k, DK, STEP, DOT)
-        b_out = tl.dot(b_pairs * _decay(b_seen, b_sum, b_sum) * b_unit[None, :], b_u, input_precision=DOT)
-        b_out += b_grown[:, None] * _through(p_mixed, s_mixed_n, rows, m_rows, first_q, p_state, o_v, m_v, DV, DK, STEP, DOT)
-        for before in range(0, block):
-            others = (before * BLOCK + o_n).to(tl.int64)
-            m_others = others < nodes
-            b_decay = _decay(_seen(p_words, s_words_n, rows, m_rows, before, BLOCK), b_sum, tl.load(p_g + others * s_g_n))
-            b_pairs = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_q, others, m_others, first_k, DK, STEP, DOT)
-            other_unit = scale_of(p_mixed, s_mixed_n, others, m_others, first_k, DK, STEP)
-            u_other = tl.load(p_u + others[:, None] * s_u_n + o_v[None, :], mask=m_v[None, :], other=0.0)
-            b_out += tl.dot(b_pairs * b_decay * other_unit[None, :], u_other, input_precision=DOT)
-        b_out *= (scale_of(p_mixed, s_mixed_n, rows, m_rows, first_q, DK, STEP) / root)[:, None]
-        p_o = p_out + ((row * nodes + rows)[:, None] * HV + head) * DV + o_v[None, :]
-        tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_out)
-        tl.debug_barrier()  # the next block reads what this one wrote
+    rows = o_n.to(tl.int64)
+    m_rows = rows < nodes
+    m_out = m_rows[:, None] & m_v[None, :]
+    b_g, b_beta = rates_of(p_a, p_b, s_a_n, s_b_n, rows, m_rows, log_decay, bias, scale)
+    b_seen = seen_by(p_words, s_words_n, rows, m_rows, 0, BLOCK)
+    b_sum = tl.sum(tl.where(b_seen, b_g[None, :], 0.0), 1)
+    tl.store(p_g + rows * s_g_n, b_sum, mask=m_rows)
+    b_unit = scale_of(p_mixed, s_mixed_n, rows, m_rows, first_k, DK, STEP)
+    b_v = tl.load(p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0).to(tl.float32)
+    b_grown = tl.exp(b_sum)
+    b_read = through(p_mixed, s_mixed_n, rows, m_rows, first_k, p_state, o_v, m_v, DV, DK, STEP, DOT)
+    b_wanted = b_v - (b_grown * b_unit)[:, None] * b_read
+    b_above = b_seen & (o_n[:, None] != o_n[None, :])
+    b_system = pairs_of(p_mixed, s_mixed_n, rows, m_rows, first_k, rows, m_rows, first_k, DK, STEP, DOT)
+    b_system *= decay_of(b_above, b_sum, b_sum) * (b_unit * b_beta)[:, None] * b_unit[None, :]
+    b_u = _solve(b_system, b_wanted * b_beta[:, None], tl.sum(b_above.to(tl.int32), 1), DOT)
+    tl.store(p_u + rows[:, None] * s_u_n + o_v[None, :], b_u, mask=m_out)
+    b_pairs = pairs_of(p_mixed, s_mixed_n, rows, m_rows, first_q, rows, m_rows, first_k, DK, STEP, DOT)
+    b_out = tl.dot(b_pairs * decay_of(b_seen, b_sum, b_sum) * b_unit[None, :], b_u, input_precision=DOT)
+    b_out += b_grown[:, None] * through(p_mixed, s_mixed_n, rows, m_rows, first_q, p_state, o_v, m_v, DV, DK, STEP, DOT)
+    b_out *= (scale_of(p_mixed, s_mixed_n, rows, m_rows, first_q, DK, STEP) / root)[:, None]
+    p_o = p_out + ((row * nodes + rows)[:, None] * HV + head) * DV + o_v[None, :]
+    tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit(do_not_specialize=["tokens", "s_mixed_b", "s_a_b", "s_b_b"])
@@ -217,20 +119,20 @@ def _delta_chain(
         rows = (block * BLOCK + o_n).to(tl.int64)
         m_rows = rows < tokens
         m_out = m_rows[:, None] & m_v[None, :]
-        b_g, b_beta = _rates(p_a, p_b, s_a_n, s_b_n, rows, m_rows & (rows < count), log_decay, bias, scale)
+        b_g, b_beta = rates_of(p_a, p_b, s_a_n, s_b_n, rows, m_rows & (rows < count), log_decay, bias, scale)
         b_sum = tl.sum(tl.where(b_seen, b_g[None, :], 0.0), 1)
         last = tl.sum(b_g, 0)
         b_unit = scale_of(p_mixed, s_mixed_n, rows, m_rows, first_k, DK, STEP)
         b_v = tl.load(p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0).to(tl.float32)
         b_grown = tl.exp(b_sum)
-        b_read = _through(p_mixed, s_mixed_n, rows, m_rows, first_k, p_state, o_v, m_v, DV, DK, STEP, DOT)
+        b_read = through(p_mixed, s_mixed_n, rows, m_rows, first_k, p_state, o_v, m_v, DV, DK, STEP, DOT)
         b_wanted = (b_v - (b_grown * b_unit)[:, None] * b_read) * b_beta[:, None]
-        b_system = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_k, rows, m_rows, first_k, DK, STEP, DOT)
-        b_system *= _decay(o_n[:, None] > o_n[None, :], b_sum, b_sum) * (b_unit * b_beta)[:, None] * b_unit[None, :]
+        b_system = pairs_of(p_mixed, s_mixed_n, rows, m_rows, first_k, rows, m_rows, first_k, DK, STEP, DOT)
+        b_system *= decay_of(o_n[:, None] > o_n[None, :], b_sum, b_sum) * (b_unit * b_beta)[:, None] * b_unit[None, :]
         b_u = _solve(b_system, b_wanted, o_n, DOT)
-        b_pairs = _pairs(p_mixed, s_mixed_n, rows, m_rows, first_q, rows, m_rows, first_k, DK, STEP, DOT)
-        b_out = tl.dot(b_pairs * _decay(b_seen, b_sum, b_sum) * b_unit[None, :], b_u, input_precision=DOT)
-        b_out += b_grown[:, None] * _through(p_mixed, s_mixed_n, rows, m_rows, first_q, p_state, o_v, m_v, DV, DK, STEP, DOT)
+        b_pairs = pairs_of(p_mixed, s_mixed_n, rows, m_rows, first_q, rows, m_rows, first_k, DK, STEP, DOT)
+        b_out = tl.dot(b_pairs * decay_of(b_seen, b_sum, b_sum) * b_unit[None, :], b_u, input_precision=DOT)
+        b_out += b_grown[:, None] * through(p_mixed, s_mixed_n, rows, m_rows, first_q, p_state, o_v, m_v, DV, DK, STEP, DOT)
         b_out *= (scale_of(p_mixed, s_mixed_n, rows, m_rows, first_q, DK, STEP) / root)[:, None]
         p_o = p_out + ((row * tokens + rows)[:, None] * HV + head) * DV + o_v[None, :]
         tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_out)
@@ -253,13 +155,14 @@ def delta_tree(
     for name, (each, shape) in wanted.items():
         if each.shape != shape or each.dtype != torch.float32 or not each[0, 0].is_contiguous():
             raise ValueError(f"{name} is {each.dtype} {list(each.shape)}; fp32 {list(shape)} with contiguous nodes is accepted")
-    out = mixed.new_empty(batch, nodes, sizes[1], sizes[3])
-    block = min(BLOCK, max(16, triton.next_power_of_2(nodes)))
     options, parts = _launch(mixed, sizes)
+    if nodes > FEW:
+        return wide_tree(mixed, a, b, rates, state, words, updates, gates, options)
+    out = mixed.new_empty(batch, nodes, sizes[1], sizes[3])
     _delta_tree[(sizes[1] * parts, batch)](
         mixed, a, b, rates.log_decay, rates.bias, state, words, updates, gates, out, nodes, rates.scale, sizes[2] ** 0.5,
         *mixed.stride()[:2], *a.stride()[:2], *b.stride()[:2], *words.stride()[:2], *updates.stride()[:2], *gates.stride()[:2],
-        **options, BLOCK=block, num_warps=WARPS, **dependent(mixed.device),
+        **options, BLOCK=FEW, num_warps=WARPS, **dependent(mixed.device),
     )  # fmt: skip
     return out
 
