@@ -1,4 +1,4 @@
-"""A mixture of experts: tokens grouped by expert on the device, two grouped products, a weighted sum.
+"""A mixture of experts: tokens grouped by expert on the device, two grouped products, a weighted sum. One token is `experts_row.py`'s.
 
 T tokens, K experts per token, M = T * K pairs (pair t * K + k is token t's k-th choice), E experts, H hidden size, I expert size.
 Pairs are ordered by expert, equal experts in the order of the tokens; G = min(M, E) groups, a group being one expert's run of pairs in
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from fastspec.kernels.launch import dependent, stages_within
 from fastspec.kernels.layer.rms_norm import rows_of
+from fastspec.kernels.linear.experts_row import experts_row
 from fastspec.kernels.linear.reference import SWIGLU, Expert
+from fastspec.kernels.linear.swiglu import gated
 
 GROUP_BLOCK = 1024
 SUM_BLOCK = 1024
@@ -89,20 +91,6 @@ def _product(
 
 
 @triton.jit
-def _gated(b_gate, b_up, ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr):
-    """(up + OFFSET) * gate * sigmoid(ALPHA * (gate + CUBIC * gate^3)), both in one dtype, in which the gated part and the product are
-    rounded."""
-    b_wide, b_other = b_gate.to(tl.float32), b_up.to(tl.float32)
-    if LIMIT is not None:
-        b_wide = tl.minimum(b_wide, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        b_other = tl.minimum(b_other, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        b_other = tl.maximum(b_other, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    b_in = b_wide + CUBIC * b_wide * b_wide * b_wide if CUBIC != 0.0 else b_wide
-    b_silu = (b_wide / (1.0 + tl.exp(-ALPHA * b_in))).to(b_gate.dtype)
-    return (b_silu.to(tl.float32) * (b_other + OFFSET)).to(b_gate.dtype)
-
-
-@triton.jit
 def _gate_up_rows(
     p_x, p_weight, p_bias, p_shares, p_order, p_out, stride_x, first, end, CHOICES: tl.constexpr, HIDDEN: tl.constexpr,
     INNER: tl.constexpr, TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
@@ -134,7 +122,7 @@ def _gate_up_rows(
         b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (2, COLS, ROWS)), (1, 2, 0)))
     o_out = tl.program_id(0) * COLS + tl.arange(0, COLS)
     m_out = (o_out < INNER)[:, None] & m_place[None, :]
-    tl.store(p_out + o_place.to(tl.int64)[None, :] * INNER + o_out[:, None], _gated(b_gate, b_up, ALPHA, CUBIC, OFFSET, LIMIT), mask=m_out)
+    tl.store(p_out + o_place.to(tl.int64)[None, :] * INNER + o_out[:, None], gated(b_gate, b_up, ALPHA, CUBIC, OFFSET, LIMIT), mask=m_out)
 
 
 @triton.jit
@@ -306,6 +294,10 @@ def experts(
     out = x.new_empty((tokens, size))
     if out.numel() == 0:
         return out
+    if tokens == 1 and not turned_in and not turned_out:
+        return experts_row(
+            x, gate_up, down, chosen, weights, kind, gate_up_bias=gate_up_bias, down_bias=down_bias, shared=shared, shared_gate=shared_gate
+        )  # fmt: skip
     rows, groups = rows_of(x, "x"), min(pairs, count)
     order, expert, begin, end = torch.empty(pairs + 3 * groups, dtype=torch.int32, device=x.device).split([pairs, groups, groups, groups])
     block = min(GROUP_BLOCK, max(32, triton.next_power_of_2(pairs)))

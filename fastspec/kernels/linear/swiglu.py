@@ -1,4 +1,4 @@
-"""silu(gate) * up of packed rows: each program takes a slice of one row.
+"""How a gate and an up part are joined, and silu(gate) * up of packed rows: each program takes a slice of one row.
 
 gate_up [..., 2 * I], the gate first; R rows in all.
 """
@@ -21,6 +21,20 @@ def silu_times(b_gate, b_up):
     b_wide = b_gate.to(tl.float32)
     b_silu = (b_wide / (1.0 + tl.exp(-b_wide))).to(b_gate.dtype)
     return (b_silu.to(tl.float32) * b_up.to(tl.float32)).to(b_gate.dtype)
+
+
+@triton.jit
+def gated(b_gate, b_up, ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr):
+    """(up + OFFSET) * gate * sigmoid(ALPHA * (gate + CUBIC * gate^3)), both in one dtype, in which the gated part and the product are
+    rounded."""
+    b_wide, b_other = b_gate.to(tl.float32), b_up.to(tl.float32)
+    if LIMIT is not None:
+        b_wide = tl.minimum(b_wide, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        b_other = tl.minimum(b_other, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        b_other = tl.maximum(b_other, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    b_in = b_wide + CUBIC * b_wide * b_wide * b_wide if CUBIC != 0.0 else b_wide
+    b_silu = (b_wide / (1.0 + tl.exp(-ALPHA * b_in))).to(b_gate.dtype)
+    return (b_silu.to(tl.float32) * (b_other + OFFSET)).to(b_gate.dtype)
 
 
 @triton.jit
