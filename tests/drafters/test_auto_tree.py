@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from helpers_generate import MAKERS, prompts, same, seer1, stats
+from helpers_generate import MAKERS, SHALLOW, prompts, same, seer1, stats
+from helpers_models import tiny_head, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ import fastspec
 from fastspec import Eagle2, Eagle3
 from fastspec.config import AUTO_SIZES, BATCH_TREES, DEFAULT_TREES, MANY_ROWS
 from fastspec.errors import Unsupported
+from fastspec.generation.state import window
 from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.assistants import tree_size
 from fastspec.patches.assistants.tree_size import MOST_POWER, PRIOR, TreeChoice, choose_size, expected_tokens, monotone, power_of
@@ -275,3 +277,25 @@ def test_an_eagle_2_head_has_its_own_choice(measured):
     fastspec.patch(model, eagle2=seer1(model))
     same((target(), model), Eagle2(depth=2, top_k=3, total_tokens="auto"), prompts(7, 3))
     assert measured == [2] and not math.isnan(sum(fastspec.report(model).trees[Eagle2(2, 3, "auto"), 2].expected))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "gemma3_text"])
+def test_a_text_that_cannot_be_made_shorter_is_read_anew_for_every_size(kind, measured, monkeypatch):
+    """Recurrent states, and windows whose rings go round: every size begins where the others began."""
+    monkeypatch.setattr(window, "STEP", 1)
+    read: list[list[int]] = []
+    original = tree_size._Trial.run
+
+    def spy(trial, size, count):
+        found = original(trial, size, count)
+        again = tree_size._Trial(trial.fresh, trial.ops, trial.request)
+        wanted = original(again, size, count)
+        assert torch.equal(found[1], wanted[1]) and found[2] == wanted[2]  # the scores of all rounds, and what was accepted
+        read.append(trial.lengths.tolist())
+        return found
+
+    monkeypatch.setattr(tree_size._Trial, "run", spy)
+    target = tiny_model(kind, sliding_window=8, **SHALLOW) if kind == "gemma3_text" else tiny_model(kind, **SHALLOW)
+    model = fastspec.patch(copy.deepcopy(target), eagle3=tiny_head(target))
+    same((target, model), AUTO, prompts(7, 3), max_new_tokens=12)
+    assert measured == [2] and read == [[7, 3]] * 7

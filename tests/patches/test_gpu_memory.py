@@ -141,8 +141,8 @@ def test_patch_and_a_call_take_two_percent_beside_weights_and_caches(family, ass
         assert peak() - plain - caches <= 0.02 * weights
     assert fastspec.report(model).last.replays > 10
     (engine,) = session_of(model).engines.held.values()
-    parts = [part.attention for part in (engine.target, engine.drafter) if part is not None]
-    assert sum(part.k.nbytes + part.v.nbytes for part in parts) == caches
+    parts = [kept for part in (engine.target, engine.drafter) if part is not None for kept in part.state.kinds]
+    assert sum(kept.k.nbytes + kept.v.nbytes for kept in parts) == caches
     del engine, parts
     fastspec.unpatch(model)
     assert abs(held() - plain) <= SMALL_CHANGE

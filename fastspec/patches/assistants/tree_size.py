@@ -102,7 +102,7 @@ def choose_tree(fresh: Callable[[], tuple[Any, Any]], ops: Ops, request: Request
     `fresh` makes a target, in which what comes before the request's prompts is committed, and an `EagleDrafter` of the largest size; both
     are thrown away. Nothing is drawn at random, and nothing is emitted.
     """
-    trial = _Trial(*fresh(), ops, request)
+    trial = _Trial(fresh, ops, request)
     drafting, verifying, expected, power = [], [], [1.0] * len(sizes), 1.0
     for size in sizes:
         largest = size == sizes[-1]
@@ -118,19 +118,30 @@ def choose_tree(fresh: Callable[[], tuple[Any, Any]], ops: Ops, request: Request
 
 
 class _Trial:
-    """Rounds of one call from the end of its prompts on, begun anew for every size."""
+    """Rounds of one call from the end of its prompts on, begun anew for every size.
 
-    def __init__(self, target: Any, drafter: Any, ops: Ops, request: Request) -> None:
-        self.target, self.drafter, self.ops, self.request = target, drafter, ops, request
-        logits, self.features = request.read(target)
-        self.root = choose(logits[:, None], None, ops)[:, 0].clone()
-        self.lengths = target.lengths.clone()
+    Where layers have let go of what stood before a text's end, the prompts are read anew as well.
+    """
+
+    def __init__(self, fresh: Callable[[], tuple[Any, Any]], ops: Ops, request: Request) -> None:
+        self.fresh, self.ops, self.request = fresh, ops, request
+        self._read()
+
+    def _read(self) -> None:
+        self.target, self.drafter = self.fresh()
+        logits, self.features = self.request.read(self.target)
+        self.root = choose(logits[:, None], None, self.ops)[:, 0].clone()
+        self.lengths = self.target.lengths.clone()
 
     def run(self, size: int, count: int) -> tuple[list[dict[str, float]], Tensor, int]:
         """Rounds of trees with this many nodes -> the times of their parts, and the candidates' scores [R, M] of every row in every round
         that it would come to in the call, and how many drafts were accepted in these."""
+        if self.target.forgets:
+            if not torch.equal(self.target.lengths, self.lengths):
+                self._read()
+        else:
+            self.target.rewind(self.lengths)
         target, drafter, request = self.target, self.drafter, self.request
-        target.rewind(self.lengths)
         drafter.open(target.state.limit)
         drafter.begin(request.prompts, request.counts, self.features, self.root)
         drafter.nodes = size

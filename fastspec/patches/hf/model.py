@@ -247,6 +247,11 @@ class HFModel(Target):
         """Whether a text can be made shorter again."""
         return not any(self.recurrent)
 
+    @property
+    def forgets(self) -> bool:
+        """Whether layers let go of tokens as a text grows: it cannot be made shorter by more than a round then."""
+        return not self.rewinds or any(sight is not None and sight.ring is not None for sight in self.sights)
+
     def fits(self, committed: int) -> bool:
         """Whether there is room for so many committed tokens already."""
         return self.state.fits(committed)
