@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fastspec.generation.tree import TokenTree
     from fastspec.patches.api import Report, clear_memory, patch, patched, profile, report, unpatch
     from fastspec.patches.assistants.frontier import frontier_generate
+    from fastspec.patches.continuous import Continuous, continuous
     from fastspec.patches.heads import load_head
 
 __version__ = "0.1.0"
@@ -36,8 +37,10 @@ _LAZY = {
     "SuffixStorage": "fastspec.generation.drafters.ngram.suffixes",
     "Profile": "fastspec.generation.profile",
     "TokenTree": "fastspec.generation.tree",
+    "Continuous": "fastspec.patches.continuous",
     "Report": "fastspec.patches.api",
     "clear_memory": "fastspec.patches.api",
+    "continuous": "fastspec.patches.continuous",
     "patch": "fastspec.patches.api",
     "patched": "fastspec.patches.api",
     "profile": "fastspec.patches.api",
@@ -49,10 +52,10 @@ _LAZY = {
 
 __all__ = [
     "CUSTOM_GENERATE",
-    "Autoregressive", "Cascade", "CheckpointError", "ContinuousBatch", "Decoding", "Drafter", "Eagle1", "Eagle2", "Eagle3",
+    "Autoregressive", "Cascade", "CheckpointError", "Continuous", "ContinuousBatch", "Decoding", "Drafter", "Eagle1", "Eagle2", "Eagle3",
     "FastSpecError", "Nasd", "NgramStorage", "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage",
-    "TokenTree", "TreeShape", "Unsupported", "__version__", "clear_memory", "frontier_generate", "load_head", "patch", "patched",
-    "profile", "report", "unpatch",
+    "TokenTree", "TreeShape", "Unsupported", "__version__", "clear_memory", "continuous", "frontier_generate", "load_head", "patch",
+    "patched", "profile", "report", "unpatch",
 ]  # fmt: skip
 
 

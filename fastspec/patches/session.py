@@ -62,10 +62,13 @@ class Change:
 
 
 class Turn:
-    """One generate call at a time per model; a second thread waits, a nested call is refused. Deep copies start free."""
+    """One generate call at a time per model; a second thread waits, a nested call is refused. Deep copies start free.
+
+    Who waits first comes first, so that an open batch, which takes a turn for every round, leaves others theirs.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock, self.gate = threading.Lock(), threading.Lock()
         self.owner: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Turn:
@@ -80,12 +83,14 @@ class Turn:
     def taken(self) -> Iterator[None]:
         """Hold the turn; raises Unsupported when this thread holds it already."""
         self.refuse_nested()
-        with self.lock:
-            self.owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self.owner = None
+        with self.gate:  # held by the one who is next
+            self.lock.acquire()
+        self.owner = threading.get_ident()
+        try:
+            yield
+        finally:
+            self.owner = None
+            self.lock.release()
 
 
 @dataclass
@@ -118,6 +123,8 @@ class PatchSession:
     """(config, rows, device, dtype) -> the size of its trees, where that was left to a measurement."""
     warned: bool = False
     """Whether it was said that the draft model's drafts are not accepted."""
+    batches: int = 0
+    """Open batches (`fastspec.continuous`), whose threads run the model."""
     packed: list[nn.Parameter] = field(default_factory=list)
     """Parameters that became views of a packed buffer."""
 
@@ -151,7 +158,7 @@ class PatchSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        twin.trees = {}
+        twin.trees, twin.batches = {}, 0
         return twin
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -169,6 +176,8 @@ class PatchSession:
     def undo(self, force: bool = False) -> list[str]:
         """Undo every change in reverse. Where someone else has written over one: PatchConflict before anything is undone, or,
         with `force`, theirs stays and its name is returned."""
+        if self.batches:
+            raise PatchConflict("fastspec.continuous still decodes with this model: close that batch first, batch.close()")
         foreign = [change for change in self.log if not change.ours]
         names = [f"{type(change.owner).__name__}.{change.name}" for change in foreign]
         if foreign and not force:

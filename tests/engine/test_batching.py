@@ -106,11 +106,11 @@ def test_no_row_goes_on_once_every_row_was_stopped():
     run.take(0, [1, 2], 1, None, None)
     assert run.active == [True, True]
     run.take(1, [3, 4], 1, None, None)
-    assert run.active == [False, False] and run.limit == 2
+    assert run.active == [False, False] and run.limits == [2, 2]
     later = Batch(request(2, 9, stop=lambda row, said: len(said) == 2 + row), Stats())
     later.take(0, [1, 2], 1, None, None)
     later.take(1, [3, 4, 5], 2, None, None)
-    assert later.active == [True, False] and later.limit == 3
+    assert later.active == [True, False] and later.limits == [3, 3]
 
 
 class Ended:
@@ -168,6 +168,15 @@ def test_waiting_prompts_take_the_rows_that_are_free():
     assert Batch(request(2, ends=(1,)), Stats()).alone
 
 
+def test_rows_that_have_ended_grow_by_what_was_launched_already_and_no_more():
+    run = Batch(request(3), Stats())
+    run.lengths, run.active = [5, 6, 7], [True, False, False]
+    run.grow([3, 2, 1], [True, True, False], 4)
+    assert run.lengths == [8, 6 + 2 + 4, 7]
+    run.grow([3, 2, 1], [True, False, False], 4)
+    assert run.lengths == [11, 12, 7]
+
+
 def test_a_call_begins_with_as_many_prompts_as_it_has_rows():
     whole = request(4)
     assert whole.begins() is whole
@@ -196,7 +205,7 @@ def test_first_tokens_are_read_with_what_the_call_keeps():
         for row in (0, 1):
             run.read(row, [3], scores, logits)
             run.out.tokens[1] = run.out.tokens[0]
-        run.limit = 1
+        run.limits = [1, 1]
         run.finish()
         assert [len(row) for row in run.out.scores] == [keep_scores] * 2 and [len(row) for row in run.out.logits] == [keep_logits] * 2
         if keep_scores:

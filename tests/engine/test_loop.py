@@ -167,7 +167,7 @@ def test_a_call_takes_rounds_until_every_row_has_its_tokens(rows, limit):
     lengths = COUNTS[:rows]
     for step, (longest, running, padded, ahead, _) in enumerate(engine.steps):
         assert longest == max(lengths) and running == [step < len(mine) for mine in plan] and padded == [False] * rows and not ahead
-        lengths = [length + (row + step) % NODES + 1 for row, length in enumerate(lengths)]
+        lengths = [length + ((row + step) % NODES + 1) * running[row] for row, length in enumerate(lengths)]
     assert engine.log[0] == ("begin", [text[0] for text in TEXTS[:rows]]) and engine.log[-1] == "end"
     assert out.scores == out.logits == [[]] * rows and out.measures == out.kept == []
 

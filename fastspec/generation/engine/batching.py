@@ -23,14 +23,15 @@ class Batch:
         self.request, self.stats = request, stats
         self.places = list(range(rows if request.rows is None else request.rows))
         """The prompt that each row holds."""
+        self.limits, self.ends = [request.limit] * rows, [request.ends] * rows
+        """Of each prompt, how many tokens its answer has at most, and the tokens that end it."""
         self.waiting = list(range(len(self.places), rows))
         self.counts: list[int] = request.counts.tolist()
         self.lengths: list[int] = []
-        """No less than each row's committed tokens, from the prefill on."""
+        """No less than the committed tokens of each row, from the prefill on, and no more where it goes on."""
         self.out = Outcome([[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)], stats=stats)
         self.active = [True] * rows
         """Of each prompt, whether its answer goes on; also of those that wait."""
-        self.limit = request.limit
         self.alone = bool(request.ends) or request.rows is not None
         """Whether an answer that `stop` stops is over, or goes on until all were stopped."""
         self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens of its answer) -> what `stop` answered
@@ -45,6 +46,23 @@ class Batch:
     def free(self) -> list[int]:
         """Rows whose prompts have ended, as many as there are prompts that wait."""
         return [row for row, goes_on in enumerate(self.running) if not goes_on][: len(self.waiting)]
+
+    def next(self, row: int) -> tuple[int, Tensor]:
+        """The prompt that is to join the rounds in a free row -> its number, its tokens [1, T]."""
+        prompt = self.waiting.pop(0)
+        return prompt, self.request.prompts[prompt : prompt + 1, : self.counts[prompt]]
+
+    def expects(self, row: int) -> bool:
+        """Whether the prompt that is on its way into a row is still wanted there."""
+        return True
+
+    def seat(self, row: int, prompt: int, count: int) -> None:
+        """A row goes on with a prompt of so many tokens."""
+        self.places[row], self.lengths[row], self.active[prompt] = prompt, count, True
+
+    def refuse(self, prompt: int, error: Exception) -> None:
+        """A prompt could not join: it is the call that fails."""
+        raise error
 
     def read(self, prompt: int, tokens: list[int], scores: Tensor, logits: Tensor) -> None:
         """Take a prompt's first token, of scores and logits [1, V]."""
@@ -66,7 +84,7 @@ class Batch:
             if stopped and not self.alone:
                 self._wait(prompt)
                 stopped = False
-            if token in request.ends or len(answer) >= self.limit or stopped:
+            if token in self.ends[prompt] or len(answer) >= self.limits[prompt] or stopped:
                 self.active[prompt] = False
                 break
         if scores is not None:
@@ -100,7 +118,7 @@ class Batch:
 
     def over(self, prompt: int, more: list[int]) -> bool:
         """Whether an answer ends after `more` tokens of this round, the last of which is new."""
-        return more[-1] in self.request.ends or (self.alone and self.stopped(prompt, self.out.tokens[prompt] + more))
+        return more[-1] in self.ends[prompt] or (self.alone and self.stopped(prompt, self.out.tokens[prompt] + more))
 
     def goes_on(self, longest: int) -> bool:
         """Whether the round after the next one may be launched before the next one is read: only its tokens are asked for, and as far as
@@ -110,20 +128,27 @@ class Batch:
         plain = request.watch is None and not (request.keep_scores or request.keep_logits or request.measure)
         if not plain or self.stats.rounds < AHEAD_AFTER:
             return False
-        return any(self.active[prompt] and len(self.out.tokens[prompt]) + longest < self.limit for prompt in self.places)
+        return any(self.active[prompt] and len(self.out.tokens[prompt]) + longest < self.limits[prompt] for prompt in self.places)
+
+    def grow(self, more: list[int], ran: list[bool], follows: int) -> None:
+        """The rows that `ran` have so `more` committed tokens each. Those that have ended go on in the round that was launched already, if
+        any, which commits up to `follows` tokens."""
+        for row, (count, was, goes_on) in enumerate(zip(more, ran, self.running, strict=True)):
+            if was:
+                self.lengths[row] += count if goes_on else count + follows
 
     def _wait(self, prompt: int) -> None:
         """An answer was stopped without an end token: it goes on until every one was stopped once."""
         self.stops.setdefault(prompt, len(self.out.tokens[prompt]))
         if len(self.stops) == len(self.active):
-            self.limit = min(self.limit, max(self.stops.values()))
-            self.active = [len(answer) < self.limit for answer in self.out.tokens]
+            common = min(*self.limits, max(self.stops.values()))
+            self.limits = [common] * len(self.limits)
+            self.active = [len(answer) < common for answer in self.out.tokens]
 
     def finish(self) -> None:
         """Cut what a row emitted beyond the common end, and count."""
-        for kept in (self.out.tokens, self.out.scores, self.out.logits):
-            for row in kept:
-                del row[self.limit :]
+        for prompt, limit in enumerate(self.limits):
+            del self.out.tokens[prompt][limit:], self.out.scores[prompt][limit:], self.out.logits[prompt][limit:]
         self.stats.emitted = sum(map(len, self.out.tokens))
         if self.request.measure:
             parts = [torch.cat(row)[: len(answer)] for row, answer in zip(self.measures, self.out.tokens, strict=True)]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 
-from torch import Tensor
-
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.given_text import Read
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Outcome, Request
 from fastspec.generation.engine.engine import Engine, TargetT
+from fastspec.generation.engine.rounds import Rounds, take
 from fastspec.generation.engine.verifier import Verifier, verifier_of
 from fastspec.generation.stats import Stats, timed
 
@@ -39,13 +38,9 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
         with timed(stats, "verify"):
             _verify_answers(engine, verifier, batch, Read(*text, features))
     del features
+    rounds = Rounds(engine, batch, verifier, request.entry)
     while any(batch.active):
-        free = batch.free()
-        if free and not engine.in_flight:
-            _admit(engine, verifier, batch, free[0])
-            continue
-        engine.state.activate(batch.running, batch.padded)
-        _take(engine.step(max(batch.lengths), stats, verifier, not free and batch.goes_on(engine.main.longest)), engine, batch)
+        rounds.turn()
     engine.end()
     batch.finish()
     stats.seconds = time.perf_counter() - began
@@ -63,7 +58,7 @@ def _verify_answers(engine: Engine[TargetT], verifier: Verifier, batch: Batch, r
         while given.goes_on and any(batch.active):
             engine.state.activate(batch.active, batch.padded)
             running = [on and not padded for on, padded in zip(batch.active, batch.padded, strict=True)]
-            _take(engine.step(max(batch.lengths), batch.stats, verifier), engine, batch)
+            take(engine.step(max(batch.lengths), batch.stats, verifier), engine, batch)
             read.add(engine.last.tree, engine.last.verdict, engine.last.features, running)
         batch.stats = stats
     # a row's last round may go on in its text behind the end
@@ -71,50 +66,3 @@ def _verify_answers(engine: Engine[TargetT], verifier: Verifier, batch: Batch, r
     if drafter is not None:
         drafter.hint(request.answers)
         drafter.begin(*read.whole(), root.clone())
-
-
-def _admit(engine: Engine[TargetT], verifier: Verifier, batch: Batch, row: int) -> None:
-    """Let the next prompt that waits begin in buffers of one row, and give it a row whose own prompt has ended."""
-    request = batch.request
-    assert request.entry is not None
-    prompt = batch.places[row] = batch.waiting.pop(0)
-    one, count = slice(prompt, prompt + 1), batch.counts[prompt]
-    with timed(batch.stats, "prefill"):
-        target, drafter = request.entry()
-        text = request.prompts[one, :count], request.counts[one]
-        logits, features = target.prefill(*text)
-        root, scores = verifier.first(logits, text, [prompt])
-        if drafter is not None:
-            drafter.begin(*text, features, root)
-        engine.admit(row, target, drafter, root, count)
-        tokens = root.tolist()
-    batch.lengths[row] = count
-    batch.read(prompt, tokens, scores, logits)
-    batch.stats.joined += 1
-
-
-def _take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> None:
-    """Hand a round's tokens to the prompts that its rows hold."""
-    request, stats, last = batch.request, batch.stats, engine.last
-    if request.watch is not None:
-        request.watch(last.tree, last.verdict, last.logits)
-    measures = None if last.committed.measures is None else last.committed.measures.clone()  # the next replay writes over them
-    nodes, drafted = last.tree.tokens.shape[1] - 1, last.tree.drafted
-    for row, (prompt, (accepted, *tokens)) in enumerate(zip(batch.places, emitted, strict=True)):
-        if not batch.active[prompt]:
-            continue
-        if engine.state.padded[row]:
-            batch.take(prompt, tokens[: accepted + 1], accepted, None, None)
-            continue
-        stats.count_round(accepted, nodes if drafted is None else drafted[row], nodes > 0)
-        scores: Tensor | None = None
-        logits: Tensor | None = None
-        if request.keep_scores or request.keep_logits:
-            path = last.verdict.path[row, : accepted + 1]
-            scores = last.scores_along(row, path) if request.keep_scores else None
-            logits = last.logits[row, path].float() if request.keep_logits else None
-        if measures is not None:
-            batch.measures[prompt].append(measures[row, : accepted + 1])
-        batch.take(prompt, tokens[: accepted + 1], accepted, scores, logits)
-    batch.lengths = [length + accepted + 1 for length, (accepted, *_) in zip(batch.lengths, emitted, strict=True)]
-    stats.rounds += 1

@@ -123,7 +123,7 @@ class WithHistory(Verifier):
         batch, tree = self.batch, scored.tree
         places, answers = batch.places, batch.out.tokens
         history = [torch.cat((h := self.history[prompt], h.new_tensor(answers[prompt]))) for prompt in places]
-        left = [batch.limit - len(answers[prompt]) if batch.active[prompt] else 0 for prompt in places]
+        left = [batch.limits[prompt] - len(answers[prompt]) if batch.active[prompt] else 0 for prompt in places]
         uniform = self.choice.uniform(tree.tokens.shape, scored.logits.device)
 
         def process(rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:

@@ -84,19 +84,23 @@ class Assembly:
         engines, key = self.session.engines, self._key() if self.ops.captures else None
         engine: Engine[HFModel] | None = None if key is None else engines.take(key)
         if engine is None:
-            engines.make_room()
-            target, drafter = self._made(self.rows, self._drawn)
-            waits = self.process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
-            engine = Engine(
-                target, drafter, self.ops, rows=self.rows, sample=self.sample, process=self.process, settings=self.settings,
-                place=Place.HOST if waits else Place.DEVICE, measures=self.measures, pad_token=self.pad_token,
-            )  # fmt: skip
+            engine = self.new_engine()
             key = None if key is None else self._key()  # making the drafter may have packed its head's weights
         else:
             engine.drafter = self._opened(engine.target, engine.drafter, self.rows)
         self._restore(engine.target)
         engine.profile(None if self.session.profile is None else Clock(self.session.profile, self.device))
         return engine, key
+
+    def new_engine(self) -> Engine[HFModel]:
+        """An engine that no other call has had."""
+        self.session.engines.make_room()
+        target, drafter = self._made(self.rows, self._drawn)
+        waits = self.process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
+        return Engine(
+            target, drafter, self.ops, rows=self.rows, sample=self.sample, process=self.process, settings=self.settings,
+            place=Place.HOST if waits else Place.DEVICE, measures=self.measures, pad_token=self.pad_token,
+        )  # fmt: skip
 
     def entry(self, engine: Engine[HFModel]) -> tuple[HFModel, Drafter | None]:
         """A target and a drafter of one row, for a prompt to begin in: the same ones for all prompts."""

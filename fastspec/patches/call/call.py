@@ -31,6 +31,7 @@ from fastspec.patches.call.processors import (
     read_settings,
     unknown_types,
 )
+from fastspec.patches.call.prompts import compact, real_tokens
 from fastspec.patches.call.refusals import refuse_prompts
 from fastspec.patches.call.steps import PlainSteps
 from fastspec.patches.hf.compat import (
@@ -74,7 +75,7 @@ class Call:
         self.past_length = text_length(self.past)
         self.source = read_source(model, given, model_kwargs, ids.shape[0]) if model.config.is_encoder_decoder else None
         if self.source is None:
-            self.keep = self._keep(given.get("attention_mask"), ids.shape[0])
+            self.keep = real_tokens(model, self.ids, given.get("attention_mask"), config, self.past_length)
         else:  # the mask is the source's
             self.keep = torch.ones_like(self.ids, dtype=torch.bool)
             self.decoding = self.decoding.reading(self.source)
@@ -120,26 +121,6 @@ class Call:
             raise Unsupported(f"ContinuousBatch takes {what}: name its assistant itself")
         return OwnPrefill(self.model, self.config, self.ids, self.keep, model_kwargs)
 
-    def _keep(self, mask: Tensor | None, rows: int) -> Tensor:
-        """Which of the past and prompt tokens are real, [B, past + new] bool."""
-        width = self.ids.shape[1]
-        if mask is None:
-            held = getattr(self.config, "_pad_token_tensor", None)
-            inferred = self.model._prepare_attention_mask_for_generation(self.ids, self.config, {}) if held is not None else None
-            keep = torch.ones_like(self.ids, dtype=torch.bool) if inferred is None or inferred.dim() != 2 else inferred.bool()
-        else:
-            keep = mask.to(self.ids.device).bool()
-            repeat = rows // max(1, keep.shape[0])
-            keep = keep.repeat_interleave(repeat, 0) if repeat > 1 else keep
-        if keep.shape[1] == self.past_length + width and self.past_length:
-            return keep
-        if keep.shape[1] != width:
-            raise Unsupported(
-                f"attention_mask is {keep.shape[1]} wide and input_ids {width}: they must agree, the tokens of "
-                "past_key_values counted in both or in the mask alone"
-            )
-        return keep
-
     def _put_virtual_tokens(self) -> None:
         """Begin behind the virtual tokens of a prompt-learning adapter, as behind a cache of the user's own."""
         layers = self.model.config.get_text_config().num_hidden_layers
@@ -156,7 +137,7 @@ class Call:
     def _begin(self) -> None:
         """Make the request and the rounds. Raises Unsupported, and FastSpecError when memory has run out."""
         new = self.keep.shape[1] - self.past_length  # tokens of the prompt that the cache does not hold
-        prompts, counts = _compact(self.ids[:, -new:], self.keep[:, -new:])
+        prompts, counts = compact(self.ids[:, -new:], self.keep[:, -new:])
         limit, steps, config = self.ending.limit, self.steps, self.config
         rows = prompts.shape[0] if self.rows is None else self.rows
         self.capacity = int(self.keep[:, : self.past_length].sum(1).max()) + prompts.shape[1] + limit
@@ -233,15 +214,8 @@ class Call:
         """What a drafter without a model reads before the first new token, where that is more than the prompt."""
         if self.source is not None:
             return None if self.decoding.reads_source else self.source.text(self.ids)
-        return _compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
+        return compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
 
     def _settings(self, keep_scores: bool) -> SamplingSettings | None:
         """The settings that rounds draw under without processing scores, where the call samples and nobody asks for processed ones."""
         return read_settings(self.processors) if self.config.do_sample and not keep_scores else None
-
-
-def _compact(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Move each row's real tokens to the front -> ids [B, max count], counts [B]."""
-    counts = keep.sum(1)
-    order = torch.argsort((~keep).int(), dim=1, stable=True)[:, : int(counts.max())]
-    return ids.gather(1, order), counts

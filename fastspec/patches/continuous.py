@@ -1,0 +1,222 @@
+"""Open-ended continuous batching: prompts of many callers join the running rows as they come, and leave them one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
+
+from fastspec.config import ContinuousBatch
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.drafters.base import Decoding, check_rows
+from fastspec.generation.engine.arrivals import OpenBatch
+from fastspec.generation.engine.rounds import Rounds
+from fastspec.generation.engine.rules import OwnRules
+from fastspec.generation.stats import Stats
+from fastspec.patches.assistants.registry import EagleDecoding, resolve
+from fastspec.patches.call.assembly import Assembly
+from fastspec.patches.call.refusals import refuse_overrides
+from fastspec.patches.call.single import Single, prepare
+from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, position_limit, unpack_weights, unwrapped
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.session import ABSENT, PatchSession, session_of
+
+LONGEST = 8192
+"""Tokens of a row, prompt and answer, where nothing says how many."""
+CHUNK = 256
+"""Tokens of prompts that are read between two rounds."""
+
+
+def continuous(
+    model: Any, assistant: Any = "eagle3", rows: int = 8, *, max_length: int | None = None, prefill_chunk: int = CHUNK
+) -> Continuous:  # fmt: skip
+    """Decode prompts as they come, up to `rows` at a time:
+
+        with fastspec.continuous(model, "eagle3", rows=8) as batch:
+            future = batch.submit(ids, max_new_tokens=256)
+            future.result()     # what model.generate(ids, max_new_tokens=256) returns
+
+    `assistant` is what `fastspec.ContinuousBatch` takes. A row has room for `max_length` tokens, prompt and answer (None: the model's
+    positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are read `prefill_chunk` tokens at a time between two
+    rounds. There are always `rows` rows, idle ones among them: a captured round takes about as long with one as with eight, and in low
+    precision a text's rounding does not depend on the load.
+
+    Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
+    """
+    model = unwrapped(model)
+    session = session_of(model)
+    if session is None:
+        raise Unsupported(f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.continuous")
+    if prefill_chunk < 1:
+        raise Unsupported(f"continuous: prefill_chunk={prefill_chunk} must be at least 1")
+    decoding = resolve(ContinuousBatch(assistant, rows), session.resources, model).decoding
+    if isinstance(decoding, EagleDecoding) and decoding.auto is not None:
+        raise Unsupported('total_tokens="auto" measures on the text of a call, which an open batch does not have: give a number of nodes')
+    refuse_overrides(model)
+    return Continuous(model, session, decoding, rows, max_length, prefill_chunk)
+
+
+class Continuous:
+    """An open batch, see `continuous`. `submit` may be called from any thread; one thread of its own decodes.
+
+    An answer is that of `generate` alone: greedy ones token by token (in fp32), and sampled ones follow the same distribution. A sampled
+    answer is a function of the prompt, its settings and its seed, whatever else is decoded. A prompt that fails ends with its error in its
+    future, and no other does.
+    """
+
+    def __init__(self, model: Any, session: PatchSession, decoding: Decoding, rows: int, max_length: int | None, chunk: int) -> None:
+        self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
+        self.max_length = max_length or min(LONGEST, position_limit(model.config) or LONGEST)
+        self.stats = Stats(assistant=decoding.name, rows=rows)
+        """Counts since the batch was opened."""
+        before = session.before(model, "generate")
+        self._original = type(model).generate.__get__(model) if before is ABSENT else before
+        self._arrived: deque[Single] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._dead: Exception | None = None
+        unpack_weights(model)
+        session.pack(model)
+        session.tell_mode(model)
+        self._batch = OpenBatch(rows, self.stats, device_of(model))
+        with session.turn.taken():
+            self._rounds = self._begin()
+        session.batches += 1
+        self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, ids: Tensor, generation_config: Any = None, streamer: Any = None, *, seed: int | None = None, **options: Any
+    ) -> Future[Tensor]:  # fmt: skip
+        """Ask for the answer to one prompt, ids [T] or [1, T] int64 -> the future of what `generate` returns, [1, T + new tokens].
+
+        `generation_config`, `streamer` and further options are those of `generate`, one by one for each prompt; `seed` is that of its draws
+        (None: one from torch's own generator). `future.cancel()` lets go of it, whether it waits or runs. The streamer is called from the
+        batch's thread; what it raises ends this prompt alone.
+
+        Raises Unsupported for what an open batch does not decode, a prompt that with its answer is longer than `max_length` included;
+        ValueError for settings that transformers refuses; FastSpecError where the batch is closed.
+        """
+        if ids.dim() == 1:
+            ids = ids[None]
+        given = {"input_ids": ids, "generation_config": generation_config, "streamer": streamer, **options}
+        single = prepare(self.model, self._original, {name: value for name, value in given.items() if value is not None}, seed)
+        length = single.ids.shape[1] + single.limit
+        if length > self.max_length:
+            raise Unsupported(
+                f"the prompt has {single.ids.shape[1]} tokens and may be answered with {single.limit}, {length} together, and a row of "
+                f"this batch has room for {self.max_length} (max_length): ask for fewer (max_new_tokens), or shorten the prompt"
+            )
+        with self._changed:
+            self._refuse_closed()
+            self._arrived.append(single)
+            self._changed.notify_all()
+        return single.future
+
+    @property
+    def running(self) -> int:
+        """Rows that hold a prompt."""
+        return self._batch.held
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for a row."""
+        return len(self._arrived) + len(self._batch.queue)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes prompts."""
+        return self._dead is None and not self._closing and self._thread.is_alive()
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Take no more prompts, and return when all answers are there; with `cancel` those that are not are cancelled."""
+        with self._changed:
+            first, self._closing = not self._closing, True
+            if cancel:
+                for single in [*self._arrived, *self._batch.queue, *(held for held in self._batch.prompts if held is not None)]:
+                    assert isinstance(single, Single)
+                    single.future.cancel()
+            self._changed.notify_all()
+        self._thread.join()
+        if first:
+            self.session.batches -= 1
+            self.session.calls.append(self.stats)
+            if not self.session.captured:
+                drop_capturing_hooks(self.model)
+
+    def __enter__(self) -> Continuous:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(cancel=kind is not None)
+
+    def _refuse_closed(self) -> None:
+        if self._dead is not None:
+            raise FastSpecError(f"this batch has stopped, its rounds cannot be made any more: {self._dead}") from self._dead
+        if self._closing:
+            raise FastSpecError("this batch is closed: fastspec.continuous(model, ...) opens another")
+
+    @torch.no_grad()
+    def _begin(self) -> Rounds[HFModel]:
+        """Rounds whose rows hold a text of one token each, which nobody reads."""
+        batch, device = self._batch, device_of(self.model)
+        ends = self.model.generation_config.eos_token_id
+        assembly = Assembly(
+            self.model, self.session, self.decoding, None, self.session.ops(self.model), rows=self.stats.rows, capacity=self.max_length,
+            ends=frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends]), sample=False, process=None,
+            processors=LogitsProcessorList(), settings=None, answers=False, measures=False, pad_token=None, past=None,
+            keep=torch.ones(self.stats.rows, 0, dtype=torch.bool, device=device), shift=None, bounded=True,
+        )  # fmt: skip
+        engine = assembly.new_engine()
+        check_rows(engine.drafter, self.decoding.name)
+        blank = batch.request.prompts, batch.request.counts
+        _, features = engine.target.prefill(*blank)
+        root = torch.zeros(self.stats.rows, dtype=torch.long, device=device)
+        if engine.drafter is not None:
+            engine.drafter.begin(*blank, features, root)
+        engine.begin(root)
+        batch.lengths = [1] * self.stats.rows
+        return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), partial(assembly.entry, engine), self.chunk)
+
+    def _run(self) -> None:
+        """What the thread does: a turn of the rounds after another, while there is a prompt."""
+        batch = self._batch
+        with torch.no_grad():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._arrived or batch.queue or batch.held or self._closing)
+                    while self._arrived:
+                        batch.queue.append(self._arrived.popleft())
+                    if not batch.queue and not batch.held:
+                        break
+                    batch.cancel()
+                try:
+                    with self.session.turn.taken():
+                        self._rounds.turn()
+                except Exception as error:
+                    self._recover(error)
+                if self._dead is not None:
+                    break
+        self._rounds.engine.end()
+
+    def _recover(self, error: Exception) -> None:
+        """A round has failed, and with it the prompts in its rows: those that wait are decoded by new rounds."""
+        with self._changed:
+            self._batch.fail(error)
+        try:
+            with self.session.turn.taken():
+                self._rounds = self._begin()
+        except Exception as fatal:
+            with self._changed:
+                self._dead = fatal
+                for single in (*self._batch.queue, *self._arrived):
+                    single.finish([], fatal)
+                self._batch.queue.clear()
+                self._arrived.clear()

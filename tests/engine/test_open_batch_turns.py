@@ -1,0 +1,232 @@
+"""Open batches over time: prompts join between rounds, are cancelled and fail, and the batch is closed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+from helpers_generate import TREE
+from helpers_open import GREEDY, SECONDS, Gate, alone, made, texts, told
+from helpers_seq2seq import tiny_seq2seq
+from torch import Tensor
+
+import fastspec
+from fastspec import FastSpecError, PatchConflict, Unsupported
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.rounds import Rounds
+from fastspec.generation.state import sequence as buffers
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.session import session_of
+
+COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
+
+
+def test_what_one_prompt_raises_ends_that_one_alone(monkeypatch):
+    """In its streamer, its criterion, its processors, or while it is read."""
+    plain, model = made()
+    ids = texts(5, 6, 7, 8, 9, 10)
+    streaming, gate = Gate(OSError("gone")), Gate()
+    streaming.go.release(9)
+
+    def raising(self: Any, *rest: Any) -> Any:
+        raise ArithmeticError("no")
+
+    prefill = HFModel.prefill
+
+    def failing(self: Any, tokens: Tensor, counts: Tensor) -> Any:
+        if tokens.shape[1] == 10:
+            raise MemoryError("too long")
+        return prefill(self, tokens, counts)
+
+    monkeypatch.setattr(HFModel, "prefill", failing)
+    with fastspec.continuous(model, TREE, rows=3, max_length=64) as batch:
+        futures = [
+            batch.submit(ids[0], streamer=gate, max_new_tokens=12, **GREEDY),
+            batch.submit(ids[1], streamer=streaming, max_new_tokens=12, **GREEDY),
+            batch.submit(ids[2], max_new_tokens=12, max_time=60.0, **GREEDY),
+            batch.submit(ids[3], max_new_tokens=12, repetition_penalty=1.3, **GREEDY),
+            batch.submit(ids[4], max_new_tokens=14, **GREEDY), batch.submit(ids[5], max_new_tokens=12, **GREEDY),
+        ]  # fmt: skip
+        for held in (*batch._arrived, *batch._batch.queue, *batch._batch.prompts):
+            if held is not None and held.ending.stop is not None:
+                held.ending.others[0] = raising
+            if held is not None and held.rule.process_at is not None:
+                object.__setattr__(held.rule, "process_at", raising)
+        gate.go.release(99)
+        for future, kind in zip(futures[1:4], (OSError, ArithmeticError, ArithmeticError), strict=True):
+            with pytest.raises(kind):
+                future.result(SECONDS)
+        with pytest.raises(MemoryError):
+            futures[5].result(SECONDS)
+        assert told([futures[0], futures[4]]) == [
+            alone(plain, ids[at], count) for at, count in ((0, 12), (4, 14))
+        ]
+        assert told([batch.submit(ids[1], max_new_tokens=5, **GREEDY)])[0] == alone(plain, ids[1], 5)
+
+
+def test_prompts_are_cancelled_while_they_wait_are_read_and_run(monkeypatch):
+    plain, model = made()
+    ids = texts(5, 6, 20, 8)
+    gate = Gate()
+    with fastspec.continuous(model, TREE, rows=2, max_length=64, prefill_chunk=4) as batch:
+        running = batch.submit(ids[0], streamer=gate, max_new_tokens=30, **GREEDY)
+        assert gate.seen.acquire(timeout=SECONDS)  # its first token; the batch stands still
+        beside = batch.submit(ids[1], max_new_tokens=9, **GREEDY)
+        read, waits = (batch.submit(ids[at], max_new_tokens=4, **GREEDY) for at in (2, 3))
+        assert batch.running == 1 and batch.waiting == 3 and waits.cancel()
+        turn, at = Rounds.turn, []
+
+        def watched(self: Any) -> None:
+            turn(self)
+            if self.joining is not None and self.joining.ids.shape[1] == 20 and not at:
+                at.append(self.joining.done)
+                assert read.cancel()
+
+        monkeypatch.setattr(Rounds, "turn", watched)
+        gate.go.release(99)
+        assert told([running, beside]) == [
+            alone(plain, ids[row], count) for row, count in ((0, 30), (1, 9))
+        ]
+        assert at and 0 < at[0] < 20
+        for future in (read, waits):
+            with pytest.raises(CancelledError):
+                future.result(SECONDS)
+        slow = Gate()
+        third = batch.submit(ids[3], streamer=slow, max_new_tokens=30, **GREEDY)
+        assert slow.seen.acquire(timeout=SECONDS) and third.cancel()
+        slow.go.release(99)
+        assert told([batch.submit(ids[3], max_new_tokens=4, **GREEDY)])[0] == alone(plain, ids[3], 4)
+        assert batch.running == 0 and batch.stats.emitted < 30 + 9 + 30
+
+
+def test_a_long_prompt_is_read_between_the_rounds_of_the_others(monkeypatch):
+    """No more than a chunk between two rounds while any row goes on, and all at once when none does."""
+    plain, model = made()
+    log: list[Any] = []
+    prefill, step = HFModel.prefill, Engine.step
+
+    def reading(self: Any, tokens: Tensor, counts: Tensor) -> Any:
+        log.append(tokens.shape[1])
+        return prefill(self, tokens, counts)
+
+    def stepping(self: Any, *rest: Any) -> Any:
+        log.append("round")
+        return step(self, *rest)
+
+    ids, gate = texts(5, 31, 3, 2), Gate()
+    with fastspec.continuous(model, "autoregressive", rows=4, max_length=64, prefill_chunk=8) as batch:
+        monkeypatch.setattr(HFModel, "prefill", reading)
+        monkeypatch.setattr(Engine, "step", stepping)
+        first = batch.submit(ids[0], streamer=gate, max_new_tokens=12, **GREEDY)
+        assert gate.seen.acquire(timeout=SECONDS)
+        others = [batch.submit(each, max_new_tokens=3, **GREEDY) for each in ids[1:]]
+        gate.go.release(99)
+        said = told([first, *others])
+        shorter = told([batch.submit(ids[1], max_new_tokens=2, **GREEDY)])
+    wants = zip(ids, (12, 3, 3, 3), strict=True)
+    assert said == [alone(plain, each, count) for each, count in wants]
+    assert log[:12] == [5, "round", 8, "round", 8, "round", 8, "round", 7, 1, "round", 2]
+    assert log[-2:] == [31, "round"] and shorter[0] == said[1][:-1]
+
+
+def test_rounds_that_fail_end_the_prompts_in_them_and_others_go_on(monkeypatch):
+    plain, model = made()
+    ids, gate, step = texts(5, 6, 7), Gate(), Engine.step
+
+    def failing(self: Any, *rest: Any) -> Any:
+        monkeypatch.setattr(Engine, "step", step)
+        raise RuntimeError("out of luck")
+
+    with fastspec.continuous(model, TREE, rows=2, max_length=64) as batch:
+        first = batch.submit(ids[0], streamer=gate, max_new_tokens=9, **GREEDY)
+        assert gate.seen.acquire(timeout=SECONDS)
+        monkeypatch.setattr(Engine, "step", failing)
+        gate.go.release(99)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            first.result(SECONDS)
+        assert told([batch.submit(ids[1], max_new_tokens=9, **GREEDY)])[0] == alone(plain, ids[1], 9)
+        monkeypatch.setattr(Engine, "step", failing)
+        monkeypatch.setattr(type(batch), "_begin", lambda self: failing(self))
+        last = batch.submit(ids[2], max_new_tokens=9, **GREEDY)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            last.result(SECONDS)
+        batch._thread.join(SECONDS)
+        assert not batch.alive
+        with pytest.raises(FastSpecError, match="has stopped"):
+            batch.submit(ids[2], max_new_tokens=9)
+
+
+def test_many_threads_and_generate_beside_them():
+    """Calls of `generate` take turns with the rounds, and neither changes the other's answers."""
+    plain, model = made()
+    ids = texts(*COUNTS)
+    want = [alone(plain, each, 10) for each in ids]
+    got: dict[tuple[int, int], list[int]] = {}
+    with fastspec.continuous(model, TREE, rows=3, max_length=64, prefill_chunk=5) as batch:
+
+        def ask(which: int) -> None:
+            for at in range(len(ids)):
+                if which == 0:
+                    said = model.generate(ids[at][None], max_new_tokens=10, assistant=TREE, **GREEDY)
+                else:
+                    said = batch.submit(ids[at], max_new_tokens=10, **GREEDY).result(SECONDS)
+                got[which, at] = said[0].tolist()
+
+        threads = [threading.Thread(target=ask, args=(which,)) for which in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+    assert got == {(which, at): said for which in range(4) for at, said in enumerate(want)}
+
+
+def test_buffers_grow_with_the_texts_and_idle_rows_do_not(monkeypatch):
+    monkeypatch.setattr(buffers, "FIRST_SLOTS", 16)
+    plain, model = made()
+    longest: list[int] = []
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self, length, *rest: longest.append(length) or step(self, length, *rest))
+    ids = texts(4, 50)
+    with fastspec.continuous(model, TREE, rows=2, max_length=90) as batch:
+        for count in (30, 8):
+            said = told([batch.submit(each, max_new_tokens=count, **GREEDY) for each in ids])
+            assert said == [alone(plain, each, count) for each in ids]
+        for _ in range(3):
+            told([batch.submit(ids[0], max_new_tokens=20, **GREEDY)])
+    assert max(longest) <= 50 + 30 + 6
+
+
+def test_what_is_closed_and_what_cannot_be_opened(monkeypatch):
+    plain, model = made()
+    with pytest.raises(Unsupported, match="is not patched"):
+        fastspec.continuous(plain)
+    for words, assistant, options in (
+        ("cannot take a new prompt", fastspec.Speculative(early_exit=1), {}), ("unknown", "eagle4", {}), ("rows", TREE, {"rows": 0}),
+        ("prefill_chunk=0", TREE, {"prefill_chunk": 0}), ("give a number of nodes", fastspec.Eagle3(total_tokens="auto"), {}),
+    ):  # fmt: skip
+        with pytest.raises(Unsupported, match=words):
+            fastspec.continuous(model, assistant, **options)
+    with pytest.raises(Unsupported, match="encoder-decoder"):
+        fastspec.continuous(fastspec.patch(tiny_seq2seq("t5")), "nasd")
+    batch = fastspec.continuous(model, TREE, rows=2, max_length=40)
+    with pytest.raises(PatchConflict, match="close that batch first"):
+        fastspec.unpatch(model)
+    gate = Gate()
+    running = batch.submit(texts(5)[0], streamer=gate, max_new_tokens=9, **GREEDY)
+    assert gate.seen.acquire(timeout=SECONDS)
+    queued = [batch.submit(each, max_new_tokens=9, **GREEDY) for each in texts(5, 6, 7)]
+    closer = threading.Thread(target=batch.close, kwargs={"cancel": True})
+    closer.start()
+    while not running.cancelled():
+        time.sleep(0.001)
+    gate.go.release(99)
+    closer.join(SECONDS)
+    assert not closer.is_alive() and not batch.alive and all(future.cancelled() for future in (running, *queued))
+    with pytest.raises(FastSpecError, match="is closed"):
+        batch.submit(texts(5)[0], max_new_tokens=4)
+    batch.close()
+    assert session_of(model).batches == 0
+    fastspec.unpatch(model)
