@@ -1,4 +1,4 @@
-"""The command line: `fastspec demo`, `chat`, `bench`, `inspect`, `train`, `cascade`. What is heavy loads when a command needs it."""
+"""The command line of fastspec, one function a command. What is heavy loads when a command needs it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fastspec import __version__
 from fastspec.cli_cascade import app as cascade
 from fastspec.cli_options import Backend, Device, Dtype
 from fastspec.cli_progress import training_bars
+from fastspec.cli_serving import generate
 from fastspec.distribution import DISTRIBUTION, warn_of_stranger
 from fastspec.errors import FastSpecError
 
@@ -46,6 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cascade, name="cascade")
+app.command()(generate)
 
 
 def _version(asked: bool) -> None:

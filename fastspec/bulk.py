@@ -1,0 +1,181 @@
+"""`fastspec generate`: a file of prompts answered into another file, in an open batch; an interrupted run is taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fastspec
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.jsonl import read_jsonl
+from fastspec.reading import parse_json
+
+AHEAD = 4
+"""Prompts per row that are handed to the batch before their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One line of a prompt file: its number from 1, the conversation or the plain text, and the file's own `id` for it."""
+
+    line: int
+    prompt: str | list[dict[str, Any]]
+    id: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a run came to: answers that were there before, those that it wrote, and prompts that could not be answered."""
+
+    before: int
+    written: int
+    failed: int
+
+
+def read_tasks(path: str | Path) -> Iterator[Task]:
+    """The lines of a jsonl file with `prompt` (text), `messages` (a conversation) or `turns` (the first is asked). Raises Unsupported for a
+    file or a line that is not of this form."""
+    for number, row in read_jsonl(path):
+        turns, messages, name = row.get("turns"), row.get("messages"), row.get("id")
+        text = row.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+        prompt: str | list[dict[str, Any]]
+        if isinstance(messages, list) and messages and all(isinstance(each, dict) and "role" in each for each in messages):
+            prompt = messages
+        elif isinstance(text, str) and messages is None:
+            prompt = text
+        else:
+            raise Unsupported(f'{path}, line {number}: not a row with "prompt", "messages" or "turns"')
+        yield Task(number, prompt, name if isinstance(name, (str, int)) else None)
+
+
+def read_answered(path: Path) -> dict[int, Any]:
+    """Line numbers that a file of answers has an answer to -> their prompts. A last line that a stopped run left unfinished is cut off the
+    file. Raises Unsupported for a file that holds anything else."""
+    if not path.exists():
+        return {}
+    whole = path.read_bytes()
+    kept = whole[: whole.rfind(b"\n") + 1]
+    if len(kept) < len(whole):
+        with path.open("r+b") as file:
+            file.truncate(len(kept))
+    found = {}
+    for number, line in enumerate(kept.decode("utf-8", "replace").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+            held, prompt, failed = row["line"], row["prompt"], "error" in row
+        except (ValueError, KeyError, TypeError) as error:
+            raise Unsupported(f"{path}, line {number} is no answer of fastspec generate: name another --out, or remove the file") from error
+        if not failed:
+            found[held] = prompt
+    return found
+
+
+def encode(tokenizer: Any, prompt: str | list[dict[str, Any]], chat: bool) -> Any:
+    """A prompt as ids [1, T]: in the tokenizer's chat format, or with `chat` False as the text itself."""
+    template = getattr(tokenizer, "chat_template", None) is not None
+    if isinstance(prompt, list) and not (template and chat):
+        raise Unsupported("a conversation needs a tokenizer with a chat template")
+    if not (template and chat):
+        return tokenizer(prompt, return_tensors="pt").input_ids
+    talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+
+
+class Answers:
+    """Writes answers as they come, a line each, appended in one piece: several processes may share the file."""
+
+    def __init__(self, path: Path, tokenizer: Any, tell: Callable[[bool], None]) -> None:
+        self.tokenizer, self.tell = tokenizer, tell
+        self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self.lock = threading.Lock()
+        self.written = self.failed = 0
+
+    def answered(self, task: Task, count: int, limit: int, future: Future[Any]) -> None:
+        """The answer to a task of `count` tokens is there, or what went wrong."""
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            self.add(task, {"error": str(error)})
+            return
+        tokens = future.result()[0, count:].tolist()
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        self.add(task, {"text": text, "tokens": len(tokens), "finish": "length" if len(tokens) >= limit else "stop"})
+
+    def add(self, task: Task, more: dict[str, Any]) -> None:
+        """Write a line."""
+        named = {} if task.id is None else {"id": task.id}
+        line = json.dumps({"line": task.line, **named, "prompt": task.prompt, **more}, ensure_ascii=False) + "\n"
+        with self.lock:
+            os.write(self.file, line.encode())
+            self.failed += "error" in more
+            self.written += "error" not in more
+        self.tell("error" in more)
+
+    def close(self) -> None:
+        """No more answers come."""
+        os.close(self.file)
+
+
+def answer_file(
+    model: Any, tokenizer: Any, prompts: str | Path, out: str | Path, *, assistant: Any, rows: int, max_new_tokens: int,
+    max_length: int | None = None, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, chat: bool = True,
+    share: tuple[int, int] = (0, 1), tell: Callable[[int, bool], None] = lambda total, failed: None,
+) -> Done:  # fmt: skip
+    """Answer every line of `prompts` that `out` does not answer yet, in an open batch of `rows` rows.
+
+    A line of `out` has `line`, `id` where there is one, `prompt`, `text`, `tokens` and `finish` ("stop" or "length"), or `error`; they
+    come as answers are done. At a temperature above 0 answers are sampled, that of line n by seed + n, so that they do not depend on who
+    answers when. share (r, n): this process answers every n-th of the lines, from the r-th on. `tell(total, failed)` hears of every answer.
+    Raises Unsupported where `out` answers other prompts.
+    """
+    out, (rank, ranks) = Path(out), share
+    tasks, answered = list(read_tasks(prompts)), read_answered(out)
+    for task in tasks:
+        if task.line in answered and answered[task.line] != task.prompt:
+            raise Unsupported(f"{out} answers another prompt in line {task.line} of {prompts}: name another --out, or remove the file")
+    mine = [task for index, task in enumerate(tasks) if index % ranks == rank]
+    left = [task for task in mine if task.line not in answered]
+    room = threading.Semaphore(AHEAD * rows)
+    answers = Answers(out, tokenizer, lambda failed: tell(len(left), failed))
+    greedy = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # the defaults, which stand for "not given"
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else greedy
+    try:
+        with fastspec.continuous(model, assistant, rows=rows, max_length=max_length) as batch:
+            for task in left:
+                room.acquire()
+                try:
+                    ids = encode(tokenizer, task.prompt, chat)
+                    future = batch.submit(ids, max_new_tokens=max_new_tokens, seed=seed + task.line, **sampling)
+                except (FastSpecError, ValueError) as error:
+                    answers.add(task, {"error": str(error)})
+                    room.release()
+                    if not batch.alive:
+                        raise
+                    continue
+                future.add_done_callback(partial(answers.answered, task, ids.shape[1], max_new_tokens))
+                future.add_done_callback(lambda _: room.release())
+    finally:
+        answers.close()
+    return Done(len(mine) - len(left), answers.written, answers.failed)
+
+
+def share_of_process() -> tuple[int, int]:
+    """(rank, number of processes) as `accelerate launch` and `torchrun` tell their processes; (0, 1) without them."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def own_device() -> str:
+    """The device of this process: the GPU of its local rank, or the CPU."""
+    import torch
+
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,110 @@
+"""A file of prompts answered into another: each as by `generate` alone, runs taken up again, several processes side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_models import tiny_head
+from helpers_training import small_target, small_tokenizer, write_prompts
+from typer.testing import CliRunner
+
+import fastspec
+from fastspec import Unsupported
+from fastspec.bulk import Done, answer_file, encode, read_tasks, share_of_process
+from fastspec.cli import app
+
+TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)
+GREEDY = {"do_sample": False, "top_k": 50, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Any, Any]:
+    model = small_target()
+    return fastspec.patch(model, eagle3=tiny_head(model)), small_tokenizer()
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    return sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["line"])
+
+
+def said(small: tuple[Any, Any], prompt: Any, count: int = 9, chat: bool = True) -> tuple[str, int]:
+    model, tokenizer = small
+    ids = encode(tokenizer, prompt, chat)
+    new = model.generate(ids, max_new_tokens=count, **GREEDY)[0, ids.shape[1] :]
+    return tokenizer.decode(new, skip_special_tokens=True), len(new)
+
+
+def test_lines_are_answered_as_alone_and_in_any_form(small, tmp_path):
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    talk = [{"role": "user", "content": "w7 w8"}, {"role": "assistant", "content": "w9"}, {"role": "user", "content": "w5"}]
+    rows = [{"prompt": "w5 w6"}, {"messages": talk, "id": "second"}, {"turns": ["w9 w10 w11", "w12"], "id": 3}, {"prompt": "w4 " * 70}]
+    file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    told: list[tuple[int, bool]] = []
+    done = answer_file(
+        *small, file, out, assistant=TREE, rows=2, max_new_tokens=9, max_length=60, tell=lambda *call: told.append(call),
+    )  # fmt: skip
+    assert done == Done(0, 3, 1) and sorted(told) == [(4, False)] * 3 + [(4, True)]
+    found = answers(out)
+    assert [row["line"] for row in found] == [1, 3, 5, 7] and [row.get("id") for row in found] == [None, "second", 3, None]
+    for row, prompt in zip(found, ("w5 w6", talk, "w9 w10 w11"), strict=False):
+        text, count = said(small, prompt)
+        assert (row["prompt"], row["text"], row["tokens"]) == (prompt, text, count)
+        assert row["finish"] == ("length" if count == 9 else "stop")
+    assert "max_length" in found[3]["error"]
+    assert answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=9) == Done(3, 1, 0)  # with more room
+    raw = tmp_path / "raw.jsonl"
+    file.write_text(json.dumps(rows[0]))
+    answer_file(*small, file, raw, assistant=TREE, rows=2, max_new_tokens=9, chat=False)
+    assert answers(raw)[0]["text"] == said(small, "w5 w6", chat=False)[0]
+
+
+def test_a_run_goes_on_behind_a_line_that_was_not_finished(small, tmp_path):
+    file, out = write_prompts(tmp_path / "prompts.jsonl", 12), tmp_path / "out.jsonl"
+    options: dict[str, Any] = {"assistant": "autoregressive", "rows": 3, "max_new_tokens": 6, "temperature": 0.9, "seed": 5}
+    answer_file(*small, file, out, **options)
+    whole = answers(out)
+    lines = out.read_bytes().split(b"\n")
+    out.write_bytes(b"\n".join([*lines[:4], lines[4][:20]]))
+    assert answer_file(*small, file, out, **options) == Done(4, 8, 0)
+    assert answers(out) == whole  # sampled by line, not by who comes first
+    assert answer_file(*small, file, out, **options) == Done(12, 0, 0)
+    other = write_prompts(tmp_path / "other.jsonl", 3)
+    with pytest.raises(Unsupported, match="answers another prompt in line 1"):
+        answer_file(*small, other, out, **options)
+    out.write_text("hello\n")
+    with pytest.raises(Unsupported, match="no answer of fastspec generate"):
+        answer_file(*small, other, out, **options)
+
+
+def test_processes_share_the_lines_and_the_file(small, tmp_path, monkeypatch):
+    file, out = write_prompts(tmp_path / "prompts.jsonl", 7), tmp_path / "out.jsonl"
+    for rank, count in ((0, 3), (1, 2), (2, 2)):
+        done = answer_file(*small, file, out, assistant="nasd", rows=2, max_new_tokens=4, share=(rank, 3))
+        assert done == Done(0, count, 0)
+    assert [row["line"] for row in answers(out)] == list(range(1, 8))
+    assert share_of_process() == (0, 1)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert share_of_process() == (2, 4)
+
+
+def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
+    file, out = write_prompts(tmp_path / "prompts.jsonl", 4), tmp_path / "out.jsonl"
+    model = small_target()
+    monkeypatch.setattr("fastspec.cli_serving.load_model", lambda name, device: (model, small_tokenizer()))
+    command = ["generate", "--prompts", file, "--out", str(out), "--model", "small", "--max-new-tokens", "5", "--rows", "2"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and "4 answers written" in done.output.replace("\n", " ")
+    assert [row["text"] for row in answers(out)] == [said(small, task.prompt, 5)[0] for task in read_tasks(file)]
+    assert fastspec.report(model).last.assistant == "nasd"
+    refused = CliRunner().invoke(app, [*command, "--assistant", "eagle3"])
+    assert refused.exit_code == 1 and "--eagle3" in refused.output
+    Path(file).write_text("{}\n")
+    fastspec.unpatch(model)
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 1 and 'not a row with "prompt"' in refused.output.replace("\n", " ")
+    assert torch.is_grad_enabled()
