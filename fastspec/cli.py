@@ -20,7 +20,7 @@ from fastspec import __version__
 from fastspec.cli_cascade import app as cascade
 from fastspec.cli_options import Backend, Device, Dtype
 from fastspec.cli_progress import training_bars
-from fastspec.cli_serving import generate
+from fastspec.cli_serving import generate, serve
 from fastspec.distribution import DISTRIBUTION, warn_of_stranger
 from fastspec.errors import FastSpecError
 
@@ -48,6 +48,7 @@ app = typer.Typer(
 )
 app.add_typer(cascade, name="cascade")
 app.command()(generate)
+app.command()(serve)
 
 
 def _version(asked: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -56,3 +56,36 @@ def generate(
     console.print(f"{done.written} answers written to {out}, {done.before} were there, {done.failed} prompts failed", markup=False)
     if done.failed:
         raise typer.Exit(1)
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Hub id, directory or .gguf file of the target.")] = SMOLLM2,
+    eagle3: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
+    assistant: Annotated[str | None, typer.Option(help="eagle3, nasd or autoregressive; eagle3 where there is a head, else nasd.")] = None,
+    name: Annotated[str | None, typer.Option(help="What requests call the model; MODEL by default.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time.")] = 8,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="FASTSPEC_API_KEY", help="Key that requests must bring.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer that a request may ask for, in tokens.")] = 4096,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a row; more are answered 429.")] = 64,
+    max_body: Annotated[int, typer.Option(min=1, help="Longest body of a request, in bytes.")] = 1 << 20,
+    prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens read between two rounds.")] = 256,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; CUDA where there is one.")] = None,
+    grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged.")] = "info",
+) -> None:
+    """Serve a model by OpenAI's routes: chat, completions, responses, models, health and metrics. See docs/serving.md."""
+    try:
+        from fastspec.serving.app import build_app, run_server
+        from fastspec.serving.requests import Limits
+    except ImportError as error:
+        raise Unsupported(f"{error.name} is missing: pip install 'fastspec[serve]'") from error
+    from fastspec.bulk import own_device
+    from fastspec.patches.continuous import continuous
+
+    target, tokenizer, chosen = patched_model(model, eagle3, assistant, device or own_device())
+    with continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk) as batch:
+        app = build_app(batch, tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key)
+        run_server(app, host, port, log_level=log_level, grace=grace)

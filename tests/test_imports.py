@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "fastspec"
-KNOWS_TRANSFORMERS = ("patches", "training", "demo.py", "models.py")
+KNOWS_TRANSFORMERS = ("patches", "serving", "training", "demo.py", "models.py")
 HEAVY = {"torch", "triton", "transformers", "accelerate", "safetensors", "numpy", "huggingface_hub"}
 GROUPS = "attention", "cache", "drafting", "layer", "linear", "recurrent", "verification"
 REFERENCE = tuple(f"kernels.{group}.reference" for group in GROUPS)

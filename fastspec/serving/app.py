@@ -1,0 +1,118 @@
+"""The server: transformers' own, built of handlers and managers that share one open batch."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.systemone import SystemOneHandler
+from transformers.cli.serving.transcription import TranscriptionHandler
+from transformers.utils import logging as transformers_logging
+
+from fastspec.errors import Unsupported
+from fastspec.patches.continuous import Continuous
+from fastspec.serving.gate import Gate, error_body
+from fastspec.serving.handlers import Chats, Completions, Responses, with_limits
+from fastspec.serving.manager import BatchManager, BatchState
+from fastspec.serving.metrics import Metrics
+from fastspec.serving.requests import Limits
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/metrics")
+"""What is served; transformers' other routes load and drop models, or need managers of other kinds."""
+log = logging.getLogger("fastspec.serve")
+
+
+class OneModel(ModelManager):
+    """Gives every request the model of an open batch."""
+
+    def __init__(self, name: str, tokenizer: Any, batch: Continuous) -> None:
+        self.name, self.tokenizer, self.batch = name, tokenizer, batch
+        self.since = int(time.time())
+        super().__init__(force_model=name)
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        """The name as it is: there are no revisions to choose from."""
+        return model_id
+
+    def load_model_and_processor(self, model_id_and_revision: str, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """(model, tokenizer)."""
+        return self.batch.model, self.tokenizer
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The one model, as `/v1/models` lists it."""
+        return [{"id": self.name, "object": "model", "created": self.since, "owned_by": "fastspec"}]
+
+    def shutdown(self) -> None:
+        """The server stops: requests that are still there are let go of."""
+        self.batch.close(cancel=True)
+
+
+def build_app(
+    batch: Continuous, tokenizer: Any, name: str, *, limits: Limits | None = None, api_key: str | None = None
+) -> Gate:  # fmt: skip
+    """An ASGI application that answers OpenAI's routes for one model by an open batch, and closes the batch at its shutdown.
+
+    `name` is what requests call the model, `tokenizer` a fast one of transformers. With `api_key` requests must bring it. Raises
+    Unsupported for a tokenizer that is not a fast one.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise Unsupported(f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True")
+    limits, metrics = limits or Limits(), Metrics(batch)
+    manager, state = OneModel(name, tokenizer, batch), BatchState(BatchManager(batch, limits, metrics))
+    chats, completions, responses = (with_limits(kind, limits, manager, state) for kind in (Chats, Completions, Responses))
+    app: FastAPI = build_server(
+        manager, chats, completion_handler=completions, response_handler=responses,
+        transcription_handler=TranscriptionHandler(manager, state), systemone_handler=SystemOneHandler(manager, state),
+        generation_state=state,
+    )  # fmt: skip
+
+    @app.get("/metrics")
+    def metrics_page() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        said = "; ".join(str(each.get("msg", each)) for each in error.errors())
+        return JSONResponse(error_body(f"the body is not a JSON object: {said}", 400), 400)
+
+    return Gate(app, PATHS, limits.body, api_key)
+
+
+def run_server(app: Gate, host: str, port: int, *, log_level: str = "info", grace: int = 10) -> None:
+    """Serve until SIGINT or SIGTERM; requests that run then have `grace` seconds to end."""
+    _log_to_stderr(log_level)
+    transformers_logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request
+    if app.key is None and not _is_loopback(host):
+        log.warning("anyone who reaches %s may ask: --api-key asks for a key", host)
+    uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level=log_level, timeout_graceful_shutdown=grace)).run()
+
+
+def _log_to_stderr(level: str) -> None:
+    """Write our own messages of this level and above, whatever other libraries have made of the root's handlers."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(level.upper())
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,107 @@
+"""What stands before a server's routes: which there are, who may ask, how long a body may be, and who has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+OPEN = ("/health",)
+"""Paths that need no key."""
+
+
+def error_body(message: str, status: int) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+class Gate:
+    """ASGI middleware around `app`, outside all else. A request whose client goes away is cancelled, streamed or not."""
+
+    def __init__(self, app: App, paths: tuple[str, ...], body: int, key: str | None) -> None:
+        self.app, self.paths, self.body, self.key = app, paths, body, key
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Let a request in, or answer it with an error."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refused = self._refused(scope)
+        if refused is None:
+            body = await self._read(receive)
+            refused = (413, f"the body is longer than {self.body} bytes") if body is None else None
+        if refused is not None:
+            await _answer(send, *refused)
+        elif body is not None:
+            await self._run(scope, body, receive, send)
+
+    def _refused(self, scope: Message) -> tuple[int, str] | None:
+        """Status and reason for a request that is not let in."""
+        headers = dict(scope["headers"])
+        if scope["path"] not in self.paths:
+            return 404, f"{scope['path']} is not served: there are {', '.join(self.paths)}"
+        if self.key is not None and scope["path"] not in OPEN:
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, b"Bearer " + self.key.encode()):
+                return 401, "the API key is missing or wrong: send Authorization: Bearer KEY"
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.body:
+            return 413, f"the body is longer than {self.body} bytes"
+        return None
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The whole body, or None for one that is too long."""
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            part = message.get("body", b"")
+            parts.append(part)
+            size += len(part)
+            if size > self.body:
+                return None
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def _run(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
+        """Run the app until it has answered, or until the client has gone."""
+        read, gone = False, asyncio.Event()
+
+        async def replay() -> Message:
+            nonlocal read
+            if not read:
+                read = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+
+        running, watching = asyncio.ensure_future(self.app(scope, replay, send)), asyncio.ensure_future(watch())
+        try:
+            await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                running.cancel()
+            await running
+        except asyncio.CancelledError:
+            if not gone.is_set():
+                raise
+        finally:
+            running.cancel()
+            watching.cancel()
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(error_body(message, status)).encode()})

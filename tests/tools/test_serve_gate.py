@@ -1,0 +1,110 @@
+"""What stands before a server's routes, by hand-made ASGI messages, and the command where the server's programs are missing."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fastspec.cli import app
+from fastspec.serving.gate import Gate
+
+
+class Client:
+    """Sends a body in parts, and then goes away or waits."""
+
+    def __init__(self, parts: list[bytes], leaves: bool = False) -> None:
+        self.parts, self.leaves, self.got = list(parts), leaves, []  # type: ignore[var-annotated]
+        self.stays = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        if self.parts:
+            part = self.parts.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(self.parts)}
+        if not self.leaves:
+            await self.stays.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.got.append(message)
+
+
+def asked(gate: Gate, client: Client, path: str = "/v1/completions", **headers: str) -> tuple[int | None, bytes]:
+    """Status and body of an answer; None where there is none."""
+    scope = {"type": "http", "path": path, "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+    asyncio.run(asyncio.wait_for(gate(scope, client.receive, client.send), 10))
+    return (client.got[0]["status"], client.got[1]["body"]) if client.got else (None, b"")
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    message = await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": message["body"]})
+
+
+@pytest.mark.parametrize("parts", [[b"hello"], [b"he", b"", b"llo"], [b""]])
+def test_a_body_arrives_whole(parts):
+    assert asked(Gate(echo, ("/v1/completions",), 5, None), Client(parts)) == (200, b"".join(parts))
+
+
+def test_who_is_not_let_in_is_told_why():
+    def told(status: int, words: str, client: Client, **options: Any) -> None:
+        got, body = asked(Gate(echo, ("/v1/completions", "/health"), 5, "se cret"), client, **options)
+        error = json.loads(body)["error"]
+        assert got == error["code"] == status and words in error["message"]
+
+    key = {"authorization": "Bearer se cret"}
+    told(404, "/reset is not served", Client([b""]), path="/reset", **key)
+    told(401, "API key", Client([b"hello"]))
+    told(401, "API key", Client([b"hello"]), authorization="Bearer se cre")
+    told(413, "longer than 5 bytes", Client([b"hello!"]), **key)
+    told(413, "longer than 5 bytes", Client([b"hel", b"lo!"]), **key)
+    told(413, "longer than 5 bytes", Client([b""]), **{"content-length": "6"}, **key)
+    assert asked(Gate(echo, ("/health",), 5, "secret"), Client([b""]), path="/health")[0] == 200
+
+
+def test_a_request_whose_client_goes_away_is_cancelled():
+    seen: list[str] = []
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    async def asks_who_is_there(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        seen.append((await receive())["type"])
+
+    assert asked(Gate(slow, ("/v1/completions",), 5, None), Client([b"hello"], leaves=True)) == (None, b"")
+    assert asked(Gate(asks_who_is_there, ("/v1/completions",), 5, None), Client([b"hello"], leaves=True)) == (None, b"")
+    assert seen[0] == "cancelled"
+
+
+def test_what_the_app_raises_is_not_swallowed():
+    async def raising(scope: Any, receive: Any, send: Any) -> None:
+        raise ArithmeticError("no")
+
+    with pytest.raises(ArithmeticError):
+        asked(Gate(raising, ("/v1/completions",), 5, None), Client([b"hello"]))
+
+
+def test_what_is_no_request_goes_through():
+    seen: list[str] = []
+
+    async def lifespan(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    asyncio.run(Gate(lifespan, (), 5, "key")({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+    assert seen == ["lifespan"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fastapi") is not None, reason="the server's programs are installed")
+def test_the_command_names_the_extra_that_it_needs():
+    done = CliRunner().invoke(app, ["serve", "small"])
+    assert done.exit_code == 1 and "pip install 'fastspec[serve]'" in done.output
