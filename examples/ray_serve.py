@@ -1,0 +1,55 @@
+"""OpenAI's routes from several replicas of a patched model, by Ray Serve.
+
+    pip install "fastspec[serve]" "ray[serve]"
+    python examples/ray_serve.py --model MODEL --eagle3 HEAD --rows 8 --replicas 4 --gpus 1
+
+Each replica is the application of `fastspec serve`: a model, an open batch, and the same routes. Ray starts replicas as requests come, up
+to `--replicas`, and gives each request to one that has room; so `/metrics` shows one replica's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ray import serve
+
+import fastspec
+from fastspec.models import load_model
+
+
+def application(
+    model: str, eagle3: str | None = None, *, name: str | None = None, rows: int = 8, least: int = 1, replicas: int = 4, gpus: float = 0
+) -> serve.Application:
+    """What `serve.run` takes: `least` to `replicas` replicas, each with `gpus` GPUs to itself and `rows` requests decoded at a time."""
+
+    def build() -> Any:  # in the replica
+        from fastspec.serving.app import build_app
+
+        target, tokenizer = load_model(model, "cuda" if gpus else "cpu")
+        fastspec.patch(target, eagle3=eagle3)
+        batch = fastspec.continuous(target, "nasd" if eagle3 is None else "eagle3", rows=rows)
+        return build_app(batch, tokenizer, name or model)
+
+    scaling = {"min_replicas": least, "max_replicas": replicas, "target_ongoing_requests": rows}
+    options = {"num_gpus": gpus}
+    deployed = serve.deployment(
+        name="fastspec", autoscaling_config=scaling, ray_actor_options=options, max_ongoing_requests=4 * rows
+    )  # fmt: skip
+    return deployed(serve.ingress(build)()).bind()
+
+
+def main() -> None:
+    """Serve until it is interrupted."""
+    parser = argparse.ArgumentParser(description="Serve a patched model from several replicas.")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--eagle3")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--gpus", type=float, default=0, help="GPUs of a replica")
+    given = parser.parse_args()
+    serve.run(application(given.model, given.eagle3, rows=given.rows, replicas=given.replicas, gpus=given.gpus), blocking=True)
+
+
+if __name__ == "__main__":
+    main()
