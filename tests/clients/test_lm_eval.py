@@ -61,3 +61,28 @@ def test_generated_answers_and_scores(pair, tokenizer, batch):
 def test_log_likelihoods_are_the_models_own(pair, tokenizer):
     original, served = pair
     assert evaluated(served, tokenizer, [chosen()], 4) == evaluated(original, tokenizer, [chosen()], 4)
+
+
+def test_a_server_answers_its_local_completions_model(pair, tokenizer):
+    """Four requests at a time through `fastspec serve`: each is what `generate` gives alone, cut where a stop begins."""
+    from helpers_serve import NAME, served
+    from lm_eval import simple_evaluate
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    original, model = pair
+    until, asked = ["\n\n", "Question:", "2017-01-01 2"], answered()
+
+    def cut(text: str) -> str:
+        return min((text.split(stop)[0] for stop in until), key=len)
+
+    with served(model, rows=4, max_length=100, assistant="eagle3", tokenizer=tokenizer) as server:
+        lm = LocalCompletionsAPI(
+            base_url=f"{server.url}/v1/completions", model=NAME, tokenizer_backend=None, tokenized_requests=False, num_concurrent=4,
+            max_retries=1,
+        )  # fmt: skip
+        found = simple_evaluate(lm, tasks=[asked], bootstrap_iters=0)
+        assert server.metric("fastspec_acceptance_length") > 1
+    for sample in found["samples"]["answered"]:
+        ids = tokenizer(f"Question: {sample['doc']['q']}\nAnswer:", return_tensors="pt").input_ids
+        said = original.generate(ids, max_new_tokens=24, do_sample=False, stop_strings=until, tokenizer=tokenizer)[0, ids.shape[1] :]
+        assert cut(sample["resps"][0][0]) == cut(tokenizer.decode(said, skip_special_tokens=True))
