@@ -65,6 +65,6 @@ class Target(ABC):
         """What changes when the buffers are replaced by others; graphs that were captured before are no good then."""
         return None
 
-    def copy_row(self, row: int, other: Target, count: int) -> None:
-        """Begin a row anew with the `count` committed tokens of another target's only row."""
+    def copy_row(self, row: int, other: Target, count: int, source: int = 0) -> None:
+        """Begin a row anew with the `count` committed tokens of row `source` of another target of the same model."""
         raise NotImplementedError(f"{type(self).__name__} cannot take another prompt in place of a row")

@@ -19,6 +19,7 @@ from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.arrivals import OpenBatch
 from fastspec.generation.engine.rounds import Rounds
 from fastspec.generation.engine.rules import OwnRules
+from fastspec.generation.engine.widths import Widths
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.registry import EagleDecoding, resolve
 from fastspec.patches.call.assembly import Assembly
@@ -35,7 +36,8 @@ CHUNK = 256
 
 
 def continuous(
-    model: Any, assistant: Any = "eagle3", rows: int = 8, *, max_length: int | None = None, prefill_chunk: int = CHUNK
+    model: Any, assistant: Any = "eagle3", rows: int = 8, *, max_length: int | None = None, prefill_chunk: int = CHUNK,
+    narrows: bool | None = None,
 ) -> Continuous:  # fmt: skip
     """Decode prompts as they come, up to `rows` at a time:
 
@@ -45,8 +47,11 @@ def continuous(
 
     `assistant` is what `fastspec.ContinuousBatch` takes. A row has room for `max_length` tokens, prompt and answer (None: the model's
     positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are read `prefill_chunk` tokens at a time between two
-    rounds. There are always `rows` rows, idle ones among them: a captured round takes about as long with one as with eight, and in low
-    precision a text's rounding does not depend on the load.
+    rounds.
+
+    With `narrows` rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`; else always `rows`, idle ones among them. None:
+    they narrow where rounds are not captured, where an idle row takes as long as another. In low precision a text's rounding depends on the
+    number of rows, and so on the load where they narrow.
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
@@ -60,7 +65,8 @@ def continuous(
     if isinstance(decoding, EagleDecoding) and decoding.auto is not None:
         raise Unsupported('total_tokens="auto" measures on the text of a call, which an open batch does not have: give a number of nodes')
     refuse_overrides(model)
-    return Continuous(model, session, decoding, rows, max_length, prefill_chunk)
+    narrow = not session.ops(model).captures if narrows is None else narrows
+    return Continuous(model, session, decoding, rows, max_length, prefill_chunk, narrow)
 
 
 class Continuous:
@@ -71,7 +77,9 @@ class Continuous:
     future, and no other does.
     """
 
-    def __init__(self, model: Any, session: PatchSession, decoding: Decoding, rows: int, max_length: int | None, chunk: int) -> None:
+    def __init__(
+        self, model: Any, session: PatchSession, decoding: Decoding, rows: int, max_length: int | None, chunk: int, narrows: bool
+    ) -> None:
         self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
         self.max_length = max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self.stats = Stats(assistant=decoding.name, rows=rows)
@@ -87,7 +95,7 @@ class Continuous:
         session.tell_mode(model)
         self._batch = OpenBatch(rows, self.stats, device_of(model))
         with session.turn.taken():
-            self._rounds = self._begin()
+            self._widths = Widths(lambda count: self._rounds(count), self._batch, rows, narrows=narrows)
         session.batches += 1
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
         self._thread.start()
@@ -164,25 +172,24 @@ class Continuous:
             raise FastSpecError("this batch is closed: fastspec.continuous(model, ...) opens another")
 
     @torch.no_grad()
-    def _begin(self) -> Rounds[HFModel]:
-        """Rounds whose rows hold a text of one token each, which nobody reads."""
+    def _rounds(self, rows: int) -> Rounds[HFModel]:
+        """Rounds of so many rows, which hold a text of one token each that nobody reads."""
         batch, device = self._batch, device_of(self.model)
         ends = self.model.generation_config.eos_token_id
         assembly = Assembly(
-            self.model, self.session, self.decoding, None, self.session.ops(self.model), rows=self.stats.rows, capacity=self.max_length,
+            self.model, self.session, self.decoding, None, self.session.ops(self.model), rows=rows, capacity=self.max_length,
             ends=frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends]), sample=False, process=None,
             processors=LogitsProcessorList(), settings=None, answers=False, measures=False, pad_token=None, past=None,
-            keep=torch.ones(self.stats.rows, 0, dtype=torch.bool, device=device), shift=None, bounded=True,
+            keep=torch.ones(rows, 0, dtype=torch.bool, device=device), shift=None, bounded=True,
         )  # fmt: skip
         engine = assembly.new_engine()
         check_rows(engine.drafter, self.decoding.name)
-        blank = batch.request.prompts, batch.request.counts
+        root = torch.zeros(rows, dtype=torch.long, device=device)
+        blank = root[:, None], torch.ones_like(root)
         _, features = engine.target.prefill(*blank)
-        root = torch.zeros(self.stats.rows, dtype=torch.long, device=device)
         if engine.drafter is not None:
             engine.drafter.begin(*blank, features, root)
         engine.begin(root)
-        batch.lengths = [1] * self.stats.rows
         return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), partial(assembly.entry, engine), self.chunk)
 
     def _run(self) -> None:
@@ -199,12 +206,12 @@ class Continuous:
                     batch.cancel()
                 try:
                     with self.session.turn.taken():
-                        self._rounds.turn()
+                        self._widths.fit().turn()
                 except Exception as error:
                     self._recover(error)
                 if self._dead is not None:
                     break
-        self._rounds.engine.end()
+        self._widths.current.engine.end()
 
     def _recover(self, error: Exception) -> None:
         """A round has failed, and with it the prompts in its rows: those that wait are decoded by new rounds."""
@@ -212,7 +219,7 @@ class Continuous:
             self._batch.fail(error)
         try:
             with self.session.turn.taken():
-                self._rounds = self._begin()
+                self._widths.begin()
         except Exception as fatal:
             with self._changed:
                 self._dead = fatal

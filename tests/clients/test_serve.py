@@ -232,7 +232,7 @@ def test_a_batch_that_has_stopped_is_unhealthy(pair, monkeypatch):
         with pytest.raises(openai.APIError):
             list(client.completions.create(**given, stream=True))
         assert json.loads(server.get("/health")) == {"status": "ok"}  # new rounds were made each time
-        monkeypatch.setattr(type(server.batch), "_begin", failing)
+        monkeypatch.setattr(type(server.batch), "_rounds", failing)
         with pytest.raises(openai.InternalServerError):
             client.completions.create(**given)
         server.wait(lambda: not server.batch.alive)

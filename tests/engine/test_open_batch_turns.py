@@ -117,7 +117,7 @@ def test_a_long_prompt_is_read_between_the_rounds_of_the_others(monkeypatch):
         return step(self, *rest)
 
     ids, gate = texts(5, 31, 3, 2), Gate()
-    with fastspec.continuous(model, "autoregressive", rows=4, max_length=64, prefill_chunk=8) as batch:
+    with fastspec.continuous(model, "autoregressive", rows=4, max_length=64, prefill_chunk=8, narrows=False) as batch:
         monkeypatch.setattr(HFModel, "prefill", reading)
         monkeypatch.setattr(Engine, "step", stepping)
         first = batch.submit(ids[0], streamer=gate, max_new_tokens=12, **GREEDY)
@@ -149,7 +149,7 @@ def test_rounds_that_fail_end_the_prompts_in_them_and_others_go_on(monkeypatch):
             first.result(SECONDS)
         assert told([batch.submit(ids[1], max_new_tokens=9, **GREEDY)])[0] == alone(plain, ids[1], 9)
         monkeypatch.setattr(Engine, "step", failing)
-        monkeypatch.setattr(type(batch), "_begin", lambda self: failing(self))
+        monkeypatch.setattr(type(batch), "_rounds", failing)
         last = batch.submit(ids[2], max_new_tokens=9, **GREEDY)
         with pytest.raises(RuntimeError, match="out of luck"):
             last.result(SECONDS)

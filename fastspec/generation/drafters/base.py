@@ -107,6 +107,16 @@ class Drafter(ABC):
         Asked only where `Decoding.continuous`."""
         raise NotImplementedError(f"{type(self).__name__} cannot take another prompt in place of a row")
 
+    def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
+        """Go on in a row with row `source` of another drafter of the same decoding, whose text has `count` committed tokens. Asked only
+        where it is overridden: open batches then take as many rows as they need (`fastspec.continuous`)."""
+        raise NotImplementedError(f"{type(self).__name__} cannot go on with a row of another")
+
+    @property
+    def moves(self) -> bool:
+        """Whether rows move from one to another."""
+        return type(self).move_row is not Drafter.move_row
+
     def pause(self) -> int:
         """For how many rounds from here on the target goes without drafts; asked before each that may have some."""
         return 0

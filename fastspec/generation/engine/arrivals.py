@@ -74,12 +74,27 @@ class OpenBatch(Batch):
     def __init__(self, rows: int, stats: Stats, device: torch.device) -> None:
         blank = torch.zeros(rows, 1, dtype=torch.long, device=device)
         super().__init__(Request(blank, torch.ones_like(blank)[:, 0], [], 0, frozenset(), None, stop=self._stop, emit=self._emit), stats)
-        self.alone, self.active, self.lengths = True, [False] * rows, [1] * rows
-        self.prompts: list[Prompt | None] = [None] * rows
+        self.alone = True
+        self.prompts: list[Prompt | None] = []
         """What each row holds, or is about to."""
+        self.resize(rows)
         self.queue: deque[Prompt] = deque()
         self.errors: dict[int, Exception] = {}
         """What was raised in the middle of a round, by row."""
+
+    def resize(self, rows: int) -> list[int]:
+        """Go on with so many rows, the first of which hold the prompts that there are -> the rows that these were in."""
+        kept = [row for row, prompt in enumerate(self.prompts) if prompt is not None]
+        asked = {row: index for index, row in enumerate(kept)}
+        idle = rows - len(kept)
+        self.asked = {(asked[row], count): answer for (row, count), answer in self.asked.items() if row in asked}
+        self.active = [self.active[row] for row in kept] + [False] * idle
+        self.limits = [self.limits[row] for row in kept] + [0] * idle
+        self.ends = [self.ends[row] for row in kept] + [frozenset()] * idle
+        self.out.tokens = [self.out.tokens[row] for row in kept] + [[] for _ in range(idle)]
+        self.prompts = [self.prompts[row] for row in kept] + [None] * idle
+        self.places, self.lengths = list(range(rows)), [1] * rows
+        return kept
 
     def free(self) -> list[int]:
         """Rows without a prompt, as many as there are prompts that wait."""

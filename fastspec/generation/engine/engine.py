@@ -80,6 +80,20 @@ class Engine(Generic[TargetT]):
             self.drafter.copy_row(row, drafter, count)
         self.state.root[row] = root[0]
 
+    def take_rows(self, other: Engine[TargetT], rows: Sequence[int]) -> list[int]:
+        """Go on with these rows of another engine as the first of this one's -> the committed tokens of all rows that this one has then.
+        What the rows behind them held is of no account."""
+        other.end()
+        root, lengths = self.state.root.clone(), other.target.lengths.tolist()
+        for row, source in enumerate(rows):
+            self.target.copy_row(row, other.target, lengths[source], source)
+            if self.drafter is not None and other.drafter is not None:
+                self.drafter.move_row(row, other.drafter, source, lengths[source])
+            root[row] = other.state.root[source]
+        self.begin(root)
+        found: list[int] = self.target.lengths.tolist()
+        return found
+
     def step(self, longest: int, stats: Stats, verifier: Verifier | None = None, ahead: bool = False) -> Emitted:
         """One round, where no row has more than `longest` committed tokens -> per row the number of accepted drafts, and the tokens.
 

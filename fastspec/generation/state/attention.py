@@ -43,11 +43,11 @@ class FullAttentionState(LayerState):
         if moves.verdict.path.shape[1] > 1:
             ops.kv_block_copy(self.k, self.v, moves.sources, moves.targets)
 
-    def copy_row(self, row: int, other: LayerState, count: int) -> None:
+    def copy_row(self, row: int, other: LayerState, count: int, source: int = 0) -> None:
         """Begin a row anew; there must be room for its tokens."""
         assert isinstance(other, FullAttentionState)
         for mine, theirs in ((self.k, other.k), (self.v, other.v)):
-            mine[:, row, :, :count] = theirs[:, 0, :, :count]
+            mine[:, row, :, :count] = theirs[:, source, :, :count]
 
     def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
         """Take keys and values [B, Hkv, T, D] of one layer's first tokens."""

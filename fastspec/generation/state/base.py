@@ -50,8 +50,8 @@ class LayerState(ABC):
         """Keep the accepted paths."""
 
     @abstractmethod
-    def copy_row(self, row: int, other: LayerState, count: int) -> None:
-        """Begin a row anew with the `count` committed tokens of another state's only row, of the same kind."""
+    def copy_row(self, row: int, other: LayerState, count: int, source: int = 0) -> None:
+        """Begin a row anew with the `count` committed tokens of row `source` of another state of the same kind."""
 
     @abstractmethod
     def clear(self) -> None:

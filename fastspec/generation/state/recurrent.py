@@ -60,11 +60,11 @@ class DeltaState(LayerState):
         verdict = moves.verdict
         ops.delta_commit(self.s, self.held, self.inputs, self.mixed, self.u, self.g, verdict.path, verdict.accepted, moves.active)
 
-    def copy_row(self, row: int, other: LayerState, count: int) -> None:
+    def copy_row(self, row: int, other: LayerState, count: int, source: int = 0) -> None:
         """Begin a row anew."""
         assert isinstance(other, DeltaState)
-        self.s[:, row] = other.s[:, 0]
-        self.held[:, row] = other.held[:, 0]
+        self.s[:, row] = other.s[:, source]
+        self.held[:, row] = other.held[:, source]
 
     def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
         """Take the inputs [B, C, K] of a convolution and a state [B, Hv, Dk, Dv], which stand behind all of the text."""

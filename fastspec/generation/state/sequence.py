@@ -113,10 +113,10 @@ class SequenceState:
         for kind in self.kinds:
             kind.commit(ops, moves)
 
-    def copy_row(self, row: int, other: SequenceState, count: int) -> None:
-        """Begin a row anew with the `count` committed tokens of another state's only row; there must be room for them."""
+    def copy_row(self, row: int, other: SequenceState, count: int, source: int = 0) -> None:
+        """Begin a row anew with the `count` committed tokens of row `source` of another state; there must be room for them."""
         for mine, theirs in zip(self.kinds, other.kinds, strict=True):
-            mine.copy_row(row, theirs, count)
+            mine.copy_row(row, theirs, count, source)
         self.lengths[row] = count
 
     def grow(self, counts: Tensor) -> None:

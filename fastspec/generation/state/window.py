@@ -50,10 +50,10 @@ class WindowState(FullAttentionState):
         if moves.verdict.path.shape[1] > 1:
             ops.kv_block_copy(self.k, self.v, moves.sources % self.ring, moves.targets % self.ring)
 
-    def copy_row(self, row: int, other: LayerState, count: int) -> None:
+    def copy_row(self, row: int, other: LayerState, count: int, source: int = 0) -> None:
         """Begin a row anew; there must be room for its tokens."""
         assert isinstance(other, WindowState) and other.ring == self.ring
-        super().copy_row(row, other, min(count, self.ring))
+        super().copy_row(row, other, min(count, self.ring), source)
 
     def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
         """Take the last of the keys and values [B, Hkv, T, D] of one layer's tokens."""

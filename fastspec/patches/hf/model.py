@@ -266,13 +266,13 @@ class HFModel(Target):
         """The size of the buffers, which are replaced when they grow."""
         return self.state.slots
 
-    def copy_row(self, row: int, other: Target, count: int) -> None:
-        """Begin a row anew with the `count` committed tokens of another target's only row."""
+    def copy_row(self, row: int, other: Target, count: int, source: int = 0) -> None:
+        """Begin a row anew with the `count` committed tokens of row `source` of another target."""
         assert isinstance(other, HFModel)
         self.reserve(count)
-        self.state.copy_row(row, other.state, count)
+        self.state.copy_row(row, other.state, count, source)
         if self.shift is not None and other.shift is not None:
-            self.shift[row] = other.shift[0]
+            self.shift[row] = other.shift[source]
 
     def _forward(
         self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None, embedded: Tensor | None = None

@@ -84,11 +84,15 @@ class HeadDrafter(Drafter):
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
         """Begin a row anew with the only row of another state, which has begun with `count` pairs."""
+        self.move_row(row, other, 0, count)
+
+    def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
+        """Go on with a row of another state, which has `count` pairs."""
         assert isinstance(other, HeadDrafter)
         self.reserve(count)
-        self.state.copy_row(row, other.state, count)
+        self.state.copy_row(row, other.state, count, source)
         for mine, theirs in ((self.root, other.root), (self.last, other.last), (self.readout, other.readout)):
-            mine[row] = theirs[0]
+            mine[row] = theirs[source]
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""

@@ -72,8 +72,14 @@ class NasdDrafter(HostDrafter):
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
         """Begin a row anew with the only row of another drafter, which has begun."""
+        self.move_row(row, other, 0, count)
+        self.active[row] = True
+
+    def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
+        """Go on with a row of another drafter."""
         assert isinstance(other, NasdDrafter)
-        self.storages[row], self.cursors[row], self.roots[row], self.active[row] = other.storages[0], other.cursors[0], other.roots[0], True
+        self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
+        self.roots[row], self.active[row] = other.roots[source], other.active[source]
 
     def pause(self) -> int:
         """Rounds without look-ups, where these do not pay."""
