@@ -19,7 +19,9 @@ from transformers import GenerationConfig
 
 import fastspec
 from fastspec import Unsupported
+from fastspec.generation.draws import uniform_at
 from fastspec.generation.engine import batching
+from fastspec.patches.backends import TORCH
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
 
@@ -72,6 +74,18 @@ def test_a_seed_gives_its_answer_whatever_is_decoded_beside_it_and_with_whatever
         assert len(told(others)) == len(ids)
         assert told([batch.submit(ids[0], seed=seed, **given) for seed in range(3)])[0] == want[0]
         assert len({tuple(said) for said in told([batch.submit(ids[0], seed=seed, **given) for seed in range(6)])}) > 3
+
+
+def test_a_token_is_drawn_by_the_number_of_its_position():
+    plain, model = made()
+    ids = texts(6)[0]
+    with fastspec.continuous(model, TREE, rows=2, max_length=64) as batch:
+        future = batch.submit(ids, do_sample=True, top_k=0, seed=9, max_new_tokens=20, eos_token_id=NEVER)
+        said = torch.tensor(told([future]))
+    with torch.no_grad():
+        logits = plain(said).logits
+    places = torch.arange(6, 26)
+    assert TORCH.pick(logits[:, 5:-1], uniform_at(torch.tensor(9), places)[None]).tolist() == said[:, 6:].tolist()
 
 
 def test_who_gives_no_seed_draws_from_torchs_own_generator():
