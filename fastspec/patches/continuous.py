@@ -23,6 +23,7 @@ from fastspec.generation.engine.widths import Widths
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.registry import EagleDecoding, resolve
 from fastspec.patches.call.assembly import Assembly
+from fastspec.patches.call.inputs import sees_ahead
 from fastspec.patches.call.refusals import refuse_overrides
 from fastspec.patches.call.single import Single, prepare
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, position_limit, unpack_weights, unwrapped
@@ -65,6 +66,8 @@ def continuous(
     if isinstance(decoding, EagleDecoding) and decoding.auto is not None:
         raise Unsupported('total_tokens="auto" measures on the text of a call, which an open batch does not have: give a number of nodes')
     refuse_overrides(model)
+    if sees_ahead(model):
+        raise Unsupported(f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them")
     narrow = not session.ops(model).captures if narrows is None else narrows
     return Continuous(model, session, decoding, rows, max_length, prefill_chunk, narrow)
 

@@ -163,6 +163,8 @@ def test_prompts_with_images_are_refused():
     model = fastspec.patch(seeing("qwen2_5_vl"))
     with fastspec.continuous(model, "nasd", rows=1, max_length=60) as batch, pytest.raises(Unsupported, match="tokens alone, without"):
         batch.submit(**{("ids" if name == "input_ids" else name): each for name, each in prompts_with_images(model, ((2, 3),)).items()})
+    with pytest.raises(Unsupported, match="see more of a prompt"):
+        fastspec.continuous(fastspec.patch(seeing("paligemma")), "nasd")
 
 
 def test_a_padded_prompt_is_answered_as_by_generate():

@@ -21,7 +21,7 @@ from fastspec.patches.assistants.mixtures import MixedDecoding
 from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.assistants.speculative import warn_if_refused
 from fastspec.patches.call.assembly import Assembly
-from fastspec.patches.call.inputs import OwnPrefill, besides_tokens, position_shift
+from fastspec.patches.call.inputs import OwnPrefill, besides_tokens, position_shift, sees_ahead
 from fastspec.patches.call.output import output_of
 from fastspec.patches.call.processors import (
     Ending,
@@ -42,14 +42,11 @@ from fastspec.patches.hf.compat import (
     kept_by,
     layer_count,
     read_cache,
-    recurrent_layers,
     text_length,
 )
-from fastspec.patches.hf.families import adapter_for, is_wrapped
 from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
-from fastspec.patches.hf.trust import reads_prompts_alike
 from fastspec.patches.session import PatchSession
 
 
@@ -111,9 +108,8 @@ class Call:
     def _own_prefill(self, model_kwargs: dict[str, Any]) -> OwnPrefill | None:
         """The model's own pass over a prompt with images and the like, and over any of a model that lets a prompt's tokens see others than
         those before them; None where there is nothing but tokens."""
-        inputs, adapter = besides_tokens(model_kwargs), adapter_for(self.model)
-        checked = is_wrapped(self.model) if adapter is not None else not any(recurrent_layers(self.model.config))  # these are refused later
-        if not inputs and (not checked or reads_prompts_alike(self.model, adapter)):
+        inputs = besides_tokens(model_kwargs)
+        if not inputs and not sees_ahead(self.model):
             return None
         if self.given.rows is not None:
             alone = f"prompts of tokens alone, without {', '.join(sorted(inputs))}"

@@ -13,15 +13,24 @@ from transformers import DynamicCache
 from fastspec.errors import Unsupported
 from fastspec.generation.target import Target
 from fastspec.patches.hf.cache import import_past
-from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens, is_recurrent, read_cache
-from fastspec.patches.hf.families import is_wrapped
+from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens, is_recurrent, read_cache, recurrent_layers
+from fastspec.patches.hf.families import adapter_for, is_wrapped
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.trust import reads_prompts_alike
 
 
 def besides_tokens(model_kwargs: dict[str, Any]) -> set[str]:
     """The inputs besides tokens that a call brings."""
     given = {name for name, value in model_kwargs.items() if value is not None and not (isinstance(value, dict) and not value)}
     return {name for name in given if is_besides_tokens(name)}
+
+
+def sees_ahead(model: Any) -> bool:
+    """Whether a model lets a prompt's tokens see others than those before them, so that its own pass must read every prompt. Raises
+    Unsupported as `check_trust`."""
+    adapter = adapter_for(model)
+    checked = is_wrapped(model) if adapter is not None else not any(recurrent_layers(model.config))  # these are refused later
+    return checked and not reads_prompts_alike(model, adapter)
 
 
 def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
