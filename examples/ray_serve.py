@@ -1,6 +1,6 @@
 """OpenAI's routes from several replicas of a patched model, by Ray Serve.
 
-    pip install "fastspec[serve]" "ray[serve]"
+    pip install ".[serve]" "ray[serve]"
     python examples/ray_serve.py --model MODEL --eagle3 HEAD --rows 8 --replicas 4 --gpus 1
 
 Each replica is the application of `fastspec serve`: a model, an open batch, and the same routes. Ray starts replicas as requests come, up

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
+from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.models import SHIPPED, SMOLLM2, load_model
 
@@ -81,7 +82,7 @@ def serve(
         from fastspec.serving.app import build_app, run_server
         from fastspec.serving.requests import Limits
     except ImportError as error:
-        raise Unsupported(f"{error.name} is missing: pip install 'fastspec[serve]'") from error
+        raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
     from fastspec.bulk import own_device
     from fastspec.patches.continuous import continuous
 

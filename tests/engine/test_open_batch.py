@@ -102,7 +102,7 @@ def test_who_gives_no_seed_draws_from_torchs_own_generator():
 KINDS = partial(recurrent, "qwen3_next"), partial(windowed, "gemma2"), partial(shallow_model, "gpt2"), partial(seeing, "qwen2_5_vl")
 
 
-@pytest.mark.parametrize("make", KINDS, ids=str)
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.args[0])
 def test_models_of_other_kinds_read_their_prompts_in_chunks_too(make):
     """With a recurrent state, with windows, without an adapter, and text alone with one that sees."""
     plain, model = make(), fastspec.patch(make())
@@ -148,7 +148,7 @@ def test_a_streamer_gets_the_prompt_then_each_token_then_the_end():
     ("keep a state over a whole call", {"logits_processor": [lambda ids, scores: scores]}),
     ("keep a state over a whole call", {"stopping_criteria": [lambda ids, scores: torch.tensor([False])]}),
     ("pixel_values", {"pixel_values": torch.zeros(1)}), ("ends in padding", {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}),
-], ids=str)  # fmt: skip
+], ids=lambda value: value if isinstance(value, str) else next(iter(value)))  # fmt: skip
 def test_what_an_open_batch_does_not_decode_is_refused_at_once(words, options):
     _, model = made()
     with fastspec.continuous(model, TREE, rows=2, max_length=40) as batch:

@@ -68,7 +68,10 @@ def test_rows_follow_the_load_and_no_answer_changes(rows_seen, assistant):
     assert min(changes) < 0 < max(changes)
 
 
-@pytest.mark.parametrize("make", [partial(recurrent, "qwen3_next"), partial(windowed, "gemma2"), partial(shallow_model, "gpt2")], ids=str)
+MAKE = partial(recurrent, "qwen3_next"), partial(windowed, "gemma2"), partial(shallow_model, "gpt2")
+
+
+@pytest.mark.parametrize("make", MAKE, ids=lambda make: make.args[0])
 def test_whatever_the_layers_keep_moves(rows_seen, make):
     plain, model = make(), fastspec.patch(make())
     ids = texts(*COUNTS)
