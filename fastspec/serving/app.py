@@ -8,20 +8,22 @@ import time
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
+from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
 from fastspec.patches.continuous import Continuous
 from fastspec.serving.gate import Gate, error_body
-from fastspec.serving.handlers import Chats, Completions, Responses, with_limits
+from fastspec.serving.handlers import Chats, Completions, Responses, handler
 from fastspec.serving.manager import BatchManager, BatchState
 from fastspec.serving.metrics import Metrics
 from fastspec.serving.requests import Limits
@@ -69,7 +71,7 @@ def build_app(
         raise Unsupported(f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True")
     limits, metrics = limits or Limits(), Metrics(batch)
     manager, state = OneModel(name, tokenizer, batch), BatchState(BatchManager(batch, limits, metrics))
-    chats, completions, responses = (with_limits(kind, limits, manager, state) for kind in (Chats, Completions, Responses))
+    chats, completions, responses = (handler(kind, tokenizer, limits, manager, state) for kind in (Chats, Completions, Responses))
     app: FastAPI = build_server(
         manager, chats, completion_handler=completions, response_handler=responses,
         transcription_handler=TranscriptionHandler(manager, state), systemone_handler=SystemOneHandler(manager, state),
@@ -80,9 +82,17 @@ def build_app(
     def metrics_page() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.exception_handler(HTTPException)
+    @app.exception_handler(HTTPException)  # starlette's own, of which FastAPI's is one
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code, error.headers)
+
+    @app.exception_handler(CBWorkerDeadError)
+    async def stopped(request: Request, error: CBWorkerDeadError) -> JSONResponse:
+        return JSONResponse(error_body(str(error), 503), 503)
+
+    @app.exception_handler(Exception)  # which is logged too
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_body(f"{type(error).__name__}: {error}", 500), 500)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:

@@ -23,6 +23,10 @@ def error_body(message: str, status: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
+class ClientGone(Exception):
+    """The client has gone before its request was there."""
+
+
 class Gate:
     """ASGI middleware around `app`, outside all else. A request whose client goes away is cancelled, streamed or not."""
 
@@ -36,7 +40,10 @@ class Gate:
             return
         refused = self._refused(scope)
         if refused is None:
-            body = await self._read(receive)
+            try:
+                body = await self._read(receive)
+            except ClientGone:
+                return
             refused = (413, f"the body is longer than {self.body} bytes") if body is None else None
         if refused is not None:
             await _answer(send, *refused)
@@ -58,10 +65,12 @@ class Gate:
         return None
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body, or None for one that is too long."""
+        """The whole body, or None for one that is too long. Raises ClientGone."""
         parts, size = [], 0
         while True:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
             part = message.get("body", b"")
             parts.append(part)
             size += len(part)

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from typing import Any
 
 from fastapi import HTTPException
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, GenerationState
 
+from fastspec.patches.hf.stop_strings import stop_criterion
 from fastspec.serving.requests import ASKED, Body, Limits, read, refuse
+
+OWN_OF_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+"""What `apply_chat_template` takes itself; other names are variables of the template."""
 
 
 class Checked(BaseHandler):
     """What all handlers of an open batch have before transformers' own of one kind of request."""
 
     needs = "prompt"
-    limits = Limits()
+    limits: Limits
+    tokenizer: Any
 
     async def handle_request(self, body: Body, request_id: str) -> Any:
         """Check and answer a request. Raises HTTPException: 400 for one that cannot be answered."""
-        body = self.prepared(body)
-        token = ASKED.set(read(body, request_id, self.limits, self.needs))
+        body = self.prepared({name: _without_null(value) for name, value in body.items() if value is not None})
+        asked = read(body, request_id, self.limits, self.needs)
+        self._check_template(body.get("chat_template_kwargs", {}))
+        token = ASKED.set(asked)
         try:
+            if asked.stop:  # which may take seconds: other requests go on meanwhile
+                await asyncio.to_thread(stop_criterion, self.tokenizer, asked.stop)
             return await super().handle_request(body, request_id)
         except HTTPException:
             raise
@@ -34,13 +46,21 @@ class Checked(BaseHandler):
             ASKED.reset(token)
 
     def prepared(self, body: Body) -> Body:
-        """The body as transformers takes it."""
-        return dict(body)
+        """The body, without fields that are null, as transformers takes it."""
+        return body
+
+    def _check_template(self, variables: Body) -> None:
+        """Templates get variables by `chat_template_kwargs`; another template, truncation and padding are the server's own matter."""
+        taken = [name for name in variables if name in OWN_OF_TEMPLATES]
+        if taken:
+            raise refuse(f"chat_template_kwargs has {taken[0]!r}, which is no variable of the model's template")
 
     def _build_generation_config(self, body: Body, model_generation_config: Any, use_cb: bool = False) -> Any:
         config = super()._build_generation_config({**body, "seed": None}, model_generation_config, use_cb=use_cb)  # a global seed otherwise
         if body.get("temperature"):  # transformers' server leaves that to the model's configuration
             config.do_sample = True
+        if "logit_bias" in body:  # transformers' server takes it for chats alone, and its processor no whole numbers
+            config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
         if not config.do_sample:  # the defaults, which stand for "not given"
             config.temperature, config.top_p, config.top_k = 1.0, 1.0, 50
         return config
@@ -58,7 +78,7 @@ class Completions(Checked, CompletionHandler):
     def prepared(self, body: Body) -> Body:
         """A list of one text, as some clients send it, as that text."""
         prompt = body.get("prompt")
-        return {**body, "prompt": prompt[0]} if isinstance(prompt, list) and len(prompt) == 1 else dict(body)
+        return {**body, "prompt": prompt[0]} if isinstance(prompt, list) and len(prompt) == 1 else body
 
 
 class Responses(Checked, ResponseHandler):
@@ -71,8 +91,15 @@ class Responses(Checked, ResponseHandler):
         return {"stream": False, **body}
 
 
-def with_limits(kind: type[Checked], limits: Limits, model_manager: Any, state: GenerationState) -> Checked:
-    """A handler that keeps to some limits."""
-    handler = kind(model_manager, state)
-    handler.limits = limits
-    return handler
+def _without_null(value: Any) -> Any:
+    """A list of objects, as messages are, without fields that are null."""
+    if not isinstance(value, list):
+        return value
+    return [{name: held for name, held in each.items() if held is not None} if isinstance(each, dict) else each for each in value]
+
+
+def handler(kind: type[Checked], tokenizer: Any, limits: Limits, model_manager: Any, state: GenerationState) -> Checked:
+    """A handler for one tokenizer that keeps to some limits."""
+    made = kind(model_manager, state)
+    made.tokenizer, made.limits = tokenizer, limits
+    return made

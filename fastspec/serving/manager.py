@@ -14,8 +14,10 @@ from transformers.cli.serving.utils import BaseGenerateManager, CBWorkerDeadErro
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.patches.continuous import Continuous
 from fastspec.serving.metrics import Metrics
-from fastspec.serving.requests import ASKED, Asked, Limits, refuse
+from fastspec.serving.requests import ASKED, Asked, Limits, refuse, too_many
 
+DEFAULT = 1024
+"""New tokens at most where a request does not say how many, as transformers' server has it."""
 log = logging.getLogger("fastspec.serve")
 
 
@@ -92,7 +94,7 @@ class BatchManager(BaseGenerateManager):
         def failed(future: Future[Tensor]) -> None:
             error = None if future.cancelled() else future.exception()
             if future.cancelled() or error is not None:
-                text = str(error).replace('"', "'").replace("\n", " ").replace("\\", "/")  # transformers writes it between quotes
+                text = " ".join(str(error).replace('"', "'").replace("\\", "/").split())  # transformers writes it between quotes
                 loop.call_soon_threadsafe(queue.put_nowait, _StreamError(text) if error is not None else None)
 
         stream.future.add_done_callback(failed)
@@ -121,8 +123,12 @@ class BatchManager(BaseGenerateManager):
         room = min(batch.max_length - length, self.limits.tokens)
         if room < 1:
             raise refuse(f"the prompt has {length} tokens, and this server takes {batch.max_length - 1} at most")
+        if gen_config.max_new_tokens is None and gen_config.max_length is not None:
+            gen_config.max_new_tokens, gen_config.max_length = gen_config.max_length - length, None
         if not asked.limited:
-            gen_config.max_new_tokens = min(gen_config.max_new_tokens, room)
+            gen_config.max_new_tokens = min(gen_config.max_new_tokens or DEFAULT, room)
+        elif gen_config.max_new_tokens > self.limits.tokens:
+            raise too_many(gen_config.max_new_tokens, self.limits)
         if batch.waiting >= self.limits.queue:
             self.metrics.requests.labels("refused").inc()
             error = refuse(f"{batch.waiting} requests are waiting already: try again later", 429)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -10,8 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import HTTPException
+from transformers import GenerationConfig
 
 Body = dict[str, Any]
+STOP_LENGTH = 256
+"""Characters of a request's stop strings: transformers compares each with every token of the vocabulary first."""
+TEXT = {"type": "text"}
+KNOWN = frozenset(name for name in GenerationConfig().to_dict() if name[0] != "_") - {"transformers_version"}
+"""Settings of transformers' GenerationConfig."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,8 @@ class Asked:
     request_id: str
     seed: int | None
     limited: bool
-    """Whether it says how many tokens it wants."""
+    """Whether it says how many new tokens it wants."""
+    stop: tuple[str, ...] = ()
     arrived: float = field(default_factory=time.perf_counter)
 
 
@@ -56,49 +64,123 @@ def _number(low: float, high: float) -> tuple[Callable[[Any], bool], str]:
 
 def _is_stop(value: Any) -> bool:
     found = [value] if isinstance(value, str) else value
-    return isinstance(found, list) and 0 < len(found) <= 16 and all(isinstance(each, str) and each for each in found)
+    fits = isinstance(found, list) and 0 < len(found) <= 16 and all(isinstance(each, str) and each for each in found)
+    return fits and sum(map(len, found)) <= STOP_LENGTH
 
 
 def _is_conversation(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and _is_message(each) for each in value)
 
 
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        return False
-    content = value.get("content")
-    return content is None or isinstance(content, str) or (
-        isinstance(content, list) and all(isinstance(part, dict) and _is_text(part) for part in content)
-    )  # fmt: skip
+def _is_message(value: Body) -> bool:
+    calls = value.get("tool_calls", [])
+    called = isinstance(calls, list) and all(map(_is_call, calls))
+    return isinstance(value.get("role"), str) and _is_content(value.get("content")) and called
 
 
-def _is_text(part: Body) -> bool:
-    return part.get("type") in ("text", "input_text", "output_text") and isinstance(part.get("text"), str)
+def _is_content(value: Any) -> bool:
+    return value is None or isinstance(value, str) or (isinstance(value, list) and all(map(_is_text, value)))
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text") and isinstance(part.get("text"), str)
+
+
+def _is_call(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("function"), dict)
+
+
+def _is_input(value: Any) -> bool:
+    """Of `/v1/responses`: a text, parts of text, or messages with calls of tools and what these gave between them."""
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    return bool(value) and all(isinstance(each, dict) for each in value) and (all(map(_is_text, value)) or all(map(_is_item, value)))
+
+
+def _is_item(value: Body) -> bool:
+    if "role" in value:
+        return _is_message(value)
+    needs = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}.get(value.get("type", ""))
+    return value.get("type") == "reasoning" or (needs is not None and all(isinstance(value.get(name), str) for name in needs))
+
+
+def _is_tool(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "function"
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, dict) and all(name.isdecimal() and _number(-100, 100)[0](bias) for name, bias in value.items())
+
+
+def _nothing(instead: str = "") -> tuple[Callable[[Any], bool], str]:
+    """What would be ignored."""
+    return lambda value: not value, f"left out{instead}"
 
 
 ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{name: _whole(1) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
     "seed": _whole(-(2**63)), "temperature": _number(0, 100), "top_p": _number(1e-6, 1), "frequency_penalty": _number(-0.99, 100),
-    "stop": (_is_stop, "a text or up to 16 of them, none empty"), "stream": (lambda value: isinstance(value, bool), "true or false"),
+    "logit_bias": (_is_bias, "an object of token numbers and what is added to their scores, -100 to 100"),
+    "stop": (_is_stop, f"a text or up to 16 of them, none empty, of {STOP_LENGTH} characters together"),
+    "stream": (lambda value: isinstance(value, bool), "true or false"),
     "messages": (_is_conversation, "a list of objects with role and content, a text or parts of type text"),
-    "prompt": (lambda value: isinstance(value, str), "one text"), "n": _whole(1, 1), "best_of": _whole(1, 1),
-    "logprobs": (lambda value: value is False, "false"), "echo": (lambda value: value is False, "false"),
-    "presence_penalty": _number(0, 0),
-    "response_format": (lambda value: isinstance(value, dict) and value.get("type") == "text", 'of type "text"'),
+    "input": (_is_input, "a text, or a list of messages, texts and calls of functions"),
+    "instructions": (lambda value: isinstance(value, str), "a text"),
+    "n": _whole(1, 1), "best_of": _whole(1, 1),
+    "chat_template_kwargs": (lambda value: isinstance(value, dict), "an object"),
+    "tools": (lambda value: isinstance(value, list) and all(map(_is_tool, value)), "a list of tools of type function"),
     "tool_choice": (lambda value: value in ("auto", "none"), '"auto" or "none"'),
-    "functions": (lambda value: not value, "left out: tools are"), "modalities": (lambda value: value == ["text"], '["text"]'),
+    "response_format": (lambda value: isinstance(value, dict) and value.get("type") == "text", 'of type "text"'),
+    "text": (lambda value: isinstance(value, dict) and value.get("format", TEXT) == TEXT, 'of format "text"'),
+    "modalities": (lambda value: value == ["text"], '["text"]'), "truncation": (lambda value: value == "disabled", '"disabled"'),
+    "presence_penalty": _number(0, 0), "functions": _nothing(": tools are"), "function_call": _nothing(": tool_choice is"),
+    "reasoning_effort": _nothing(": chat_template_kwargs tells the model's template"),
+    "reasoning": _nothing(": chat_template_kwargs tells the model's template"),
+    **{name: _nothing() for name in (
+        "logprobs", "top_logprobs", "echo", "audio", "web_search_options", "include", "background", "previous_response_id", "conversation",
+        "max_tool_calls", "suffix",
+    )},
 }  # fmt: skip
 """Fields -> what they may hold where they are given, and how that is said. The rest is transformers' to check."""
+PROMPT = {
+    "messages": _nothing(": messages are"), "input": _nothing(": input is"), "prompt": (lambda value: isinstance(value, str), "one text"),
+}  # fmt: skip
+"""What `prompt` may hold beside the field that a route needs."""
 
 
 def read(body: Body, request_id: str, limits: Limits, needs: str) -> Asked:
-    """Check a request's body, which must have the field `needs`. Raises HTTPException (400) that names the field."""
-    if body.get(needs) is None:
+    """Check a request's body, which must have the field `needs`, and no field that is null. Raises HTTPException (400) that names it."""
+    if needs not in body:
         raise refuse(f"{needs} is missing")
-    for name, (accepts, said) in ACCEPTED.items():
-        if body.get(name) is not None and not accepts(body[name]):
+    for name, (accepts, said) in {**ACCEPTED, "prompt": PROMPT[needs]}.items():
+        if name in body and not accepts(body[name]):
             raise refuse(f"{name}={str(body[name])[:80]!r} is not accepted: it must be {said}")
-    counts = [body[name] for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if body.get(name) is not None]
+    own = _settings(body["generation_config"]) if "generation_config" in body else {}
+    counts = [body[name] for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if name in body]
     if counts and max(counts) > limits.tokens:
-        raise refuse(f"{max(counts)} new tokens are asked for, and this server gives at most {limits.tokens}")
-    return Asked(request_id, body.get("seed"), bool(counts) or body.get("generation_config") is not None)
+        raise too_many(max(counts), limits)
+    limited = bool(counts) or own.get("max_new_tokens", own.get("max_length")) is not None
+    stop = body.get("stop", own.get("stop_strings")) or ()
+    return Asked(request_id, body.get("seed"), limited, (stop,) if isinstance(stop, str) else tuple(stop))
+
+
+def too_many(count: int, limits: Limits) -> HTTPException:
+    """The error of a request for a longer answer than the server gives."""
+    return refuse(f"{count} new tokens are asked for, and this server gives at most {limits.tokens}")
+
+
+def _settings(text: Any) -> Body:
+    """The settings of a generation_config by name. Raises HTTPException (400) for what is none, and for names that transformers does not
+    know, which it would ignore."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except ValueError as error:
+        raise refuse(f"generation_config is no JSON text: {error}") from error
+    if not isinstance(found, dict):
+        raise refuse("generation_config must be a JSON text of an object, {\"max_new_tokens\": 64} in quotes")
+    unknown = [name for name in found if name not in KNOWN]
+    if unknown:
+        raise refuse(f"generation_config has {unknown[0]!r}, which transformers' GenerationConfig does not know")
+    if found.get("stop_strings") is not None and not _is_stop(found["stop_strings"]):
+        raise refuse(f"stop_strings of generation_config must be {ACCEPTED['stop'][1]}")
+    return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,3 +68,13 @@ def served(
             running.server.should_exit = True
             running.thread.join(SECONDS)
     assert not running.thread.is_alive() and not batch.alive
+
+
+def post(server: Served, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of an answer."""
+    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())

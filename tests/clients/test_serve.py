@@ -21,7 +21,7 @@ import pytest
 import torch
 from helpers_clients import MARKS
 from helpers_models import tiny_head
-from helpers_serve import NAME, SECONDS, Served, openai, served
+from helpers_serve import NAME, SECONDS, Served, openai, post, served
 from helpers_training import small_target, small_tokenizer
 
 import fastspec
@@ -162,42 +162,6 @@ def test_a_client_that_goes_away_leaves_its_row(endless, stream):
         assert server.metric('fastspec_requests_total{outcome="cancelled"}') >= 1 and server.batch.stats.emitted < 2 * 450
         answer = server.client().completions.create(**{**given, "stream": False, "max_tokens": 5})
         assert answer.usage.completion_tokens == 5
-
-
-def post(server: Served, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json", **headers})
-    try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
-ONE, CHAT = "/v1/completions", "/v1/chat/completions"
-REFUSED: list[tuple[str, bytes, int, str]] = [
-    (ONE, b"{not json", 400, "JSON"), (ONE, b"[1, 2]", 400, "JSON"), (ONE, b"{}", 400, "prompt is missing"),
-    (ONE, b'{"prompt": "w5", "model": "other"}', 400, "pinned to"), (ONE, b'{"prompt": ["w5", "w6"]}', 400, "one text"),
-    (ONE, b'{"prompt": "w5", "n": 2}', 400, "n="), (ONE, b'{"prompt": "w5", "max_tokens": 0}', 400, "max_tokens"),
-    (ONE, b'{"prompt": "w5", "logprobs": 5}', 400, "logprobs"), (ONE, b'{"prompt": "w5", "temperature": -1}', 400, "temperature"),
-    (ONE, b'{"prompt": "w5", "nonsense": 1}', 422, "nonsense"), (ONE, b'{"prompt": "w5", "max_tokens": 200}', 400, "at most 100"),
-    (ONE, b'{"prompt": "' + b"w6 " * 91 + b'"}', 400, "has 91 tokens"), (ONE, b'{"prompt": "' + b"w" * 5000 + b'"}', 413, "longer"),
-    (ONE, b'{"prompt": "' + b"w6 " * 60 + b'", "max_tokens": 30}', 400, "max_length"), (ONE, b'{"prompt": ""}', 400, "one token"),
-    (ONE, b'{"prompt": "w5", "generation_config": "{"}', 400, "JSONDecodeError"),
-    (ONE, b'{"prompt": "w5", "generation_config": "{\\"num_beams\\": 4}"}', 400, "num_beams"),
-    (CHAT, b'{"messages": "w5"}', 400, "messages"), (CHAT, b'{"messages": [{"content": "w5"}]}', 400, "messages"),
-    (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "messages"),
-    ("/reset", b"{}", 404, "/reset is not served"), ("/load_model", b"{}", 404, "not served"),
-]
-
-
-def test_what_cannot_be_answered_says_why(pair):
-    from fastspec.serving.requests import Limits
-
-    with served(pair[1], rows=1, max_length=80, limits=Limits(tokens=100, queue=1, body=4000)) as server:
-        for path, body, status, words in REFUSED:
-            got, error = post(server, path, body)
-            assert got == status and words in error["error"]["message"], (body, error)
-        assert post(server, ONE, b'{"prompt": "w5", "max_tokens": 2}')[0] == 200
 
 
 def test_a_full_queue_a_missing_key_and_an_answer_as_long_as_there_is_room(endless):

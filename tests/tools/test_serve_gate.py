@@ -68,6 +68,17 @@ def test_who_is_not_let_in_is_told_why():
     assert asked(Gate(echo, ("/health",), 5, "secret"), Client([b""]), path="/health")[0] == 200
 
 
+def test_half_a_body_is_no_request():
+    """Of a client that goes away while it sends."""
+    client = Client([b"hel"], leaves=True)
+
+    async def sends_half() -> Any:
+        return {"type": "http.request", "body": client.parts.pop(), "more_body": True} if client.parts else {"type": "http.disconnect"}
+
+    client.receive = sends_half  # type: ignore[method-assign]
+    assert asked(Gate(echo, ("/v1/completions",), 5, None), client) == (None, b"")
+
+
 def test_a_request_whose_client_goes_away_is_cancelled():
     seen: list[str] = []
 

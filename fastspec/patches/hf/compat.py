@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import LinearAttentionLayer
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import (
     GENERATION_MODES_MAPPING,
     MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
@@ -21,6 +21,7 @@ from transformers.generation.utils import (
 
 from fastspec.generation.state.base import Held
 from fastspec.generation.state.recurrent import DeltaShape
+from fastspec.patches.hf.stop_strings import stop_criterion
 
 
 def layer_count(config: Any) -> int:
@@ -199,7 +200,7 @@ def own_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     strings = next((s for s in sources if s is not None), None)
     if strings is None or tokenizer is None:
         return arguments
-    given = [*(arguments.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+    given = [*(arguments.get("stopping_criteria") or ()), stop_criterion(tokenizer, strings)]
     return {**arguments, "stopping_criteria": StoppingCriteriaList(given), "stop_strings": None}
 
 

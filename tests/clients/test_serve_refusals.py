@@ -1,0 +1,126 @@
+"""What `fastspec serve` does not answer, and how it says so: by name, in OpenAI's form, and without harm to who asks next."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from helpers_clients import MARKS
+from helpers_serve import NAME, Served, openai, post, served
+from helpers_training import small_target
+
+import fastspec
+from fastspec.serving import handlers
+
+pytestmark = MARKS
+
+ONE, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+TALK = [{"role": "user", "content": "w5 w6"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}
+MALFORMED: list[tuple[str, bytes, int, str]] = [
+    (ONE, b"{not json", 400, "JSON"), (ONE, b"[1, 2]", 400, "JSON"), (ONE, b"", 400, "JSON"), (ONE, b"[" * 3000, 400, "body"),
+    (ONE, b"\xff\xfe", 400, "JSON"), (ONE, b'{"prompt": "' + b"w" * 5000 + b'"}', 413, "longer"),
+    (ONE, b'{"prompt": "w5", "temperature": NaN}', 400, "temperature"), ("/reset", b"{}", 404, "/reset is not served"),
+    ("/load_model", b"{}", 404, "not served"), ("/v1/models", b"{}", 405, "Method Not Allowed"),
+]  # fmt: skip
+FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
+    (ONE, {}, 400, "prompt is missing"), (ONE, {"prompt": None}, 400, "prompt is missing"), (ONE, {"model": "other"}, 400, "pinned to"),
+    (ONE, {"prompt": ["w5", "w6"]}, 400, "one text"), (ONE, {"prompt": [5, 6]}, 400, "one text"), (ONE, {"prompt": ""}, 400, "one token"),
+    (ONE, {"prompt": "w6 " * 91}, 400, "has 91 tokens"), (ONE, {"prompt": "w6 " * 60, "max_tokens": 30}, 400, "max_length"),
+    (ONE, {"max_tokens": 0}, 400, "max_tokens"), (ONE, {"max_tokens": 10**30}, 400, "max_tokens"),
+    (ONE, {"max_tokens": 60}, 400, "at most 50"), (ONE, {"n": 2}, 400, "n="), (ONE, {"logprobs": 5}, 400, "logprobs"),
+    (ONE, {"echo": True}, 400, "echo"), (ONE, {"suffix": "w"}, 400, "suffix"), (ONE, {"temperature": -1}, 400, "temperature"),
+    (ONE, {"seed": 1.5}, 400, "seed"), (ONE, {"nonsense": 1}, 422, "nonsense"), (ONE, {"stop": []}, 400, "stop"),
+    (ONE, {"stop": ["w" * 300]}, 400, "256 characters"), (ONE, {"logit_bias": {"w5": 1}}, 400, "logit_bias"),
+    (ONE, {"logit_bias": {"5": 1000}}, 400, "logit_bias"), (ONE, {"generation_config": "{"}, 400, "no JSON text"),
+    (ONE, {"generation_config": {"top_k": 5}}, 400, "JSON text of an object"),
+    (ONE, {"generation_config": '{"num_beams": 4}'}, 400, "num_beams"), (ONE, {"generation_config": '{"nonsense": 4}'}, 400, "'nonsense'"),
+    (ONE, {"generation_config": '{"max_new_tokens": 60}'}, 400, "at most 50"),
+    (ONE, {"generation_config": '{"max_length": 62}'}, 400, "at most 50"),
+    (ONE, {"generation_config": '{"max_length": 1}'}, 400, "max_new_tokens"),
+    (ONE, {"generation_config": '{"max_length": "a"}'}, 400, "TypeError"),
+    (ONE, {"generation_config": '{"stop_strings": [""]}'}, 400, "stop_strings"), (CHAT, {"messages": "w5"}, 400, "messages"),
+    (CHAT, {"messages": []}, 400, "messages"), (CHAT, {"messages": [{"content": "w5"}]}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, 400, "arguments"),
+    (CHAT, {"top_logprobs": 3}, 400, "top_logprobs"), (CHAT, {"reasoning_effort": "low"}, 400, "chat_template_kwargs"),
+    (CHAT, {"audio": {"voice": "x"}}, 400, "audio"), (CHAT, {"function_call": "f"}, 400, "tool_choice"),
+    (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format"), (CHAT, {"tool_choice": "required"}, 400, "tool_choice"),
+    (CHAT, {"tools": [{}]}, 400, "tools"), (CHAT, {"chat_template_kwargs": 5}, 400, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 / 0 }}"}}, 400, "no variable"),
+    (CHAT, {"chat_template_kwargs": {"truncation": True, "max_length": 2}}, 400, "no variable"), (RESPONSE, {"input": 5}, 400, "input"),
+    (RESPONSE, {"input": [5]}, 400, "input"), (RESPONSE, {"input": [IMAGE]}, 400, "input"),
+    (RESPONSE, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input"),
+    (RESPONSE, {"input": [{"type": "function_call_output"}]}, 400, "input"),
+    (RESPONSE, {"previous_response_id": "x"}, 400, "previous_response_id"), (RESPONSE, {"background": True}, 400, "background"),
+    (RESPONSE, {"text": {"format": {"type": "json_object"}}}, 400, "text"), (RESPONSE, {"tools": [{"type": "web_search"}]}, 400, "tools"),
+    (RESPONSE, {"reasoning": {"effort": "low"}}, 400, "chat_template_kwargs"), (RESPONSE, {"instructions": 5}, 400, "instructions"),
+    (RESPONSE, {"truncation": "auto"}, 400, "truncation"),
+]  # fmt: skip
+GIVEN: dict[str, dict[str, Any]] = {ONE: {"prompt": "w5"}, CHAT: {"messages": TALK}, RESPONSE: {"input": "w5"}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    from fastspec.serving.requests import Limits
+
+    with served(fastspec.patch(small_target(peak=0.15)), rows=1, max_length=80, assistant="nasd", limits=Limits(50, 1, 4000)) as running:
+        yield running
+
+
+def test_every_refusal_names_what_is_wrong_and_the_next_request_is_answered(server: Served) -> None:
+    asked = [*MALFORMED, *((path, json.dumps({**GIVEN[path], **more} if more else {}).encode(), *told) for path, more, *told in FIELDS)]
+    for path, body, status, words in asked:
+        got, answer = post(server, path, body)
+        error = answer["error"]
+        assert got == status == error["code"] and words in error["message"] and error["type"] == "invalid_request_error", (body, answer)
+    assert post(server, ONE, b'{"prompt": "w5", "max_tokens": 2}')[0] == 200
+
+
+def test_null_is_not_given_and_what_changes_nothing_is_taken(server: Served) -> None:
+    nothing = {"logprobs": False, "n": 1, "presence_penalty": 0, "stop": None, "stream": None, "user": "me", "tools": None}
+    messages = [{**TALK[0], "tool_calls": None, "name": None}]
+    got, answer = post(server, CHAT, json.dumps({"messages": messages, "max_tokens": 4, **nothing}).encode())
+    assert got == 200 and answer["usage"]["completion_tokens"] == 4
+    more = {"include": [], "background": False, "truncation": "disabled", "text": {"format": {"type": "text"}}, "max_output_tokens": 4}
+    assert post(server, RESPONSE, json.dumps({"input": "w5", **more}).encode())[0] == 200
+
+
+def test_a_configuration_says_how_long_an_answer_may_get(server: Served) -> None:
+    def ends(**config: Any) -> tuple[int, str]:
+        body = {"prompt": "w5 w6", "generation_config": json.dumps({"do_sample": False, "eos_token_id": 1000, **config})}
+        got, answer = post(server, ONE, json.dumps(body).encode())
+        assert got == 200
+        return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
+
+    assert ends(max_length=20) == (18, "length") and ends(max_new_tokens=7) == (7, "length") and ends() == (50, "length")
+
+
+def test_logit_bias_holds_for_both_routes(server: Served) -> None:
+    for path, more in GIVEN.items():
+        if path != RESPONSE:
+            body = {**more, "max_tokens": 3, "temperature": 0, "logit_bias": {"9": 100}}
+            choice = post(server, path, json.dumps(body).encode())[1]["choices"][0]
+            assert (choice["text"] if path == ONE else choice["message"]["content"]) == "w9 w9 w9"
+
+
+def test_stop_strings_are_prepared_beside_the_servers_own_thread(server: Served, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(handlers, "stop_criterion", lambda *given: seen.append((threading.current_thread(), given[1])))
+    for more in ({"stop": "w9"}, {"generation_config": '{"stop_strings": ["w9"], "max_new_tokens": 3}'}):
+        post(server, ONE, json.dumps({"prompt": "w5", "max_tokens": 3, **more}).encode())
+    assert [strings for _, strings in seen] == [("w9",), ("w9",)] and not any(thread is server.thread for thread, _ in seen)
+
+
+def test_an_error_of_our_own_is_openais_json_too(server: Served, monkeypatch) -> None:
+    def failing(self: Any, *rest: Any, **more: Any) -> Any:
+        raise AttributeError("no luck")
+
+    monkeypatch.setattr(type(server.batch), "submit", failing)
+    got, answer = post(server, ONE, b'{"prompt": "w5"}')
+    assert got == answer["error"]["code"] == 500 and answer["error"]["message"] == "AttributeError: no luck"
+    with pytest.raises(openai.InternalServerError, match="no luck"):
+        server.client().completions.create(model=NAME, prompt="w5")
