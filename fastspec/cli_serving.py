@@ -79,14 +79,15 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's routes: chat, completions, responses, models, health and metrics. See docs/serving.md."""
     try:
-        from fastspec.serving.app import build_app, run_server
+        from fastspec.serving.app import bound, build_app, run_server
         from fastspec.serving.requests import Limits
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
     from fastspec.bulk import own_device
     from fastspec.patches.continuous import continuous
 
+    listener = bound(host, port)  # before a model is loaded in vain
     target, tokenizer, chosen = patched_model(model, eagle3, assistant, device or own_device())
-    with continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk) as batch:
+    with listener, continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk) as batch:
         app = build_app(batch, tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key)
-        run_server(app, host, port, log_level=log_level, grace=grace)
+        run_server(app, listener, log_level=log_level, grace=grace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 import time
 from typing import Any
 
@@ -102,13 +103,28 @@ def build_app(
     return Gate(app, PATHS, limits.body, api_key)
 
 
-def run_server(app: Gate, host: str, port: int, *, log_level: str = "info", grace: int = 10) -> None:
-    """Serve until SIGINT or SIGTERM; requests that run then have `grace` seconds to end."""
+def bound(host: str, port: int) -> socket.socket:
+    """A socket for `run_server`, which does not listen yet. Raises Unsupported for an address that cannot be had: taken, or no own one."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        raise Unsupported(f"{host}:{port} cannot be listened on ({error.strerror}): name another --port or --host") from error
+    return made
+
+
+def run_server(app: Gate, listener: socket.socket, *, log_level: str = "info", grace: int = 10) -> None:
+    """Serve on a socket of `bound` until SIGINT or SIGTERM; requests that run then have `grace` seconds to end."""
     _log_to_stderr(log_level)
     transformers_logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request
+    host, port = listener.getsockname()[:2]
     if app.key is None and not _is_loopback(host):
         log.warning("anyone who reaches %s may ask: --api-key asks for a key", host)
-    uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level=log_level, timeout_graceful_shutdown=grace)).run()
+    log.info("serving on http://%s:%d, Ctrl-C ends it", f"[{host}]" if ":" in host else host, port)
+    config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=grace)
+    uvicorn.Server(config).run([listener])
 
 
 def _log_to_stderr(level: str) -> None:
@@ -120,9 +136,4 @@ def _log_to_stderr(level: str) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return ipaddress.ip_address(host).is_loopback

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fastspec.cli import app
 from fastspec.distribution import install_command
-from fastspec.serving.gate import Gate
+from fastspec.serving.gate import DRAINED, Gate
 
 
 class Client:
@@ -64,7 +64,13 @@ def test_who_is_not_let_in_is_told_why():
     told(401, "API key", Client([b"hello"]), authorization="Bearer se cre")
     told(413, "longer than 5 bytes", Client([b"hello!"]), **key)
     told(413, "longer than 5 bytes", Client([b"hel", b"lo!"]), **key)
-    told(413, "longer than 5 bytes", Client([b""]), **{"content-length": "6"}, **key)
+    told(413, "longer than 5 bytes", Client([b""]), **{"content-length": str(5 * DRAINED + 1)}, **key)
+    long = Client([b"hello!"] * 9)
+    told(413, "longer than 5 bytes", long, **key)
+    assert not long.parts  # or the client would not read the answer
+    endless = Client([b"hello!"] * 99)
+    told(413, "longer than 5 bytes", endless, **key)
+    assert len(endless.parts) > 80
     assert asked(Gate(echo, ("/health",), 5, "secret"), Client([b""]), path="/health")[0] == 200
 
 

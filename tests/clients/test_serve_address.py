@@ -1,0 +1,43 @@
+"""Where `fastspec serve` listens, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from helpers_clients import MARKS
+from helpers_serve import Served, openai, served
+from helpers_training import small_target
+from typer.testing import CliRunner
+
+import fastspec
+from fastspec.cli import app
+from fastspec.errors import Unsupported
+from fastspec.serving.app import bound
+from fastspec.serving.requests import Limits
+
+pytestmark = MARKS
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        done = CliRunner().invoke(app, ["serve", "no-such-model", "--port", str(port)])
+    assert done.exit_code == 1 and f"127.0.0.1:{port} cannot be listened on (Address already in use)" in " ".join(done.output.split())
+
+
+def test_addresses_of_others_and_names_of_nobody_are_refused() -> None:
+    for host in ("203.0.113.7", "no.such.host.invalid"):
+        with pytest.raises(Unsupported, match="name another --port or --host"):
+            bound(host, 0)
+    with bound("localhost", 0) as found:
+        assert found.getsockname()[1] > 0
+
+
+def test_a_body_of_megabytes_is_told_that_it_is_too_long() -> None:
+    """The client sends all of it before it reads."""
+    with served(fastspec.patch(small_target()), rows=1, assistant="nasd", limits=Limits(body=1 << 20)) as server:
+        assert isinstance(server, Served)
+        with pytest.raises(openai.APIStatusError, match="longer than 1048576 bytes") as told:
+            server.client().completions.create(model="small", prompt="w" * 8_000_000)
+        assert told.value.status_code == 413
