@@ -85,8 +85,9 @@ class Gate:
                 return b"".join(parts) if size <= self.body else None
 
     async def _run(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the app until it has answered, or until the client has gone."""
-        read, gone = False, asyncio.Event()
+        """Run the app until it has answered, until the client has gone, or until the server cancels what it does, since it stops: then
+        a client that has no part of its answer is told so, and a stream breaks off without its end."""
+        read, begun, gone = False, False, asyncio.Event()
 
         async def replay() -> Message:
             nonlocal read
@@ -101,15 +102,20 @@ class Gate:
                 pass
             gone.set()
 
-        running, watching = asyncio.ensure_future(self.app(scope, replay, send)), asyncio.ensure_future(watch())
+        async def noting(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        running, watching = asyncio.ensure_future(self.app(scope, replay, noting)), asyncio.ensure_future(watch())
         try:
             await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 running.cancel()
             await running
         except asyncio.CancelledError:
-            if not gone.is_set():
-                raise
+            if not gone.is_set() and not begun:
+                await _answer(send, 503, "the server stops")
         finally:
             running.cancel()
             watching.cancel()

@@ -104,6 +104,32 @@ def test_a_request_whose_client_goes_away_is_cancelled():
     assert seen[0] == "cancelled"
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_when_the_server_stops_a_client_is_told_or_its_stream_breaks_off(begun):
+    seen: list[str] = []
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append("let go")
+
+    async def stopped() -> Client:
+        client = Client([b"hello"])
+        scope = {"type": "http", "path": "/v1/completions", "headers": []}
+        task = asyncio.ensure_future(Gate(slow, ("/v1/completions",), 5, None)(scope, client.receive, client.send))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait_for(task, 10)
+        await asyncio.sleep(0)
+        return client
+
+    got = asyncio.run(stopped()).got
+    assert seen == ["let go"] and [message.get("status") for message in got] == ([200] if begun else [503, None])
+
+
 def test_what_the_app_raises_is_not_swallowed():
     async def raising(scope: Any, receive: Any, send: Any) -> None:
         raise ArithmeticError("no")
