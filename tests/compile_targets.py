@@ -226,15 +226,15 @@ def recurrent_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], o
 def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     """A layer's router and experts, of fewer experts than the families have: their number is none of the products'."""
     from fastspec.kernels.linear import experts, routing
-    from fastspec.kernels.linear.reference import SWIGLU, Expert, Routing
+    from fastspec.kernels.linear.reference import GELU_TANH, SWIGLU, Expert, Gate, Routing
 
     def few(*sizes: int) -> Tensor:
         return floats(*sizes, dtype=dtype)
 
-    clamped = Expert(interleaved=True, alpha=1.702, offset=1.0, limit=7.0)
+    clamped = Expert(interleaved=True, gate=Gate(1.702), offset=1.0, limit=7.0)
     families = (
         ("Mixtral", 4096, 2048, 2, SWIGLU, False, False), ("gpt-oss", 2880, 2880, 4, clamped, True, False),
-        ("GLM-4.5", 4096, 1408, 8, SWIGLU, False, True), ("Gemma 4", 2816, 704, 8, Expert(alpha=1.596, cubic=0.0447), False, False),
+        ("GLM-4.5", 4096, 1408, 8, SWIGLU, False, True), ("Gemma 4", 2816, 704, 8, Expert(gate=GELU_TANH), False, False),
         ("Llama 4", 5120, 8192, 1, Expert(scales_input=True), True, True),
     )  # fmt: skip
     for rows in (1, 16, 32, 60, 128):

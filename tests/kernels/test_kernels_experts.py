@@ -42,9 +42,9 @@ def routed(generator: torch.Generator, tokens: int, count: int, choices: int, ki
 
 KINDS = {
     "swiglu": ops.SWIGLU,
-    "gpt-oss": ops.Expert(interleaved=True, alpha=1.702, offset=1.0, limit=1.5),  # within what the drawn numbers reach
+    "gpt-oss": ops.Expert(interleaved=True, gate=ops.Gate(1.702), offset=1.0, limit=1.5),  # within what the drawn numbers reach
     "llama4": ops.Expert(scales_input=True),
-    "gemma4": ops.Expert(alpha=1.5957691216057308, cubic=0.044715),
+    "gemma4": ops.Expert(gate=ops.GELU_TANH),
 }
 
 
@@ -65,7 +65,7 @@ def exactly(
         read, added = gate.abs(), up.abs()
         if kind.limit is not None:
             gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
-        silu, up = gate * torch.sigmoid(kind.alpha * (gate + kind.cubic * gate**3)), up + kind.offset
+        silu, up = gate * torch.sigmoid(kind.gate.alpha * (gate + kind.gate.cubic * gate**3)), up + kind.offset
         inner = silu * up
         wide, share = down[expert].double(), torch.ones_like(share) if kind.scales_input else share
         answer = inner @ wide.T + (0.0 if down_bias is None else down_bias[expert].double())

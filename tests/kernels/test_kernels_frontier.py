@@ -148,13 +148,14 @@ def test_inputs_that_do_not_fit_are_refused(device):
 @EVERYWHERE
 @pytest.mark.parametrize("rows", [1, 5, 40, 100])
 @pytest.mark.parametrize("bias", [False, True])
-def test_gate_up_is_swiglu_of_the_product(device, rows, bias):
-    """In fp32: a sum of 64 products in another order, then silu; 1e-5 is some 80 roundings of values of size 1."""
+@pytest.mark.parametrize("kind", [linear_reference.SILU, linear_reference.GELU_TANH, linear_reference.Gate(1.702)], ids=str)
+def test_gate_up_joins_the_parts_of_the_product(device, rows, bias, kind):
+    """In fp32: a sum of 64 products in another order, then what opens the gate; 1e-5 is some 80 roundings of values of size 1."""
     generator = torch.Generator().manual_seed(rows)
     x, weight = torch.randn(rows, 64, generator=generator), torch.randn(2 * 48, 64, generator=generator) / 8
 
     def both(x: Tensor, weight: Tensor, added: Tensor | None) -> None:
-        wanted = linear_reference.gate_up(x.double(), weight.double(), None if added is None else added.double())
-        torch.testing.assert_close(gate_up(x, weight, added).double(), wanted, rtol=1e-5, atol=1e-5)
+        wanted = linear_reference.gate_up(x.double(), weight.double(), None if added is None else added.double(), kind)
+        torch.testing.assert_close(gate_up(x, weight, added, kind).double(), wanted, rtol=1e-5, atol=1e-5)
 
     both(x.to(device), weight.to(device), torch.randn(96, generator=generator).to(device) if bias else None)

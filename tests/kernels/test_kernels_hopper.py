@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels_linear import check_chain, gated, product
+from test_kernels_linear import GATES, check_chain, gated, product
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,7 +21,7 @@ from fastspec.kernels.linear import parts as split
 from fastspec.kernels.linear.hopper import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
 from fastspec.kernels.linear.linear import Launch, linear
 from fastspec.kernels.linear.parts import PartsLaunch, linear_parts
-from fastspec.kernels.linear.reference import joined
+from fastspec.kernels.linear.reference import SILU, joined
 
 HAS_HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 ON_HOPPER = pytest.mark.skipif(not HAS_HOPPER, reason="the kernel is for compute capability 9.0")
@@ -61,22 +61,22 @@ def whole_sums(rows: int, shape: tuple[int, int], dtype: torch.dtype, monkeypatc
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 @given(
     rows=st.sampled_from([1, 2, 7, 16, 17, 33, 61, 64, 65, 256, 300]), channels=st.sampled_from([1, 63, 576, 1000, 4096]),
-    depth=st.sampled_from([8, 64, 72, 576, 1544, 4096]), dtype=st.sampled_from(HALVES), swiglu=st.booleans(),
+    depth=st.sampled_from([8, 64, 72, 576, 1544, 4096]), dtype=st.sampled_from(HALVES), gate=st.sampled_from(GATES),
     biased=st.booleans(), sliced=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_every_launch_gives_the_product(launch, rows, channels, depth, dtype, swiglu, biased, sliced, seed):
+def test_every_launch_gives_the_product(launch, rows, channels, depth, dtype, gate, biased, sliced, seed):
     torch.manual_seed(seed)
-    if swiglu and launch.stages * launch.channels * launch.depth > 4 * 128 * 64:
+    if gate is not None and launch.stages * launch.channels * launch.depth > 4 * 128 * 64:
         launch = HopperLaunch(64, 64, 4, 2, rows=launch.rows)  # what fits into shared memory
     if rows > 64 and not launch.rows:
         launch = replace(launch, rows=64)
-    x, weight, bias = drawn(rows, channels * (1 + swiglu), depth, dtype, biased, sliced)
+    x, weight, bias = drawn(rows, channels * (1 + (gate is not None)), depth, dtype, biased, sliced)
     assert takes(x, weight)
-    exact, bound = (gated if swiglu else product)(x, weight, bias)
+    exact, bound = product(x, weight, bias) if gate is None else gated(x, weight, bias, gate)
     outs = [torch.full(exact.shape, torch.nan, dtype=dtype, device="cuda") for _ in range(2)]
     for out in outs:
-        hopper_linear(x, weight, bias, out, launch, swiglu)
+        hopper_linear(x, weight, bias, out, launch, gate is not None, gate or SILU)
     assert bool(((outs[0].double() - exact).abs() <= bound).all()) and torch.equal(*outs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,11 @@ from torch import Tensor, nn
 
 import fastspec
 from fastspec.generation.layers.decoder import is_plain
+from fastspec.kernels.linear import reference
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Gate, joined
+from fastspec.patches.backends import TORCH
+from fastspec.patches.hf.families import adapter_for
+from fastspec.patches.hf.layers import mlp_of, pack_model
 
 accelerate = pytest.importorskip("accelerate")
 ASSISTANTS = "autoregressive", TREE
@@ -188,3 +194,17 @@ def test_experts_with_scales_keep_their_own_forward():
     assert row is not None and is_mixture(row, mlp)
     mlp.experts.gate_up_proj_scale = nn.Parameter(torch.ones(4, 1, 1))
     assert not is_mixture(row, mlp)
+
+
+@pytest.mark.parametrize("kind, gate", [("llama", SILU), ("gemma3_text", GELU_TANH), ("arcee", None)])
+def test_gates_that_the_kernels_have_are_fused(kind: str, gate: Gate | None) -> None:
+    model, calls = tiny_model(kind, num_hidden_layers=1, layer_types=["full_attention"]), []
+
+    def spy(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate) -> Tensor:
+        calls.append(kind)
+        return reference.gate_up(x, weight, bias, kind)
+
+    pack_model(model)
+    mlp, x = model.model.layers[0].mlp, torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0))
+    found = joined(mlp_of(adapter_for(model), mlp, replace(TORCH, gate_up=spy))(x))
+    assert torch.equal(found, mlp(x)) and calls == ([] if gate is None else [gate])

@@ -8,11 +8,11 @@ from typing import overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastspec.generation.layers.mixers import Linear, Product, SequenceMixer
 from fastspec.generation.layers.packing import joint
 from fastspec.generation.ops import Ops
+from fastspec.kernels.linear.reference import SILU, Gate, opened
 
 Norm = Callable[..., tuple[Tensor, Tensor]]
 """(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum), as `Ops.rms_norm`; a model's own norms without `out`."""
@@ -62,14 +62,14 @@ def product(ops: Ops, layers: Sequence[nn.Linear], *, parts: bool = False) -> Pr
     return lambda x: torch.cat([ops.linear(x, layer.weight, layer.bias) for layer in layers], -1)
 
 
-def gated(ops: Ops, gate: nn.Linear, up: nn.Linear, down: nn.Linear, *, parts: bool = True) -> Product:
-    """The SwiGLU feed-forward of plain linear layers; `parts` as in `product`."""
+def gated(ops: Ops, gate: nn.Linear, up: nn.Linear, down: nn.Linear, kind: Gate = SILU, *, parts: bool = True) -> Product:
+    """The gated feed-forward of plain linear layers; `parts` as in `product`."""
     out, layers = product(ops, (down,), parts=parts), (gate, up)
     weight, biases = joint([layer.weight for layer in layers]), [layer.bias for layer in layers if layer.bias is not None]
     bias = joint(biases) if biases else None
     if weight is not None and len(biases) in (0, 2) and (bias is not None) == bool(biases):
-        return lambda x: out(ops.gate_up(x, weight, bias))
-    return lambda x: out(F.silu(ops.linear(x, gate.weight, gate.bias)) * ops.linear(x, up.weight, up.bias))
+        return lambda x: out(ops.gate_up(x, weight, bias, kind))
+    return lambda x: out(opened(ops.linear(x, gate.weight, gate.bias), kind) * ops.linear(x, up.weight, up.bias))
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:

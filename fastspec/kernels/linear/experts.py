@@ -313,7 +313,7 @@ def experts(
     _gate_up[(triton.cdiv(2 * inner, launch.tile), groups)](
         rows, gate_up, gate_up_bias, weights, order, expert, begin, end, activated, rows.stride(0), CHOICES=choices, HIDDEN=size,
         INNER=inner, TRANSPOSED=turned_in, INTERLEAVED=kind.interleaved, SCALES=kind.scales_input, BIAS=gate_up_bias is not None,
-        ALPHA=kind.alpha, CUBIC=kind.cubic, OFFSET=kind.offset, LIMIT=kind.limit, DEPTH_BLOCK=_depth(launch, size), **same,
+        ALPHA=kind.gate.alpha, CUBIC=kind.gate.cubic, OFFSET=kind.offset, LIMIT=kind.limit, DEPTH_BLOCK=_depth(launch, size), **same,
     )  # fmt: skip
     _down[(triton.cdiv(size, launch.tile), groups)](
         activated, down, down_bias, order, expert, begin, end, parts, HIDDEN=size, INNER=inner, TRANSPOSED=turned_out,

@@ -121,7 +121,7 @@ def experts_row(
     activated, out, pdl = x.new_empty((choices, inner)), x.new_empty((1, size)), dependent(x.device)
     _inner_row[(triton.cdiv(inner, INNER.channels), choices)](
         x, gate_up, gate_up_bias, weights, chosen, activated, HIDDEN=size, INNER=inner, INTERLEAVED=kind.interleaved,
-        SCALES=kind.scales_input, BIAS=gate_up_bias is not None, ALPHA=kind.alpha, CUBIC=kind.cubic, OFFSET=kind.offset,
+        SCALES=kind.scales_input, BIAS=gate_up_bias is not None, ALPHA=kind.gate.alpha, CUBIC=kind.gate.cubic, OFFSET=kind.offset,
         LIMIT=kind.limit, CHANNELS=INNER.channels, BLOCK=_block(INNER, size), num_warps=INNER.warps, **pdl,
     )  # fmt: skip
     _down_row[(triton.cdiv(size, DOWN.channels),)](

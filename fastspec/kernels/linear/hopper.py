@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastspec.kernels.launch import dependent, is_hopper, padded
+from fastspec.kernels.linear.reference import SILU, Gate
 
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed since Triton 3.6
 
@@ -40,7 +41,7 @@ def _weights(d_w, bars, w_smem, stage, line, o_k, M, wanted, BYTES: gl.constexpr
 def _hopper_linear(
     d_w, d_x, p_bias, p_out, R, M, steps,
     BM: gl.constexpr, BK: gl.constexpr, BR: gl.constexpr, S: gl.constexpr, GATES: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    ALPHA: gl.constexpr, CUBIC: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Out [R, M] in d_x's dtype, or with PARTS [S, R, M] fp32: part s is over the s-th share of the steps. The grid's second side counts
     tiles of BR rows."""
@@ -111,7 +112,8 @@ def _hopper_linear(
             if BIAS:
                 b_up += gl.load(p_bias + M + o_line, mask=o_line < M, other=0.0).to(gl.float32)[:, None]
             b_gate = b_out.to(gl.float32)
-            b_gate = (b_gate / (1.0 + gl.exp(-b_gate))).to(dtype)
+            b_in = b_gate + CUBIC * b_gate * b_gate * b_gate if CUBIC != 0.0 else b_gate
+            b_gate = (b_gate / (1.0 + gl.exp(-ALPHA * b_in))).to(dtype)
             b_out = (b_gate.to(gl.float32) * b_up.to(dtype).to(gl.float32)).to(dtype)
         b_out = gl.convert_layout(b_out, OUT)
         gl.store(p_out + o_r[None, :].to(gl.int64) * M + o_m[:, None], b_out, mask=m_out)
@@ -186,7 +188,9 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     return all((operand.data_ptr() | operand.stride(0) * 2) % 16 == 0 for operand in (x, weight))
 
 
-def hopper_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: HopperLaunch, swiglu: bool = False) -> None:
+def hopper_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: HopperLaunch, swiglu: bool = False, kind: Gate = SILU
+) -> None:
     """Fill out [..., M], or out [S, ..., M] fp32 with the parts, contiguous, of the product of x [R, K]; operands as `takes` says."""
     rows, depth = x.shape
     width, split = out.shape[-1], out.dtype == torch.float32
@@ -194,7 +198,7 @@ def hopper_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, l
     _hopper_linear[(-(-width // launch.channels) * launch.parts, -(-rows // wide))](
         _descriptor(weight, launch.channels, launch.depth), _descriptor(x, wide, launch.depth), bias, out, rows, width, steps,
         BM=launch.channels, BK=launch.depth, BR=wide, S=launch.parts, GATES=1 + swiglu, BIAS=bias is not None, PARTS=split,
-        STAGES=launch.stages, AHEAD=launch.ahead, num_warps=4, **dependent(x.device),
+        ALPHA=kind.alpha, CUBIC=kind.cubic, STAGES=launch.stages, AHEAD=launch.ahead, num_warps=4, **dependent(x.device),
     )  # fmt: skip
 
 

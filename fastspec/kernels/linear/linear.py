@@ -21,7 +21,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fastspec.kernels.launch import dependent, has_descriptors, padded, prefetch, stages_within
 from fastspec.kernels.linear import swiglu as swiglu_kernel
 from fastspec.kernels.linear.hopper import MAX_ROWS, HopperLaunch, hopper_launch_for, hopper_linear, takes
+from fastspec.kernels.linear.reference import SILU, Gate, opened
 from fastspec.kernels.linear.row import RowLaunch, linear_row, row_launch_for
+from fastspec.kernels.linear.swiglu import gated
 
 
 @triton.jit
@@ -44,7 +46,7 @@ def _weights(p_w, d_w, first, o_m, o_k, lines, K, stride_w, BK: tl.constexpr, EV
 def _linear_kernel(
     p_x, p_w, d_w, p_bias, p_out, R, M, K, stride_x, stride_w,
     BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    TMA: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    ALPHA: tl.constexpr, CUBIC: tl.constexpr, TMA: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Out [R, M] of x [R, K] and w [M, K], or [2 * M, K] under SWIGLU; d_w is w's descriptor under TMA and None otherwise."""
     first = tl.program_id(0) * BM
@@ -88,9 +90,7 @@ def _linear_kernel(
     if SWIGLU:
         if BIAS:
             b_up += tl.load(p_bias + M + o_i, mask=m_i, other=0.0).to(tl.float32)[:, None]
-        b_gate = b_out.to(tl.float32)
-        b_gate = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_out.dtype.element_ty)
-        b_out = (b_gate.to(tl.float32) * b_up.to(p_out.dtype.element_ty).to(tl.float32)).to(p_out.dtype.element_ty)
+        b_out = gated(b_out, b_up.to(p_out.dtype.element_ty), ALPHA, CUBIC, 0.0, None)
     tl.store(p_out + o_r[None, :].to(tl.int64) * M + o_i[:, None], b_out, mask=m_i[:, None] & m_r[None, :])
 
 
@@ -155,22 +155,23 @@ def _chosen(x: Tensor, weight: Tensor, rows: int, channels: int, swiglu: bool) -
     return launch_for(rows, channels, depth, x.dtype, swiglu) if launch is None else launch
 
 
-def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`reference.gate_up`: silu(gate) * up of x [..., K] times a packed weight [2 * M, K], plus bias [2 * M] -> [..., M]."""
+def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate = SILU) -> Tensor:
+    """`reference.gate_up`: gate and up of x [..., K] times a packed weight [2 * M, K], plus bias [2 * M], joined -> [..., M]."""
     rows = x.numel() // max(1, x.shape[-1])
     launch = _chosen(x, weight, rows, weight.shape[0] // 2, swiglu=True)
     if launch is None:
-        return swiglu_kernel.swiglu(linear(x, weight, bias))
-    return linear(x, weight, bias, swiglu=True, launch=launch)
+        return swiglu_kernel.swiglu(linear(x, weight, bias), kind)
+    return linear(x, weight, bias, swiglu=True, launch=launch, kind=kind)
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, swiglu: bool = False, launch: Launch | RowLaunch | HopperLaunch | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, swiglu: bool = False, launch: Launch | RowLaunch | HopperLaunch | None = None,
+    kind: Gate = SILU,
+) -> Tensor:  # fmt: skip
     """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M] in x's dtype, summed in fp32 and rounded once.
 
-    With swiglu the weight [2 * M, K] and the bias [2 * M] hold a gate, then an up-projection, and the result [..., M] is silu(gate) * up,
-    rounded where `reference.gate_up` rounds. dtype is bfloat16, float16 or float32, the same for all.
+    With swiglu the weight [2 * M, K] and the bias [2 * M] hold a gate, then an up-projection, and the result [..., M] is what
+    `reference.gate_up` makes of them, rounded where it rounds. dtype is bfloat16, float16 or float32, the same for all.
     The last dimension of x, weight and bias must be contiguous (ValueError otherwise); the lines of x and weight may lie apart.
 
     More than MAX_ROWS rows, empty products, other dtypes, gradients and what no table has a launch for (most products of more than 64
@@ -192,21 +193,21 @@ def linear(
         launch = _chosen(x, weight, rows, width, swiglu)
     if launch is None:
         out = F.linear(x, weight, bias)
-        return F.silu(out[..., :width]) * out[..., width:] if swiglu else out
+        return opened(out[..., :width], kind) * out[..., width:] if swiglu else out
     flat = x.reshape(rows, depth)
     out = x.new_empty(*x.shape[:-1], width)
     if isinstance(launch, RowLaunch):
         if rows > 1:
             raise ValueError(f"{launch} multiplies one row, not {rows}: give a Launch")
-        linear_row(flat, weight, bias, out, launch, swiglu)
+        linear_row(flat, weight, bias, out, launch, swiglu, kind)
     elif isinstance(launch, HopperLaunch):
-        hopper_linear(flat, weight, bias, out, launch, swiglu)
+        hopper_linear(flat, weight, bias, out, launch, swiglu, kind)
     else:
-        _launch(flat, weight, bias, out, launch, swiglu)
+        _launch(flat, weight, bias, out, launch, swiglu, kind)
     return out
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: Launch, swiglu: bool) -> None:
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: Launch, swiglu: bool, kind: Gate) -> None:
     """Fill out [..., M], contiguous, with the product of x [R, K]."""
     rows, depth = x.shape
     width = out.shape[-1]
@@ -219,5 +220,5 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch:
         x, weight, TensorDescriptor.from_tensor(weight, [launch.channels, launch.depth]) if tma else None,
         bias, out, rows, width, depth, x.stride(0), weight.stride(0),
         BM=launch.channels, BK=launch.depth, BR=padded(rows), SWIGLU=swiglu, BIAS=bias is not None, EVEN_K=depth % launch.depth == 0,
-        TMA=tma, PREFETCH=launch.prefetch, PDL=pdl, STAGES=stages, **options,
+        ALPHA=kind.alpha, CUBIC=kind.cubic, TMA=tma, PREFETCH=launch.prefetch, PDL=pdl, STAGES=stages, **options,
     )  # fmt: skip

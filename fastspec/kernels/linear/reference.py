@@ -6,6 +6,7 @@ Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,15 +46,40 @@ def joined(x: Tensor | Parts) -> Tensor:
     return total.to(x.dtype)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of gate_up [..., 2 * I], the gate first -> [..., I]; silu is rounded to the dtype before the product."""
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What a gate becomes before it multiplies: gate * sigmoid(alpha * (gate + cubic * gate**3)); the default is SiLU."""
+
+    alpha: float = 1.0
+    cubic: float = 0.0
+
+
+SILU = Gate()
+GELU_TANH = Gate((8 / math.pi) ** 0.5, 0.044715)
+"""GELU by its tangent."""
+
+
+def opened(gate: Tensor, kind: Gate) -> Tensor:
+    """A gate as its kind makes it, rounded to its dtype; SiLU and GELU by torch's own."""
+    if kind == SILU:
+        return F.silu(gate)
+    if kind == GELU_TANH:
+        return F.gelu(gate, approximate="tanh")
+    wide = gate.float()
+    return (wide * torch.sigmoid(kind.alpha * (wide + kind.cubic * wide**3))).to(gate.dtype)
+
+
+def swiglu(gate_up: Tensor, kind: Gate = SILU) -> Tensor:
+    """opened(gate) * up of gate_up [..., 2 * I], the gate first -> [..., I]."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return opened(gate, kind) * up
 
 
-def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, *, product: Callable[..., Tensor] = linear) -> Tensor:
+def gate_up(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate = SILU, *, product: Callable[..., Tensor] = linear
+) -> Tensor:  # fmt: skip
     """`swiglu` of x [..., K] times a packed weight [2 * I, K], the gate's rows first, plus bias [2 * I] -> [..., I]."""
-    return swiglu(product(x, weight, bias))
+    return swiglu(product(x, weight, bias), kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +126,11 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """How one expert computes: down((up + offset) * gate * sigmoid(alpha * (gate + cubic * gate**3))); the defaults are SwiGLU."""
+    """How one expert computes: down((up + offset) * opened(gate)); the defaults are SwiGLU."""
 
     interleaved: bool = False
     """Whether the rows of gate and up take turns, else the gate's come first."""
-    alpha: float = 1.0
-    cubic: float = 0.0
-    """(8 / pi)**0.5 and 0.044715 are GELU by its tangent."""
+    gate: Gate = SILU
     offset: float = 0.0
     limit: float | None = None
     """The gate is at most this before it is used, and the up part within plus and minus this."""
@@ -145,6 +169,4 @@ def _joined(both: Tensor, kind: Expert) -> Tensor:
     gate, up = both.unflatten(-1, (-1, 2)).unbind(-1) if kind.interleaved else both.chunk(2, -1)
     if kind.limit is not None:
         gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
-    wide = gate.float()
-    gated = (wide * torch.sigmoid(kind.alpha * (wide + kind.cubic * wide**3))).to(gate.dtype)
-    return gated * (up if kind.offset == 0.0 else up + kind.offset)
+    return opened(gate, kind.gate) * (up if kind.offset == 0.0 else up + kind.offset)

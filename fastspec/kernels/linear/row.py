@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.linear.swiglu import silu_times
+from fastspec.kernels.linear.reference import SILU, Gate
+from fastspec.kernels.linear.swiglu import gated
 
 EACH = 8  # neighbours whose products a thread adds up first: 16 bytes of half precision
 
@@ -39,7 +40,7 @@ def _products(b_w, b_x, CHANNELS: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.co
 def _row_kernel(
     p_x, p_w, p_bias, p_out, M, K, stride_w,
     CHANNELS: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    ALPHA: tl.constexpr, CUBIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Out [M] of x [K] and w [M, K], or [2 * M, K] under SWIGLU."""
     first = tl.program_id(0) * CHANNELS
@@ -79,7 +80,7 @@ def _row_kernel(
         b_up = tl.sum(b_ups + _products(b_u, b_x, CHANNELS, DEPTH, EACH), 1)
         if BIAS:
             b_up += tl.load(p_bias + M + o_i, mask=m_i, other=0.0).to(tl.float32)
-        b_out = silu_times(b_out, b_up.to(p_out.dtype.element_ty))
+        b_out = gated(b_out, b_up.to(p_out.dtype.element_ty), ALPHA, CUBIC, 0.0, None)
     tl.store(p_out + o_i, b_out, mask=m_i)
 
 
@@ -111,10 +112,11 @@ def row_launch_for(channels: int, depth: int, swiglu: bool = False) -> RowLaunch
     return RowLaunch(4, 2048, 8) if channels <= 2048 else RowLaunch(4, 1024, 4)  # few programs: more of their lines on the way
 
 
-def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: RowLaunch, swiglu: bool) -> None:
+def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: RowLaunch, swiglu: bool, kind: Gate = SILU) -> None:
     """Fill out [..., M] of one row, contiguous, with the product of x [1, K] and weight [M, K] ([2 * M, K] with swiglu), as `linear`."""
     width, depth = out.shape[-1], weight.shape[1]
     _row_kernel[(triton.cdiv(width, launch.channels),)](
         x, weight, bias, out, width, depth, weight.stride(0), CHANNELS=launch.channels, DEPTH=launch.depth, EACH=min(EACH, launch.depth),
-        SWIGLU=swiglu, BIAS=bias is not None, EVEN=depth % launch.depth == 0, num_warps=launch.warps, **dependent(x.device),
+        SWIGLU=swiglu, BIAS=bias is not None, EVEN=depth % launch.depth == 0, ALPHA=kind.alpha, CUBIC=kind.cubic,
+        num_warps=launch.warps, **dependent(x.device),
     )  # fmt: skip

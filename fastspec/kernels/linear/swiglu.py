@@ -1,4 +1,4 @@
-"""How a gate and an up part are joined, and silu(gate) * up of packed rows: each program takes a slice of one row.
+"""How a gate and an up part are joined, and those of packed rows: each program takes a slice of one row.
 
 gate_up [..., 2 * I], the gate first; R rows in all.
 """
@@ -11,16 +11,9 @@ from torch import Tensor
 
 from fastspec.kernels.launch import dependent
 from fastspec.kernels.layer.rms_norm import rows_of
+from fastspec.kernels.linear.reference import SILU, Gate
 
 BLOCK = 1024
-
-
-@triton.jit
-def silu_times(b_gate, b_up):
-    """silu(gate) * up: both in one dtype, in which silu and the product are rounded; silu is computed in fp32."""
-    b_wide = b_gate.to(tl.float32)
-    b_silu = (b_wide / (1.0 + tl.exp(-b_wide))).to(b_gate.dtype)
-    return (b_silu.to(tl.float32) * b_up.to(tl.float32)).to(b_gate.dtype)
 
 
 @triton.jit
@@ -38,7 +31,9 @@ def gated(b_gate, b_up, ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.con
 
 
 @triton.jit
-def _swiglu(p_in, p_out, stride_in, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _swiglu(
+    p_in, p_out, stride_in, ALPHA: tl.constexpr, CUBIC: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -48,11 +43,11 @@ def _swiglu(p_in, p_out, stride_in, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL
     p_gate = p_in + row * stride_in + o_i
     b_gate = tl.load(p_gate, mask=m_i, other=0.0)
     b_up = tl.load(p_gate + SIZE, mask=m_i, other=0.0)
-    tl.store(p_out + row * SIZE + o_i, silu_times(b_gate, b_up), mask=m_i)
+    tl.store(p_out + row * SIZE + o_i, gated(b_gate, b_up, ALPHA, CUBIC, 0.0, None), mask=m_i)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`reference.swiglu`: silu(gate) * up of gate_up [..., 2 * I] -> [..., I], contiguous.
+def swiglu(gate_up: Tensor, kind: Gate = SILU) -> Tensor:
+    """`reference.opened`(gate) * up of gate_up [..., 2 * I], the gate first -> [..., I], contiguous.
 
     gate_up is fp32, fp16 or bf16, its last dimension contiguous, its rows a fixed distance apart.
     """
@@ -65,5 +60,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     block = min(BLOCK, max(16, triton.next_power_of_2(size)))
     warps = min(4, max(1, block // 256))  # 16 bytes of half precision per thread
     grid = (len(rows), triton.cdiv(size, block))
-    _swiglu[grid](rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=warps, **dependent(out.device))
+    _swiglu[grid](
+        rows, out, rows.stride(0), ALPHA=kind.alpha, CUBIC=kind.cubic, SIZE=size, BLOCK=block, num_warps=warps, **dependent(out.device)
+    )
     return out

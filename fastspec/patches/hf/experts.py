@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,15 +11,14 @@ from torch import Tensor, nn
 from fastspec.generation.layers.decoder import gated, is_plain, product
 from fastspec.generation.layers.mixers import Linear
 from fastspec.generation.ops import Ops
-from fastspec.kernels.linear.reference import Expert, Routing, joined, linear
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Expert, Gate, Routing, joined, linear
 from fastspec.patches.hf.families import Adapter, is_foreign
 from fastspec.patches.hf.mixtures import Mixture
 
 WEIGHTS = {"gate_up_proj", "down_proj"}
 BIASES = {"gate_up_proj_bias", "down_proj_bias"}
 FLOATS = torch.float32, torch.float16, torch.bfloat16
-SILU = "SiLU", "SiLUActivation"
-ACTIVATIONS = dict.fromkeys(SILU, Expert()) | {"GELUTanh": Expert(alpha=(8 / math.pi) ** 0.5, cubic=0.044715)}
+ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH}
 """What the op knows of transformers' activations, by their classes."""
 
 
@@ -66,10 +63,9 @@ def experts_of(held: Any, ops: Ops) -> Callable[..., Tensor]:
 
 
 def _expert(row: Mixture, held: Any) -> Expert:
-    act = Expert() if row.alpha else ACTIVATIONS[_act(held)]
-    return replace(
-        act, interleaved=row.interleaved, offset=row.offset, alpha=float(getattr(held, row.alpha)) if row.alpha else act.alpha,
-        limit=float(getattr(held, row.limit)) if row.limit else None,
+    return Expert(
+        interleaved=row.interleaved, gate=Gate(float(getattr(held, row.alpha))) if row.alpha else ACTIVATIONS[_act(held)],
+        offset=row.offset, limit=float(getattr(held, row.limit)) if row.limit else None,
     )  # fmt: skip
 
 
@@ -94,7 +90,7 @@ def is_mixture(row: Mixture, mlp: Any) -> bool:
     if any(type(weight) is not nn.Parameter or weight.dtype != mlp.experts.gate_up_proj.dtype for weight in router.values()):
         return False
     side, opening = (getattr(mlp, name) if name else None for name in (row.shared, row.shared_gate))
-    if side is not None and not (_act(side) in SILU and all(map(is_plain, (side.gate_proj, side.up_proj, side.down_proj)))):
+    if side is not None and not (gate_of(side) == SILU and all(map(is_plain, (side.gate_proj, side.up_proj, side.down_proj)))):
         return False
     return opening is None or is_plain(opening)
 
@@ -116,6 +112,11 @@ def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
         return True
     way = getattr(model.config.get_text_config(), "_experts_implementation", None)
     return way != "batched_mm" and not (way == "grouped_mm" and model.dtype == torch.bfloat16)
+
+
+def gate_of(module: Any) -> Gate | None:
+    """What a feed-forward's gate becomes, None where the kernels do not have it."""
+    return ACTIVATIONS.get(_act(module))
 
 
 def _act(module: Any) -> str:

@@ -18,7 +18,7 @@ from fastspec.generation.state.recurrent import DeltaState
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import Rates
 from fastspec.patches.hf.compat import NO_ROTATION
-from fastspec.patches.hf.experts import experts_of, is_mixture, is_own, mixture_of
+from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter, adapter_for, decoder_of, is_foreign, norms_heads
 
 
@@ -167,12 +167,13 @@ def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:
 
 
 def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
-    """The feed-forward: fused where it is a plain SwiGLU, a mixture of experts through the backend's op where it has one."""
+    """The feed-forward: fused where it is plain and gated by SiLU or GELU, a mixture of experts by the backend's op where it has one."""
     dense = parts.gated_mlp and hasattr(mlp, "gate_proj")
     own = is_own(mlp)
     if dense and own and all(map(is_plain, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))):
-        if isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation":
-            return gated(ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        kind = gate_of(mlp)
+        if kind is not None:
+            return gated(ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj, kind)
         gate, up, down = (product(ops, (layer,)) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         return lambda x: down(mlp.act_fn(gate(x)) * up(x))
     if parts.mixture is not None and ops.experts is not None and is_mixture(parts.mixture, mlp):
