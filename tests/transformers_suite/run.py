@@ -25,7 +25,10 @@ from typing import Any
 import torch
 import transformers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3", "gemma4", "gpt_oss", "olmo3", "glm4_moe",
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen2_5_vl", "qwen3_vl", "llava", "mistral3",
+)  # fmt: skip
 SETTINGS = ("unpatched", "autoregressive", "nasd", "eagle3", "early_exit")
 INPUTS = {"as they are": (), "padded on the left": ("--left-padding",)}
 TESTS = Path(__file__).resolve().parent.parent
