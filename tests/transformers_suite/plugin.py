@@ -15,6 +15,7 @@ import json
 import re
 import types
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,18 @@ def _compare(ours: Any, plain: Any, exact: bool, mask: torch.Tensor | None) -> N
         _same(name, *([each] if isinstance(each, torch.Tensor) else each or [] for each in held), exact)
     past = [each.past_key_values for each in (ours, plain)]
     if past[0] is not None:
-        kept = _kept(mask, past[1].layers[0].keys)
-        for part in ("keys", "values"):
-            _same(f"past_key_values.{part}", *([getattr(layer, part) * kept for layer in cache.layers] for cache in past), exact)
+        for part in ("keys", "values", "conv_states", "recurrent_states"):
+            _same(f"past_key_values.{part}", *([*_held(cache, part, mask)] for cache in past), exact)
+
+
+def _held(cache: Any, part: str, mask: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """A part of every layer that has it: keys and values without padding, or the states of recurrent layers, several to a layer."""
+    for layer in cache.layers:
+        held = getattr(layer, part, None)
+        if part in ("keys", "values"):
+            yield from () if held is None else (held * _kept(mask, held),)
+        elif held is not None:
+            yield from held.values()
 
 
 def _kept(mask: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
