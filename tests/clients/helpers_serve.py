@@ -28,11 +28,11 @@ SECONDS = 60.0
 class Served:
     """A server in a thread of this process."""
 
-    def __init__(self, batch: Any, tokenizer: Any, **options: Any) -> None:
+    def __init__(self, batch: Any, tokenizer: Any, name: str = NAME, **options: Any) -> None:
         from fastspec.serving.app import build_app
 
         self.batch = batch
-        self.server = uvicorn.Server(uvicorn.Config(build_app(batch, tokenizer, NAME, **options), port=0, log_level="warning"))
+        self.server = uvicorn.Server(uvicorn.Config(build_app(batch, tokenizer, name, **options), port=0, log_level="warning"))
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         while not self.server.started:

@@ -1,0 +1,45 @@
+"""The snippets of docs/serving.md for the openai client and for uvicorn run as they stand, with a small model behind their address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers_clients import MARKS
+from helpers_models import tiny_head
+from helpers_pages import snippets
+from helpers_serve import openai, served, uvicorn
+from helpers_training import small_target, small_tokenizer
+
+import fastspec
+from fastspec.serving.gate import Gate
+
+pytestmark = MARKS
+CLIENT, PROGRAM = [each.text for each in snippets(Path("docs/serving.md")) if each.needs == {"clients"}]
+MODEL, ADDRESS = "smollm2-135m-instruct", "http://127.0.0.1:8000/v1"
+
+
+def test_the_clients_snippet_prints_an_answer_as_it_comes(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert MODEL in CLIENT
+    with served(fastspec.patch(small_target(peak=0.15)), assistant="nasd", name=MODEL) as server:
+        client = openai.OpenAI
+
+        def here(base_url: str, **given: Any) -> Any:
+            assert base_url == ADDRESS
+            return client(base_url=f"{server.url}/v1", **given)
+
+        monkeypatch.setattr(openai, "OpenAI", here)
+        exec(compile(CLIENT, "docs/serving.md", "exec"), {})
+        whole = server.client().chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Why is the sky blue?"}], temperature=0
+        )
+    assert capsys.readouterr().out == whole.choices[0].message.content != ""
+
+
+def test_the_programs_snippet_makes_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ran = small_target(), []
+    fastspec.patch(model, eagle3=tiny_head(model))
+    monkeypatch.setattr(uvicorn, "run", ran.append)
+    exec(compile(PROGRAM, "docs/serving.md", "exec"), {"fastspec": fastspec, "model": model, "tokenizer": small_tokenizer()})
+    assert [type(app) for app in ran] == [Gate]
