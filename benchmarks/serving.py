@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import importlib.metadata
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -123,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             wanted = wanted or [answer.text for answer in answers]
             row = row_of(name, in_flight, answers, seconds, wanted)
             row |= {"max_tokens": given.max_tokens, "long": given.long, "note": given.note, "client_cpu": cpu_name()}
+            row |= {"cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
             row |= {package: importlib.metadata.version(package) for package in ("torch", "transformers", "openai")}
             print(json.dumps(row))
             if given.out is not None:
