@@ -47,7 +47,8 @@ class Served:
             return answer.read().decode()
 
     def metric(self, name: str) -> float:
-        return next(float(line.split()[-1]) for line in self.get("/metrics").split("\n") if line.split(" ")[0] == name)
+        """The value now; 0 for what has not been counted yet."""
+        return next((float(line.split()[-1]) for line in self.get("/metrics").split("\n") if line.split(" ")[0] == name), 0.0)
 
     def wait(self, what: Any) -> None:
         end = time.monotonic() + SECONDS

@@ -114,6 +114,7 @@ def test_two_hundred_requests_sixteen_in_flight(pair, server):
 
     before = server.metric('fastspec_requests_total{outcome="length"}')
     got = asyncio.run(everyone())
+    assert server.metric("fastspec_tokens_per_second") > 0  # of the last seconds
     with fastspec.patched(small_target(peak=0.15)) as other, fastspec.continuous(other, "autoregressive", rows=1, max_length=400) as batch:
         for said, (text, count, chat, _, seed) in zip(got, asked, strict=True):
             if seed is None:
@@ -127,7 +128,7 @@ def test_two_hundred_requests_sixteen_in_flight(pair, server):
     assert server.metric('fastspec_requests_total{outcome="length"}') > before
     assert server.batch.running == server.batch.waiting == 0
     assert server.metric("fastspec_acceptance_length") > 1 and server.metric("fastspec_rows") == 4
-    assert server.metric("fastspec_time_to_first_token_seconds_count") >= 200 and server.metric("fastspec_tokens_per_second") > 0
+    assert server.metric("fastspec_time_to_first_token_seconds_count") >= 200
 
 
 @pytest.fixture(scope="module")
