@@ -163,18 +163,23 @@ def test_a_text(device: str, dtype: torch.dtype, sizes: Any, tokens: int, seed: 
 
 
 @TYPES
-@given(nodes=st.sampled_from([1, 6, 20]), width=st.integers(2, 4), channels=st.sampled_from([12, 530]), seed=SEEDS, chain=st.booleans())
+@given(
+    nodes=st.sampled_from([1, 6, 20]), width=st.integers(2, 4), channels=st.sampled_from([12, 530]), seed=SEEDS, chain=st.booleans(),
+    silu=st.booleans(),
+)  # fmt: skip
 @examples(6)
-def test_the_convolution(device: str, dtype: torch.dtype, nodes: int, width: int, channels: int, seed: int, chain: bool) -> None:
+def test_the_convolution(
+    device: str, dtype: torch.dtype, nodes: int, width: int, channels: int, seed: int, chain: bool, silu: bool
+) -> None:  # fmt: skip
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(2, nodes, channels + 5, generator=draw).to(dtype).to(device)[..., :channels]
     weight, held = torch.randn(channels, width, generator=draw).to(dtype).to(device), torch.randn(2, width, channels, generator=draw)
     held = held.to(dtype).to(device)
     parents = None if chain else random_parents(2, nodes, draw).to(device)
     kept, out = (torch.zeros(2, nodes + 2, channels, dtype=dtype, device=device)[:, :nodes] for _ in "ab")
-    found = conv.tree_conv(x, weight, held, parents, kept, out)
+    found = conv.tree_conv(x, weight, held, parents, kept, out, silu=silu)
     assert found.data_ptr() == out.data_ptr() and torch.equal(kept, x)
-    close(found, reference.tree_conv(x, weight, held, parents), dtype)
+    close(found, reference.tree_conv(x, weight, held, parents, silu=silu), dtype)
     counts = torch.tensor([nodes // 2, nodes], device=device)
     mine, theirs = held.clone(), held.clone()
     conv.hold(x, mine, counts)

@@ -152,3 +152,17 @@ def test_without_its_adapter_a_recurrent_model_is_refused_and_the_default_leaves
         free(model, ROWS, 4, assistant="nasd")
     with pytest.warns(UserWarning, match="keeps a recurrent state"):
         assert free(model, ROWS, 4) == expected
+
+
+@pytest.mark.parametrize("kind, act", [*((kind, "silu") for kind in KINDS), *((kind, "gelu") for kind in KINDS), ("qwen3_5_text", "relu")])
+def test_what_follows_the_convolution_is_the_model_s_own(kind: str, act: str) -> None:
+    """Its `hidden_act`. By scores: of small numbers GELU and SiLU differ by less than what parts two tokens."""
+    model = recurrent(kind, hidden_act=act)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_scores": True}
+    expected = model.generate(**ROWS, **options)
+    with fastspec.patched(model):
+        for assistant in ("autoregressive", "nasd"):
+            found = model.generate(**ROWS, **options, assistant=assistant)
+            for mine, wanted in zip(found.scores, expected.scores, strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))

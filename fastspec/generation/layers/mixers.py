@@ -123,6 +123,8 @@ class GatedDelta(SequenceMixer):
     """[Dv]."""
     eps: float
     out: Product
+    activation: Callable[[Tensor], Tensor] | None = None
+    """What follows the convolution; None: SiLU."""
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
         """See `SequenceMixer`."""
@@ -132,11 +134,15 @@ class GatedDelta(SequenceMixer):
         held, state = kept.held[at], kept.s[at]
         if nodes.words is None:
             assert nodes.counts is not None
-            mixed = ops.tree_conv(qkv, self.conv, held, None)
+            mixed = self._activated(ops.tree_conv(qkv, self.conv, held, None, silu=self.activation is None))
             ops.hold(qkv, held, nodes.counts)
             read = ops.delta_chain(mixed, a, b, self.rates, state, nodes.counts)
         else:
             inputs, outputs, u, g = (each[at][:, :count] for each in (kept.inputs, kept.mixed, kept.u, kept.g))
-            mixed = ops.tree_conv(qkv, self.conv, held, nodes.parents, inputs, outputs)
+            mixed = self._activated(ops.tree_conv(qkv, self.conv, held, nodes.parents, inputs, outputs, silu=self.activation is None))
             read = ops.delta_tree(mixed, a, b, self.rates, state, nodes.words, u, g)
         return self.out(ops.gated_norm(read, gate.unflatten(-1, (heads, size)), self.norm, self.eps).flatten(-2))
+
+    def _activated(self, mixed: Tensor) -> Tensor:
+        """In place, for what the state keeps."""
+        return mixed if self.activation is None else mixed.copy_(self.activation(mixed))

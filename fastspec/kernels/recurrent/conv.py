@@ -20,7 +20,7 @@ BLOCK = 512
 def _tree_conv(
     p_x, p_weight, p_held, p_parents, p_kept, p_out, channels, s_x_b, s_x_n, s_held_b, s_held_k, s_parents_b, s_parents_n,
     s_kept_b, s_kept_n, s_out_b, s_out_n, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr, KEEP: tl.constexpr,
-    PDL: tl.constexpr,
+    SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -46,11 +46,14 @@ def _tree_conv(
             above = tl.load(p_parents + row * s_parents_b + tl.maximum(place, 0) * s_parents_n)
             place = tl.where(place > 0, above, tl.minimum(place, 0) - 1)
     b_sum = total.to(dtype).to(tl.float32)
-    tl.store(p_out + row * s_out_b + node.to(tl.int64) * s_out_n + o_c, (b_sum * tl.sigmoid(b_sum)).to(dtype), mask=m_c)
+    if SILU:
+        b_sum *= tl.sigmoid(b_sum)
+    tl.store(p_out + row * s_out_b + node.to(tl.int64) * s_out_n + o_c, b_sum.to(dtype), mask=m_c)
 
 
 def tree_conv(
-    x: Tensor, weight: Tensor, held: Tensor, parents: Tensor | None, kept: Tensor | None = None, out: Tensor | None = None
+    x: Tensor, weight: Tensor, held: Tensor, parents: Tensor | None, kept: Tensor | None = None, out: Tensor | None = None, *,
+    silu: bool = True,
 ) -> Tensor:  # fmt: skip
     """`reference.tree_conv`. x, kept and out [B, N, C] and held [B, K, C] are of one dtype, with a contiguous last dimension and any other
     strides; weight [C, K] is contiguous."""
@@ -70,7 +73,8 @@ def tree_conv(
         above, into = x if parents is None else parents, out if kept is None else kept
         _tree_conv[(nodes, triton.cdiv(channels, BLOCK), batch)](
             x, weight, held, above, into, out, channels, *x.stride()[:2], *held.stride()[:2], *above.stride()[:2], *into.stride()[:2],
-            *out.stride()[:2], WIDTH=width, BLOCK=BLOCK, CHAIN=parents is None, KEEP=kept is not None, num_warps=4, **dependent(x.device),
+            *out.stride()[:2], WIDTH=width, BLOCK=BLOCK, CHAIN=parents is None, KEEP=kept is not None, SILU=silu, num_warps=4,
+            **dependent(x.device),
         )  # fmt: skip
     return out
 

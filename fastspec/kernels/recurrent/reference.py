@@ -48,9 +48,10 @@ class Rates:
 
 
 def tree_conv(
-    x: Tensor, weight: Tensor, held: Tensor, parents: Tensor | None, kept: Tensor | None = None, out: Tensor | None = None
+    x: Tensor, weight: Tensor, held: Tensor, parents: Tensor | None, kept: Tensor | None = None, out: Tensor | None = None, *,
+    silu: bool = True,
 ) -> Tensor:  # fmt: skip
-    """A causal convolution along every node's ancestors, and SiLU -> [B, N, C]. Sums are fp32, and rounded before and after SiLU.
+    """A causal convolution along every node's ancestors, and SiLU if asked for -> [B, N, C]. Sums are fp32, rounded before and after SiLU.
 
     x [B, N, C] are the nodes' inputs, weight [C, K] the channels' own, the last column for the node itself; held [B, K, C] the last K
     inputs of the committed text, zeros where there are fewer. parents [B, N] int64 as in `TokenTree`; None: a chain. `kept` and `out`
@@ -67,7 +68,7 @@ def tree_conv(
         place = step.gather(1, place)
     if kept is not None:
         kept.copy_(x)
-    mixed = F.silu(total.to(x.dtype))
+    mixed = F.silu(total.to(x.dtype)) if silu else total.to(x.dtype)
     return mixed if out is None else out.copy_(mixed)
 
 

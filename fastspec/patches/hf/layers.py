@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
 from fastspec.generation.layers.mixers import EVERYTHING, FullAttention, GatedDelta, Linear, Product, Sight, Summed
@@ -101,6 +102,7 @@ def _gated_delta(parts: Adapter, net: Any, ops: Ops, state: LayerState, index: i
         ops, state, index, project=project if order is None else lambda x: project(x).index_select(-1, order),
         conv=net.conv1d.weight.squeeze(1), rates=Rates(net.A_log, net.dt_bias, most), norm=norm.weight, eps=norm.variance_epsilon,
         out=product_of((getattr(net, parts.recurrent_out),), ops, parts=True),
+        activation=None if net.activation in ("silu", "swish") else ACT2FN[net.activation],
     )  # fmt: skip
 
 
