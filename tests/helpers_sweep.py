@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     "vocab_size_per_layer_input": TOKENS, "hidden_size_per_layer_input": 16, "image_size": 32, "patch_size": 16, "window_size": 64,
     "num_kv_shared_layers": 0, "first_k_dense_replace": 1, "num_mtp_layers": 0, "num_nextn_predict_layers": 0, "router_jitter_noise": 0.0,
     "global_head_dim": HEAD, "num_global_key_value_heads": KEY_HEADS, "laurel_rank": 8, "d_embed": WIDTH, "d_conv": 4, "d_state": 8,
-    "sliding_window": 64, "attention_chunk_size": 64, "input_jitter_noise": 0.0, "swa_num_key_value_heads": KEY_HEADS, "swa_head_dim": HEAD,
+    "sliding_window": 8, "attention_chunk_size": 8, "input_jitter_noise": 0.0, "swa_num_key_value_heads": KEY_HEADS, "swa_head_dim": HEAD,
     "num_embeds": TOKENS, "max_seq_len": 512, "dim_model": WIDTH, "dim_head": HEAD, "dim_ff": 96, "num_quantizers": 2, "num_codebooks": 2,
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_num_heads": 8, "mamba_head_dim": 16, "attention_dropout": 0.0,
     "lru_width": WIDTH, "index_head_dim": 16, "index_n_heads": 2, "audio_channels": 1, "cross_attention_hidden_size": WIDTH,
@@ -45,10 +45,22 @@ SECTIONS = {
 }  # fmt: skip
 """How three kinds of positions share a head, where the class's default is for larger ones."""
 LEFT_OUT = "transformers_version", "architectures", "dtype", "torch_dtype", "per_layer_config"
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SPECIFIC: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"num_key_value_heads": 1},
-    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
+    "phi3": {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "reformer": {"axial_pos_embds_dim": [32, 32]},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8, "head_dim": 16},
+    "xmod": {"default_language": "en_XX"},
+    "dots3_note_text": {"num_key_value_heads": 4},
 }
+"""What tiny models of a type need besides, or have to keep."""
 
 
 def shrink(held: dict[str, Any]) -> dict[str, Any]:
@@ -83,10 +95,13 @@ def shrink(held: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def tiny(kind: str, auto: Any) -> Any:
-    """A tiny random model in fp32 of the class that `auto` (AutoModelForCausalLM, say) gives a model type. Raises as its classes do."""
+def tiny(kind: str, auto: Any, **over: Any) -> Any:
+    """A tiny random model in fp32 of the class that `auto` (AutoModelForCausalLM, say) gives a model type; `over` replaces settings.
+
+    Raises as its classes do.
+    """
     config: PretrainedConfig = CONFIG_MAPPING[kind]()
-    settings = shrink(config.to_dict()) | SPECIFIC.get(kind, {})
+    settings = shrink(config.to_dict()) | SPECIFIC.get(kind, {}) | over
     if kind in SECTIONS:
         settings["text_config"]["rope_parameters"]["mrope_section"] = list(SECTIONS[kind])
     made = type(config).from_dict(settings)

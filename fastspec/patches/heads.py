@@ -58,6 +58,8 @@ class Sizes(NamedTuple):
         config = target.config if isinstance(target, PreTrainedModel) else target
         text = config.get_text_config()
         width = getattr(text, "word_embed_proj_dim", text.hidden_size)
+        if isinstance(target, PreTrainedModel):
+            width = getattr(target.get_input_embeddings(), "embedding_dim", width)
         return cls(text.vocab_size, text.hidden_size, text.num_hidden_layers, width)
 
 

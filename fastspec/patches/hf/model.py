@@ -332,6 +332,12 @@ class HFModel(Target):
             output_hidden_states=self.taps is not None, return_dict=True,
         )  # fmt: skip
         states = dict(enumerate(out.hidden_states)) if self.taps is not None else {}
+        for tap in self.taps or ():
+            if states[tap].shape[:-1] != tokens.shape:
+                raise Unsupported(
+                    f"{type(self.model).__name__} gives hidden states of shape {list(states[tap].shape)} for tokens of shape "
+                    f'{list(tokens.shape)}, of which a head reads one each: use "nasd" or "speculative"'
+                )
         return out.logits if pick is None else out.logits[pick], self._features(states, states.get(self.depth, out.logits))
 
     def _features(self, kept: dict[int, Tensor], last: Tensor) -> Tensor:
