@@ -27,7 +27,7 @@ from fastspec.patches.cascade.loop import CascadeModels
 from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.heads import load_heads
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
-from fastspec.patches.hf.families import adapter_for, check_supported, mode_of
+from fastspec.patches.hf.modes import adapter_for, check_supported, mode_of
 from fastspec.patches.session import STATE, PatchSession, session_of
 
 Source = str | Path | EagleHead | None

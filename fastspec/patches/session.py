@@ -23,8 +23,8 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend, counted
 from fastspec.patches.hf.compat import device_of, is_unpacking_hook
-from fastspec.patches.hf.families import adapter_for, why_generic
 from fastspec.patches.hf.layers import pack_model
+from fastspec.patches.hf.modes import adapter_for, why_generic
 from fastspec.patches.pool import Engines
 
 

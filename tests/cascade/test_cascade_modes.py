@@ -31,8 +31,8 @@ from fastspec.generation.engine.call import Outcome, Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.loop import decode
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.families import adapter_for
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for
 
 
 def mixture(seed: int, vocab: int, rule: str, alpha: Any, process: Any) -> Callable[[Text], list[float]]:

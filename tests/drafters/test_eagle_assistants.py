@@ -18,8 +18,9 @@ from fastspec.generation.drafters.eagle import static
 from fastspec.generation.drafters.eagle.static import StaticDrafter, draw_distinct
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.families import ADAPTERS, adapter_for
+from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.session import session_of
 
 SMALL = [[0], [1], [0, 0], [0, 0, 0], [0, 0, 2]]

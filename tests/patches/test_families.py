@@ -17,8 +17,9 @@ from transformers import AutoModel, LEDConfig, LEDForConditionalGeneration, Mamb
 import fastspec
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.families import ADAPTERS, adapter_for
+from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.session import session_of
 
 GENERIC = ("gpt2", "gpt_neox", "cohere2", "phi3", "exaone4", "stablelm", "opt", "gpt_bigcode", "falcon", "phi")

@@ -18,8 +18,8 @@ from fastspec.generation.layers.decoder import is_plain
 from fastspec.kernels.linear import reference
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Gate, joined
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.families import adapter_for
 from fastspec.patches.hf.layers import mlp_of, pack_model
+from fastspec.patches.hf.modes import adapter_for
 
 accelerate = pytest.importorskip("accelerate")
 ASSISTANTS = "autoregressive", TREE

@@ -21,8 +21,8 @@ from fastspec.generation.verify import choose, walk, walk_drawn
 from fastspec.kernels.attention import reference as attention_reference
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.patches.backends import TORCH, triton_ops
-from fastspec.patches.hf.families import adapter_for
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.session import session_of
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])

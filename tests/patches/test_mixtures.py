@@ -23,8 +23,9 @@ from fastspec.kernels.linear import reference
 from fastspec.patches import session
 from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.hf.experts import experts_of, is_mixture, mixture_of
-from fastspec.patches.hf.families import ADAPTERS, adapter_for
+from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for
 
 MIXTURES = {name: row.mixture for name, row in ADAPTERS.items() if row.mixture is not None}
 CAUSAL = [name for name in MIXTURES if name != "qwen3_vl_moe_text"]

@@ -27,8 +27,8 @@ from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
 from fastspec.patches.hf.compat import device_of, recurrent_layers, unpack_weights
 from fastspec.patches.hf.factory import language_model
-from fastspec.patches.hf.families import adapter_for, check_supported
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for, check_supported
 from fastspec.patches.hf.seq2seq import encode
 
 PADDING = 1024

@@ -14,8 +14,8 @@ from fastspec.errors import Unsupported
 from fastspec.generation.target import Target
 from fastspec.patches.hf.cache import import_past
 from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens, is_recurrent, read_cache, recurrent_layers
-from fastspec.patches.hf.families import adapter_for, is_wrapped
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for, is_wrapped
 from fastspec.patches.hf.trust import reads_prompts_alike
 
 

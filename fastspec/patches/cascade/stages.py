@@ -24,7 +24,7 @@ from fastspec.models import load_model, source_of, token_table
 from fastspec.patches.assistants.registry import NAMES, Continued
 from fastspec.patches.assistants.speculative import PADDING, vocabulary
 from fastspec.patches.hf.compat import device_of, position_limit
-from fastspec.patches.hf.families import check_supported
+from fastspec.patches.hf.modes import check_supported
 from fastspec.patches.session import session_of
 
 

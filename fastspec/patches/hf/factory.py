@@ -8,9 +8,9 @@ from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.source import Source
 from fastspec.patches.hf.compat import recurrent_layers
-from fastspec.patches.hf.families import adapter_for, check_decoder, is_wrapped, why_generic
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for, check_decoder, is_wrapped, why_generic
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 from fastspec.patches.hf.trust import check_trust
 

@@ -20,7 +20,8 @@ from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import Rates
 from fastspec.patches.hf.compat import NO_ROTATION
 from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
-from fastspec.patches.hf.families import Adapter, adapter_for, decoder_of, is_foreign, norms_heads
+from fastspec.patches.hf.families import Adapter
+from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, norms_heads
 
 
 def layer_parts(

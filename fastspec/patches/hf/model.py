@@ -28,9 +28,10 @@ from fastspec.patches.hf.compat import (
     rope_tables,
 )
 from fastspec.patches.hf.experts import waits_for_host
-from fastspec.patches.hf.families import Adapter, decoder_of, is_watched, is_wrapped
+from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of
 from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows
+from fastspec.patches.hf.modes import decoder_of, is_watched, is_wrapped
 from fastspec.patches.hf.states import sequence_state
 
 PREFILL_CHUNK = 512

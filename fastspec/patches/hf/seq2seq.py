@@ -20,8 +20,9 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.source import Source
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import device_of
-from fastspec.patches.hf.families import SEQ2SEQ, check_decoder
+from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import check_decoder
 
 
 def refuse_seq2seq(model: Any, decoding: Any, given: dict[str, Any]) -> None:

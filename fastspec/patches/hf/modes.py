@@ -1,0 +1,184 @@
+"""Whether a model is taken, and in which mode: by its adapter, by its own forward, or as an encoder-decoder."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from fastspec.errors import Unsupported
+from fastspec.patches.hf.compat import (
+    RECURRENT,
+    device_of,
+    has_global_hooks,
+    is_autocast,
+    is_capturing_hook,
+    is_unpacking_hook,
+    varied_lengths,
+)
+from fastspec.patches.hf.families import ADAPTERS, SEQ2SEQ, Adapter
+from fastspec.patches.hf.limits import LAYER_KINDS
+from fastspec.patches.hf.wrappers import calls_original, where_defined
+
+
+def check_supported(model: Any) -> None:
+    """Raise `Unsupported`, naming the reason, for a model that fastspec cannot decode with."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise Unsupported(f"patch takes a transformers model, not {name}: load one with AutoModelForCausalLM.from_pretrained(...)")
+    if not callable(getattr(model, "generate", None)) or not model.can_generate():
+        raise Unsupported(f"{name} has no generate method: patch a causal language model, such as {name.replace('Model', '')}ForCausalLM")
+    config: Any = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        check_decoder(model)
+    adapter = ADAPTERS.get(config.model_type)
+    known = {"full_attention", *LAYER_KINDS, *((RECURRENT,) if adapter is not None and adapter.recurrent else ())}
+    if getattr(model, "_is_stateful", False) and RECURRENT not in known:
+        raise Unsupported(f"{name} keeps a recurrent state, which cannot be taken back when a draft is rejected")
+    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - known)
+    if kinds:
+        raise Unsupported(f"{name} has layers of type {', '.join(kinds)}; fastspec needs a full-attention KV cache in every layer")
+    varied = varied_lengths(config)
+    if varied:
+        raise Unsupported(f"{name} has layers that differ in {', '.join(varied)}; fastspec takes one for all layers of a type")
+    if not model.config.is_encoder_decoder and adapter_for(model) is None:
+        _check_generic(model, config)
+    devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
+    if len(devices) > 1:
+        raise Unsupported(f"{name} is spread over {', '.join(sorted(devices))}; fastspec keeps one KV cache on one device")
+
+
+def _check_generic(model: PreTrainedModel, config: Any) -> None:
+    """What the generic mode needs besides: positions and a mask that say where a draft node stands, and one size of key and value."""
+    name = type(model).__name__
+    missing = [p for p in ("position_ids", "past_key_values") if p not in inspect.signature(type(model).forward).parameters]
+    if missing:
+        raise Unsupported(f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands")
+    if not hasattr(config, "num_hidden_layers"):
+        raise Unsupported(f"{name} is more than one stack of layers (its configuration has no num_hidden_layers); fastspec runs one")
+    if getattr(config, "alibi", False):
+        raise Unsupported(f"{name} derives positions from the cache (alibi=True), where the nodes of a draft tree lie out of order")
+    if getattr(config, "kv_lora_rank", None):
+        raise Unsupported(f"{name} keeps keys and values of different sizes (multi-head latent attention); fastspec's cache holds one")
+    _check_masks(name, config)
+
+
+def _check_masks(name: str, config: Any) -> None:
+    kernel = getattr(config, "_attn_implementation", None)
+    if kernel not in (None, "eager", "sdpa"):
+        raise Unsupported(f"{name} needs 4-D masks in generic mode, and {kernel} takes none: load it with attn_implementation='sdpa'")
+
+
+def check_decoder(model: Any) -> None:
+    """Raise `Unsupported` for an encoder-decoder model whose decoder's parts fastspec does not know, or whose loop someone else changed."""
+    name, kind = type(model).__name__, model.config.model_type
+    if kind not in SEQ2SEQ:
+        raise Unsupported(f"{name} is an encoder-decoder model of type {kind}; fastspec knows the decoders of {', '.join(SEQ2SEQ)}")
+    parts, decoder = SEQ2SEQ[kind], model.get_decoder()
+    missing = [part for part in (*parts.needed, "embed_tokens") if not hasattr(decoder, part)]
+    table = None if parts.relative or missing else decoder.embed_positions
+    if missing or not hasattr(model, "lm_head") or (table is not None and not parts.counted and not _takes_positions(table)):
+        raise Unsupported(f"{name} has a decoder that is not built as transformers' {kind}: fastspec cannot place draft nodes in it")
+    for module in (model, model.base_model, decoder):
+        if is_foreign(module):
+            raise Unsupported(
+                f"{type(module).__name__} of {name} has a hook or a forward of someone else's, which fastspec's own loop over the "
+                "decoder's layers would pass by: remove it"
+            )
+    _check_masks(name, model.config)
+
+
+def _takes_positions(table: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(table.forward).parameters
+
+
+def adapter_for(model: nn.Module) -> Adapter | None:
+    """The model's row, or None for the generic mode: no row, a layer whose forward belongs to someone else, or autocast, which
+    chooses dtypes op by op in the modules' own forward."""
+    adapter = _row_of(model)
+    if adapter is None or has_global_hooks() or is_autocast(device_of(model)):
+        return None
+    return None if any(is_foreign(module) for module in _looped_over(model, adapter)) else adapter
+
+
+def _row_of(model: Any) -> Adapter | None:
+    """The row of a model's decoder, which may have a vision tower and the like beside it."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return None
+    adapter = ADAPTERS.get(getattr(model.config.get_text_config(), "model_type", ""))
+    if adapter is None or not hasattr(model, adapter.lm_head):
+        return None
+    return adapter if all(hasattr(decoder_of(model), name) for name in (adapter.layers, adapter.norm, adapter.embed)) else None
+
+
+def decoder_of(model: Any) -> Any:
+    """The stack of layers under a model's LM head."""
+    return model.get_decoder()
+
+
+def is_wrapped(model: Any) -> bool:
+    """Whether a model has more in front of its decoder than tokens, images for one."""
+    return decoder_of(model) is not model.base_model
+
+
+def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
+    """The modules whose forward an adapter's loop takes the place of."""
+    decoder = decoder_of(model)
+    layers = list(getattr(decoder, adapter.layers))
+    attention = [getattr(layer, adapter.attention) for layer in layers if hasattr(layer, adapter.attention)]
+    nets = [getattr(layer, adapter.recurrent) for layer in layers if adapter.recurrent and hasattr(layer, adapter.recurrent)]
+    own = adapter.recurrent_row or adapter
+    names = ("q_norm", "k_norm", "v_norm") if adapter.qk_norm else ()
+    norms = [getattr(each, name) for each in attention for name in names if hasattr(each, name)]
+    inner = [module for net in nets for module in (net, net.conv1d, getattr(net, own.recurrent_norm))]
+    return [model, model.base_model, decoder, *layers, *attention, *norms, *inner]
+
+
+def norms_heads(adapter: Adapter, attention: Any) -> bool:
+    """Whether an attention norms each head's queries and keys."""
+    return adapter.qk_norm and (not adapter.normed_if or bool(getattr(attention, adapter.normed_if)))
+
+
+def why_generic(model: Any) -> str | None:
+    """What keeps a model of a known family from its adapter, or None."""
+    adapter = _row_of(model)
+    if adapter is None:
+        return None
+    if has_global_hooks():
+        return "torch has global module hooks"
+    if is_autocast(device_of(model)):
+        return "under autocast"
+    found = next((module for module in _looped_over(model, adapter) if is_foreign(module)), None)
+    if found is None:
+        return None
+    name = type(found).__name__
+    if is_watched(found):
+        return f"{name} has a forward hook"
+    return f"{name} has a forward of someone else's ({where_defined(found.forward)})"
+
+
+def mode_of(model: Any) -> str:
+    """Why a model got its mode, in words, for `report`."""
+    adapter = adapter_for(model)
+    if adapter is not None:
+        return f"adapter {adapter.model_type}"
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"encoder-decoder {model.config.model_type}"
+    return f"generic ({why_generic(model) or 'no adapter for ' + getattr(model.config, 'model_type', '?')})"
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
+    home = type(module).forward.__module__.startswith(("transformers.", "torch."))
+    return not home or ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves weights: the replay of a
+    graph would not run it."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    known = all(is_capturing_hook(hook) or is_unpacking_hook(hook) for hook in hooks)
+    return has_global_hooks() or hasattr(module, "_hf_hook") or not known
+
