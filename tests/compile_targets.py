@@ -127,6 +127,9 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         qkv = few(1, rows, (heads + 2 * kv_heads) * size)
         at = whole(1, rows)
         yield f"rope_cache, {rows} rows", lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(q, t, t, n, k, k, n)
+        yield f"rope_cache in pairs, {rows} rows", lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(
+            q, t, t, n, k, k, n, interleaved=True
+        )
         for extent in (1024, 16384):
             words = None if rows == 1 else whole(1, rows, 1)
             layout = tree_layout.attention_layout(whole(1), words, rows, rows, extent, group)

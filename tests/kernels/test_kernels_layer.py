@@ -134,14 +134,14 @@ NODES = {"cpu": [1, 3], "cuda": [1, 7, 61, 65]}
 @given(
     data=st.data(), seed=SEEDS, part=st.sampled_from([1.0, 0.5, 0.25]), norm=st.booleans(), batch=st.integers(1, 2),
     offset=st.sampled_from([None, 0.0, 1.0]), norms_values=st.booleans(), ties_values=st.booleans(),
-    owns=st.sampled_from([True, True, False]),
+    owns=st.sampled_from([True, True, False]), interleaved=st.booleans(),
 )  # fmt: skip
 @DRAWN
-def test_rope_cache(device, data, seed, part, norm, batch, offset, norms_values, ties_values, owns):
+def test_rope_cache(device, data, seed, part, norm, batch, offset, norms_values, ties_values, owns, interleaved):
     generator = torch.Generator().manual_seed(seed)
     dtype, table_dtype = drawn(data, device, DTYPES), drawn(data, device, DTYPES)
     q_heads, kv_heads = drawn(data, device, HEADS)
-    kv_heads, more = kv_heads if owns else 0, (False, norms_values, ties_values)
+    kv_heads, more = kv_heads if owns else 0, (False, norms_values, ties_values, interleaved)
     size, nodes = drawn(data, device, HEAD_SIZES), drawn(data, device, NODES)
     slots_total, half = 2 * nodes + 3, max(1, int(size * part) // 2)
     width, pad = (q_heads + (1 if ties_values else 2) * kv_heads) * size, data.draw(st.sampled_from([0, 5, 16]))
@@ -173,7 +173,8 @@ def test_rope_cache(device, data, seed, part, norm, batch, offset, norms_values,
         assert actual.shape == reference.shape
         rounded_alike(actual, reference)
         wide = reference.nan_to_num(0.0).double()
-        pair = torch.cat((wide[..., half : 2 * half], wide[..., :half], torch.zeros_like(wide[..., 2 * half :])), -1)
+        other = wide[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half)).flip(-1 if interleaved else -2).flatten(-2)
+        pair = torch.cat((other, torch.zeros_like(wide[..., 2 * half :])), -1)
         bound = ulps * unit * (wide.abs() + pair.abs()).clamp(min=torch.finfo(dtype).tiny)
         assert bool(((actual.nan_to_num(0.0).double() - wide).abs() <= bound).all())
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig
+from transformers.models.ernie4_5.modeling_ernie4_5 import apply_rotary_pos_emb as in_pairs
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -285,22 +286,24 @@ def test_posterior_walk(nodes, rows, seed):
         assert emitted[row, :count].tolist() == [*tokens[row, walked[1:]].tolist(), pick]
 
 
-@given(st.integers(1, 9), st.sampled_from([2, 8, 16]), SEEDS)
+@given(st.integers(1, 9), st.sampled_from([2, 8, 16]), SEEDS, st.booleans())
 @DRAWN
-def test_rope_cache_rotates_as_transformers_does_and_fills_the_slots(nodes, size, seed):
+def test_rope_cache_rotates_as_transformers_does_and_fills_the_slots(nodes, size, seed, interleaved):
     generator = torch.Generator().manual_seed(seed)
     heads = [torch.randn(2, nodes, count, size, generator=generator) for count in (4, 2, 2)]
     rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * size, num_attention_heads=4, head_dim=size))
     positions = torch.randint(0, 400, (2, nodes), generator=generator)
     cos, sin = rotary(heads[0], torch.arange(400)[None])
-    wanted = apply_rotary_pos_emb(*(x.transpose(1, 2) for x in heads[:2]), *rotary(heads[0], positions))
+    rotate = in_pairs if interleaved else apply_rotary_pos_emb
+    wanted = rotate(*(x.transpose(1, 2) for x in heads[:2]), *rotary(heads[0], positions))
     tables = cos[0, :, : size // 2], sin[0, :, : size // 2]
     slots = torch.stack([torch.randperm(12, generator=generator)[:nodes] for _ in range(2)])
     row = torch.arange(2)[:, None]
     for extra in (0, 2):  # channels behind the rotated ones stay
         wide = [torch.cat((x, x[..., :extra] + 1), -1) for x in heads]
         k, v = (torch.full((2, 2, 12, size + extra), torch.nan) for _ in range(2))
-        q = layer_reference.rope_cache(torch.cat([x.flatten(2) for x in wide], -1), *tables, positions, k, v, slots)
+        qkv = torch.cat([x.flatten(2) for x in wide], -1)
+        q = layer_reference.rope_cache(qkv, *tables, positions, k, v, slots, interleaved=interleaved)
         assert torch.equal(q[..., :size], wanted[0].transpose(1, 2)) and torch.equal(q[..., size:], wide[0][..., size:])
         assert torch.equal(k[row, :, slots][..., :size], wanted[1].transpose(1, 2)) and torch.equal(v[row, :, slots], wide[2])
         assert int(torch.isfinite(k[:, 0, :, 0]).sum()) == 2 * nodes

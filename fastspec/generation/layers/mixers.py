@@ -93,6 +93,8 @@ class FullAttention(SequenceMixer):
     """Scores s become cap * tanh(s / cap)."""
     gated: bool = False
     """Whether every head's queries are followed by as many gates, which what it reads is multiplied by, through a sigmoid."""
+    interleaved: bool = False
+    """Whether neighbouring channels are rotated with each other, as in `rope_cache`."""
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
         """See `SequenceMixer`."""
@@ -101,7 +103,7 @@ class FullAttention(SequenceMixer):
         written = (k, v) if self.owns else (k[:, :0], v[:, :0])
         q = self.ops.rope_cache(
             qkv, *nodes.rotary[self.rotary], nodes.positions, *written, nodes.slots[self.state.ring], self.q_norm, self.k_norm, self.eps,
-            self.offset, self.gated, self.norms_values, self.ties_values,
+            self.offset, self.gated, self.norms_values, self.ties_values, self.interleaved,
         )  # fmt: skip
         mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.sight], self.scale, sinks=self.sinks, cap=self.cap)
         return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))

@@ -34,16 +34,17 @@ def rms_norm(
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float | None = None, gated: bool = False,
-    norms_values: bool = False, ties_values: bool = False,
+    norms_values: bool = False, ties_values: bool = False, interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
     """Norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D].
 
     qkv [B, N, (Hq + 2 * Hkv) * D] holds queries, keys, values; k_cache, v_cache [B, Hkv, C, D] of one layer take row b's node n at
     slots [B, N] int64. cos, sin [P, R / 2] are tables by position, positions [B, N] int64 index them: the first R channels are
-    rotated in neox halves, computed in fp32 and rounded once. q_norm, k_norm [D] are the weights of an RMS norm over each head, with
-    `rms_norm`'s numerics and its `offset`, before the rotation. With `gated` every head's queries are followed by D gates, which
-    `gate_heads` reads: qkv is [B, N, (2 * Hq + 2 * Hkv) * D]. With `ties_values` qkv holds queries and keys, and values are the keys before
-    all else; with `norms_values` they are normed without a weight, rounded once. Hkv may be 0: queries alone are rotated.
+    rotated, in neox halves or, with `interleaved`, in neighbouring pairs, computed in fp32 and rounded once. q_norm, k_norm [D] are the
+    weights of an RMS norm over each head, with `rms_norm`'s numerics and its `offset`, before the rotation. With `gated` every head's
+    queries are followed by D gates, which `gate_heads` reads: qkv is [B, N, (2 * Hq + 2 * Hkv) * D]. With `ties_values` qkv holds queries
+    and keys, and values are the keys before all else; with `norms_values` they are normed without a weight, rounded once. Hkv may be 0:
+    queries alone are rotated.
     """
     kv_heads, size = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.unflatten(-1, (-1, size))
@@ -55,15 +56,17 @@ def rope_cache(
     if q_norm is not None and k_norm is not None:
         q, k = (rms_norm(x, norm, eps, offset=offset)[0] for x, norm in ((q, q_norm), (k, k_norm)))
     c, s = cos[positions][:, :, None].float(), sin[positions][:, :, None].float()
-    q, k = _rotate(q, c, s), _rotate(k, c, s)
+    q, k = _rotate(q, c, s, interleaved), _rotate(k, c, s, interleaved)
     cache_write(k_cache, v_cache, k, v, slots)
     return q
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
-    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    wide = x[..., : 2 * half].float()
+    a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.split(half, -1)
+    both = a * cos - b * sin, b * cos + a * sin
+    turned = (torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)).to(x.dtype)
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
 
 

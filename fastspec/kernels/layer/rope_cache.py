@@ -19,18 +19,21 @@ HEADS = 8
 def _turn_heads(
     p_in, p_out, p_cos, p_sin, p_weight, eps, o_head, m_head, stride_in, stride_out,
     SIZE: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, NORM: tl.constexpr,
-    OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate heads that lie stride_in apart at p_in, and write them stride_out apart at p_out.
 
-    A head is read as its two rotated halves and the REST that is not rotated (REST_BLOCK = 0: none).
+    A head is read as its two rotated halves, or with PAIRS as its even and its odd channels, and the REST that is not rotated
+    (REST_BLOCK = 0: none).
     """
+    STEP: tl.constexpr = 2 if PAIRS else 1
+    OTHER: tl.constexpr = 1 if PAIRS else HALF
     o_half = tl.arange(0, HALF_BLOCK)
     m_half = o_half < HALF
     m_turn = m_head[:, None] & m_half[None, :]
-    p_a = p_in + o_head[:, None] * stride_in + o_half[None, :]
+    p_a = p_in + o_head[:, None] * stride_in + o_half[None, :] * STEP
     b_a = tl.load(p_a, mask=m_turn, other=0.0)
-    b_b = tl.load(p_a + HALF, mask=m_turn, other=0.0)
+    b_b = tl.load(p_a + OTHER, mask=m_turn, other=0.0)
     b_cos = tl.load(p_cos + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
     b_sin = tl.load(p_sin + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
     dtype = b_a.dtype
@@ -45,8 +48,8 @@ def _turn_heads(
         if REST_BLOCK > 0:
             b_square += tl.sum(b_rest * b_rest, 1)
         b_scale = tl.rsqrt(b_square / SIZE + eps)[:, None]
-        b_wa = tl.load(p_weight + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
-        b_wb = tl.load(p_weight + HALF + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
+        b_wa = tl.load(p_weight + o_half * STEP, mask=m_half, other=0.0).to(tl.float32)[None, :]
+        b_wb = tl.load(p_weight + OTHER + o_half * STEP, mask=m_half, other=0.0).to(tl.float32)[None, :]
         if OFFSET is not None:
             b_a = (b_a * b_scale * (OFFSET + b_wa)).to(dtype).to(tl.float32)
             b_b = (b_b * b_scale * (OFFSET + b_wb)).to(dtype).to(tl.float32)
@@ -56,9 +59,9 @@ def _turn_heads(
         if REST_BLOCK > 0:
             b_wr = tl.load(p_weight + o_rest, mask=o_rest < SIZE, other=0.0).to(tl.float32)[None, :]
             b_rest = (b_rest * b_scale).to(dtype).to(tl.float32) * b_wr if OFFSET is None else b_rest * b_scale * (OFFSET + b_wr)
-    p_a_out = p_out + o_head[:, None] * stride_out + o_half[None, :]
+    p_a_out = p_out + o_head[:, None] * stride_out + o_half[None, :] * STEP
     tl.store(p_a_out, (b_a * b_cos - b_b * b_sin).to(dtype), mask=m_turn)
-    tl.store(p_a_out + HALF, (b_b * b_cos + b_a * b_sin).to(dtype), mask=m_turn)
+    tl.store(p_a_out + OTHER, (b_b * b_cos + b_a * b_sin).to(dtype), mask=m_turn)
     if REST_BLOCK > 0:
         tl.store(p_out + o_head[:, None] * stride_out + o_rest[None, :], b_rest.to(dtype), mask=m_rest)
 
@@ -70,7 +73,7 @@ def _rope_cache(
     stride_k_b, stride_k_h, stride_k_c, stride_v_b, stride_v_h, stride_v_c,
     HQ: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
-    NORMS_VALUES: tl.constexpr, TIES_VALUES: tl.constexpr, PDL: tl.constexpr,
+    NORMS_VALUES: tl.constexpr, TIES_VALUES: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -92,14 +95,15 @@ def _rope_cache(
         p_out = p_q + (row * nodes + node) * (HQ * SIZE)
         _turn_heads(
             p_in, p_out, p_c, p_s, p_q_norm, eps, o_head, o_head < HQ, SIZE * (2 if GATED else 1), SIZE, SIZE, HALF, HALF_BLOCK, REST_BLOCK,
-            NORM, OFFSET,
+            NORM, OFFSET, PAIRS,
         )  # fmt: skip
     elif part < Q_PARTS + KV_PARTS:
         o_head = (part - Q_PARTS) * HEADS + o_block
         p_out = p_k + row * stride_k_b + slot * stride_k_c
         _turn_heads(
-            p_keys, p_out, p_c, p_s, p_k_norm, eps, o_head, o_head < HKV, SIZE, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, OFFSET
-        )
+            p_keys, p_out, p_c, p_s, p_k_norm, eps, o_head, o_head < HKV, SIZE, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM,
+            OFFSET, PAIRS,
+        )  # fmt: skip
     else:
         o_head = (part - Q_PARTS - KV_PARTS) * HEADS + o_block
         o_d = tl.arange(0, SIZE_BLOCK)
@@ -115,7 +119,7 @@ def _rope_cache(
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float | None = None, gated: bool = False,
-    norms_values: bool = False, ties_values: bool = False,
+    norms_values: bool = False, ties_values: bool = False, interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
     """`reference.rope_cache`: norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D], contiguous.
 
@@ -157,7 +161,7 @@ def rope_cache(
         *qkv.stride()[:2], cos.stride(0), sin.stride(0), *positions.stride(), *slots.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3],
         HQ=q_heads, HKV=kv_heads, SIZE=size, SIZE_BLOCK=max(4, triton.next_power_of_2(size)), HALF=half, HALF_BLOCK=half_block,
         REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0, HEADS=HEADS, NORM=norm, OFFSET=offset, GATED=gated,
-        NORMS_VALUES=norms_values, TIES_VALUES=ties_values,
+        NORMS_VALUES=norms_values, TIES_VALUES=ties_values, PAIRS=interleaved,
         num_warps=_warps(size), **dependent(q.device),
     )  # fmt: skip
     return q
