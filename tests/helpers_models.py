@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ torch.set_num_threads(1)  # models this small lose time to more, and workers sha
 
 FAMILIES = tuple(kind for kind in ADAPTERS if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """The families with an adapter that come as a language model of their own; the others stand in vision-language models."""
+DISTINCT = tuple({replace(ADAPTERS[kind], model_type=""): kind for kind in reversed(FAMILIES)}.values())[::-1]
+"""The first family of each row that differs from the others in more than its name."""
 COMMON = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
     "max_position_embeddings": 512, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 5,
@@ -23,6 +26,7 @@ GROUPED = {"num_key_value_heads": 2, "sliding_window": None}
 MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SHARED = {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 96, **MOE}
+SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2, "logits_scaling": 1.7}
 RECURRENT = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "head_dim": 16,
     "full_attention_interval": 2, "tie_word_embeddings": False,
@@ -58,6 +62,15 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "starcoder2": {"tie_word_embeddings": False},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "vaultgemma": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
+    "cohere": {"tie_word_embeddings": False},
+    "ernie4_5": {"head_dim": 16, "tie_word_embeddings": False},
+    "helium": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "granite": SCALED,
+    "hyperclovax": {**SCALED, "use_post_norm": True},
     "phi3": {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}},
 }
 """model_type -> what its configuration needs besides COMMON and GROUPED."""

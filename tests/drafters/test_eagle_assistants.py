@@ -9,7 +9,7 @@ import torch
 from helpers_generate import EAGLE1, NEVER, SHALLOW, bigram, kept, prompts, same, seer1, stats
 from helpers_heads import EAGLE1 as PUBLISHED_KEYS
 from helpers_heads import as_eagle, write
-from helpers_models import FAMILIES, tiny_head, tiny_model
+from helpers_models import DISTINCT, tiny_head, tiny_model
 from test_sampling import CASES, SIGNIFICANCE, distribution, p_value, padded, sample
 
 import fastspec
@@ -27,7 +27,12 @@ SMALL = [[0], [1], [0, 0], [0, 0, 0], [0, 0, 2]]
 ASSISTANTS = ["eagle", Eagle1(SMALL), Eagle1(drafts="sampled"), "eagle2", Eagle2(depth=3, top_k=2, total_tokens=7)]
 NAMES = ["eagle", "eagle small", "eagle sampled", "eagle2", "eagle2 small"]
 EACH = pytest.mark.parametrize("assistant", ASSISTANTS, ids=NAMES)
-GENERIC = ("gpt2", "gpt_neox", "gemma", "phi3", "opt", "gpt_bigcode")
+SCALES = {
+    **dict.fromkeys(("cohere", "cohere2"), lambda config: config.logit_scale), "granite": lambda config: 1 / config.logits_scaling,
+    "hyperclovax": lambda config: config.logits_scaling,
+}  # fmt: skip
+"""What some families multiply logits by."""
+GENERIC = ("gpt2", "gpt_neox", "opt", "gpt_bigcode")
 
 
 def eagle_head(model: Any, **over: Any) -> Any:
@@ -74,7 +79,7 @@ def test_a_sample_of_one_token_is_the_greedy_text(made, kind, assistant, options
     same(made[kind], assistant, prompts(5, 9), do_sample=True, eos_token_id=NEVER, **options)
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, *GENERIC])
+@pytest.mark.parametrize("kind", [*DISTINCT, *GENERIC])
 def test_every_family(kind):
     model = tiny_model(kind, **SHALLOW)
     inputs, options = prompts(9, 3, 6), {"max_new_tokens": 12, "do_sample": False}
@@ -86,7 +91,7 @@ def test_every_family(kind):
         assert fastspec.report(model).mode.startswith("adapter" if kind in ADAPTERS else "generic")
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, *GENERIC])
+@pytest.mark.parametrize("kind", [*DISTINCT, *GENERIC])
 @torch.no_grad()
 def test_the_feature_is_what_the_lm_head_reads(kind):
     """Taps () give the last hidden state after the final norm, of the prompt and of the nodes of a tree."""
@@ -105,6 +110,7 @@ def test_the_feature_is_what_the_lm_head_reads(kind):
         said = model.get_output_embeddings()(found)
         cap = getattr(model.config, "final_logit_softcapping", None)
         said = said if cap is None else cap * torch.tanh(said / cap)
+        said = said * SCALES.get(kind, lambda config: 1.0)(model.config)
         torch.testing.assert_close(said[count:], logits[row], rtol=0.0, atol=1e-4 * float(logits.abs().max()))
         torch.testing.assert_close(said[count - 1], last[row], rtol=0.0, atol=1e-4 * float(logits.abs().max()))
 

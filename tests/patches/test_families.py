@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from helpers_generate import SHALLOW
-from helpers_models import FAMILIES, tiny_config, tiny_head, tiny_model
+from helpers_models import DISTINCT, FAMILIES, tiny_config, tiny_head, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,7 +22,7 @@ from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.session import session_of
 
-GENERIC = ("gpt2", "gpt_neox", "cohere2", "phi3", "exaone4", "stablelm", "opt", "gpt_bigcode", "falcon", "phi")
+GENERIC = ("gpt2", "gpt_neox", "hunyuan_v1_dense", "opt", "gpt_bigcode", "falcon", "persimmon")
 FACTORS = [1.0 + 0.5 * i for i in range(8)]
 ROPES = {
     "linear": {"factor": 4.0},
@@ -84,7 +84,7 @@ def trees(draw: st.DrawFn) -> TokenTree:
     return TokenTree.from_parents(torch.tensor(tokens), torch.tensor(parents), nodes)
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, *GENERIC, "hooked", *ROPES])
+@pytest.mark.parametrize("kind", [*DISTINCT, *GENERIC, "hooked", *ROPES])
 @settings(max_examples=5, deadline=None, database=None, derandomize=True)
 @given(tree=trees(), counts=st.lists(st.integers(1, 7), min_size=2, max_size=2))
 @torch.no_grad()

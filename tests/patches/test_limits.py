@@ -34,7 +34,7 @@ def _patched(kind: str, **over: Any) -> Any:
     return fastspec.patch(tiny_model(kind, **over), speculative=tiny_model(kind, seed=1, **{**over, "num_hidden_layers": 2}))
 
 
-@pytest.mark.parametrize("kind", ["phi3", "stablelm", "olmo2", "gpt_neox", "xglm"])
+@pytest.mark.parametrize("kind", ["phi3", "stablelm", "olmo2", "gpt_neox", "persimmon", "xglm"])
 def test_computed_positions_go_on_past_the_limit(kind: str) -> None:
     model = _patched(kind, max_position_embeddings=32, **({"original_max_position_embeddings": 32} if kind == "phi3" else {}))
     expected = free(model, ROWS, 40)
@@ -109,7 +109,7 @@ def test_models_of_several_sizes_are_refused_at_patch(make: Any, message: str) -
 
 def test_a_prompt_past_the_rotary_positions_runs_on():
     """As in plain `generate`: rotary embeddings are computed for any position."""
-    for family in ("llama", "phi3"):
+    for family in ("llama", "persimmon"):
         plain, model = (tiny_model(family, max_position_embeddings=16) for _ in range(2))
         options = {**prompts(20, 11), "max_new_tokens": 10, "do_sample": False}
         want = plain.generate(**options)

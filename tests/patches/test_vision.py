@@ -24,9 +24,9 @@ AROUND = (3, 4), (6, 9)
 TREE = fastspec.Eagle3(depth=3, top_k=3, total_tokens=12)
 ADAPTED = (
     "gemma3", "llava", "mistral3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "paligemma",
-    "internvl", "llava_next", "gemma4",
+    "internvl", "llava_next", "gemma4", "aya_vision",
 )  # fmt: skip
-GENERIC = "glm4v", "aya_vision"
+GENERIC = ("glm4v",)
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 
 

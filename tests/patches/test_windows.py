@@ -26,7 +26,8 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attenti
 KINDS: dict[str, dict[str, Any]] = {
     "mistral": {}, "mixtral": {}, "qwen2": {**MIXED, "use_sliding_window": True}, "qwen3": {**MIXED, "use_sliding_window": True},
     "phi3": {}, "starcoder2": {}, "gemma2": MIXED, "gemma3_text": MIXED, "cohere2": MIXED, "olmo3": MIXED, "exaone4": MIXED,
-    "ministral": {**MIXED, "head_dim": 16}, "smollm3": {**MIXED, "use_sliding_window": True, "no_rope_layers": [1, 0, 1]},
+    "granite_swa": MIXED, "ministral": {**MIXED, "head_dim": 16},
+    "smollm3": {**MIXED, "use_sliding_window": True, "no_rope_layers": [1, 0, 1]},
     "gpt_oss": {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "llama4_text": {
         "layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "no_rope_layers": [1, 0, 1], "head_dim": 16,
@@ -134,7 +135,7 @@ def conversation(model: Any, lengths: tuple[int, ...], options: dict[str, Any]) 
     return found
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma2", "phi3"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "granite_swa"])
 def test_a_cache_that_was_not_told_of_windows_comes_back_whole(kind: str) -> None:
     """It keeps every token of a layer: a text that the caller makes shorter again sees more of them."""
     model = windowed(kind)
@@ -151,7 +152,7 @@ def test_a_cache_that_was_not_told_of_windows_comes_back_whole(kind: str) -> Non
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "phi3"])
+@pytest.mark.parametrize("kind", ["gemma2", "granite_swa"])
 def test_what_is_kept_does_not_grow_with_the_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     kept = HFModel.__init__

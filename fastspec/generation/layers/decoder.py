@@ -25,7 +25,8 @@ class LayerParts:
 
     input_norm: Norm | None
     mixer: SequenceMixer
-    mlp_norm: Norm
+    mlp_norm: Norm | None
+    """None: the feed-forward reads what the mixer reads, and both are added at once."""
     mlp: Product
     mixer_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
@@ -70,6 +71,12 @@ def gated(ops: Ops, gate: nn.Linear, up: nn.Linear, down: nn.Linear, kind: Gate 
     if weight is not None and len(biases) in (0, 2) and (bias is not None) == bool(biases):
         return lambda x: out(ops.gate_up(x, weight, bias, kind))
     return lambda x: out(opened(ops.linear(x, gate.weight, gate.bias), kind) * ops.linear(x, up.weight, up.bias))
+
+
+def gated_as_one(ops: Ops, gate_up: nn.Linear, down: nn.Linear, kind: Gate = SILU) -> Product:
+    """The same where gate and up are one linear layer, the gates first."""
+    out = product(ops, (down,), parts=True)
+    return lambda x: out(ops.gate_up(x, gate_up.weight, gate_up.bias, kind))
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:

@@ -268,11 +268,13 @@ def device_of(model: Any) -> torch.device:
 NO_ROTATION = "none"
 
 
-def rope_tables(rotary: Any, model: Any, count: int, kind: str | None = None, *, once: bool = False) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    rotary: Any, model: Any, count: int, kind: str | None = None, *, once: bool = False, twice: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """cos and sin [count, R / 2] of the first positions, in the model's dtype, as its rotary module makes them, for a kind of layers where
     these have frequencies of their own; of NO_ROTATION those that leave everything as it is.
 
-    Transformers' modules repeat each angle for both halves of a head, unless they give it `once`.
+    Transformers' modules repeat each angle for both halves of a head, unless they give it `once`, or `twice` in a row.
     """
     device = device_of(model)
     if rotary is None:  # nothing is rotated: the fewest channels that a table can have stay as they are
@@ -285,6 +287,8 @@ def rope_tables(rotary: Any, model: Any, count: int, kind: str | None = None, *,
     cos, sin = (table[0] if table.dim() == 4 else table for table in (cos, sin))
     if kind == NO_ROTATION:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+    if twice:
+        return cos[0, :, ::2].contiguous(), sin[0, :, ::2].contiguous()
     half = cos.shape[-1] if once else cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 

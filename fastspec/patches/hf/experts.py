@@ -115,13 +115,13 @@ def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
     return way != "batched_mm" and not (way == "grouped_mm" and model.dtype == torch.bfloat16)
 
 
-def gate_of(module: Any) -> Gate | None:
-    """What a feed-forward's gate becomes, None where the kernels do not have it."""
-    return ACTIVATIONS.get(_act(module))
+def gate_of(module: Any, name: str = "act_fn") -> Gate | None:
+    """What a feed-forward's gate becomes by its activation of this name, None where the kernels do not have it."""
+    return ACTIVATIONS.get(_act(module, name))
 
 
-def _act(module: Any) -> str:
-    return type(getattr(module, "act_fn", None)).__name__
+def _act(module: Any, name: str = "act_fn") -> str:
+    return type(getattr(module, name, None)).__name__
 
 
 def is_own(module: nn.Module) -> bool:

@@ -31,15 +31,35 @@ class Adapter:
     wide_qk_norm: bool = False
     """Whether all heads' queries are normed together, and so all keys."""
     eps: str = "variance_epsilon"
-    """The attribute of a norm that is added to the mean square."""
+    """The attribute of a norm that is added to the mean square; "" for norms of another kind, which run as they are."""
     offset: float | None = None
     """What a norm adds to its weight, which it applies in fp32; None: it applies the weight to the rounded norm."""
     rotary_by_kind: bool = False
     """Whether the kinds of layers (`layer_types`) have rotary tables of their own."""
     angles_once: bool = False
     """Whether the rotary module gives each angle once; others repeat them for both halves of a head."""
+    angles_twice: bool = False
+    """Whether it gives each angle twice in a row."""
+    interleaved: bool = False
+    """Whether neighbouring channels are rotated with each other; in the others those of the two halves of a head."""
     rotates: str = ""
     """The attribute of an attention that says whether it rotates at all, where some do not."""
+    rotates_all: str = ""
+    """The attribute of an attention that is None where all rotate after all."""
+    qkv: str = ""
+    """The attribute of an attention that is the product of queries, keys and values, where it is one."""
+    out: str = "o_proj"
+    parallel: bool = False
+    """Whether the feed-forward reads what the attention reads."""
+    residual_scale: str = ""
+    """The attribute of a layer that what its parts add is multiplied by."""
+    embed_scale: str = ""
+    """The attribute of the decoder that embeddings are multiplied by, where `embed` does not do it."""
+    logit_scale: str = ""
+    logit_divisor: str = ""
+    """The settings that logits are multiplied and divided by."""
+    scaled_around: tuple[str, ...] = ()
+    """The types of models around the decoder that do so as well; others leave logits as they are."""
     sinks: str = ""
     """The attribute of an attention with a logit per head that joins the softmax."""
     cap: str = ""
@@ -80,8 +100,12 @@ class Adapter:
     """The row of the layers that have one, where their norms stand elsewhere than in the others."""
     gated_mlp: bool = True
     """Whether a dense `mlp` is down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
+    gate_up: str = ""
+    """The attribute of such an `mlp` that is the product of both, where it is one, its activation being `activation_fn`."""
     mixture: Mixture | None = None
     """That of the layers that have one."""
+    unless: tuple[str, ...] = ()
+    """Settings under which the family is another one, if they are neither None nor False: such a model has no adapter."""
 
 
 GEMMA2 = Adapter(
@@ -93,6 +117,14 @@ OLMO2 = Adapter(
     wide_qk_norm=True,
 )  # fmt: skip
 QWEN3_5 = Adapter("qwen3_5_text", qk_norm=True, eps="eps", offset=1.0, gated_attention=True, recurrent="linear_attn")
+PAIRS = Adapter("ernie4_5", interleaved=True)
+COHERE = replace(
+    PAIRS, model_type="cohere", angles_twice=True, parallel=True, mlp_norm="", eps="", logit_scale="logit_scale", unless=("use_qk_norm",)
+)
+GRANITE = Adapter(
+    "granite", residual_scale="residual_multiplier", embed_scale="embedding_multiplier", logit_divisor="logits_scaling",
+    scaled_around=("granite4_vision",),
+)
 ADAPTERS = {
     row.model_type: row
     for row in (
@@ -136,6 +168,30 @@ ADAPTERS = {
             ),
         ),
         Adapter("gpt_oss", gated_mlp=False, sinks="sinks", angles_once=True, mixture=GPT_OSS_EXPERTS),
+        Adapter("internlm3"),
+        Adapter("iquestcoder"),
+        Adapter("jais2"),
+        Adapter("nemotron"),
+        Adapter("olmo", unless=("clip_qkv",)),
+        Adapter("stablelm", unless=("use_parallel_residual", "qk_layernorm")),
+        Adapter("apertus", input_norm="attention_layernorm", mlp_norm="feedforward_layernorm", qk_norm=True),
+        Adapter("phi", out="dense", parallel=True, mlp_norm="", norm="final_layernorm", unless=("qk_layernorm",)),
+        Adapter("phi3", qkv="qkv_proj", gate_up="gate_up_proj"),
+        replace(GEMMA2, model_type="vaultgemma", mixer_out_norm="", mlp_out_norm=""),
+        replace(OLMO2, model_type="exaone4", wide_qk_norm=False, qk_norm=True, rotates="is_sliding", rotates_all="sliding_window"),
+        PAIRS,
+        replace(PAIRS, model_type="helium"),
+        replace(PAIRS, model_type="glm", gate_up="gate_up_proj"),
+        replace(
+            PAIRS, model_type="glm4", gate_up="gate_up_proj", mixer_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"
+        ),
+        COHERE,
+        replace(COHERE, model_type="cohere2", rotates="sliding_window", unless=()),
+        GRANITE,
+        replace(
+            GRANITE, model_type="hyperclovax", mixer_out_norm="post_norm1", mlp_out_norm="post_norm2", logit_scale="logits_scaling",
+            logit_divisor="", scaled_around=("hyperclovax_vision_v2",),
+        ),
     )
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
+from fastspec.generation.layers.decoder import LayerParts, Norm, gated, gated_as_one, is_plain, product, rms
 from fastspec.generation.layers.mixers import EVERYTHING, FullAttention, GatedDelta, Linear, Product, Sight, Summed
 from fastspec.generation.layers.packing import pack
 from fastspec.generation.ops import Ops
@@ -21,7 +21,7 @@ from fastspec.kernels.recurrent.reference import Rates
 from fastspec.patches.hf.compat import NO_ROTATION
 from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter
-from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, norms_heads
+from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, norms_heads
 
 
 def layer_parts(
@@ -31,18 +31,26 @@ def layer_parts(
     hooked or replaced module in it keeps its own forward."""
     parts = parts if isinstance(state, FullAttentionState) else parts.recurrent_row or parts
 
+    factor = getattr(layer, parts.residual_scale) if parts.residual_scale else None
+
     def norm(name: str) -> Norm:
         return norm_of(getattr(layer, name), ops, parts) if name else plain_sum
+
+    def added(name: str) -> Norm | None:
+        """What is done to what a part of the layer adds."""
+        if factor is not None:
+            return times(factor, norm(name))
+        return norm(name) if name else None
 
     return LayerParts(
         input_norm=norm(parts.input_norm),
         mixer=_attention(parts, getattr(layer, parts.attention), ops, state, index, sight or EVERYTHING, rotary)
         if isinstance(state, FullAttentionState)
         else _gated_delta(parts, getattr(layer, parts.recurrent), ops, state, index),
-        mlp_norm=norm(parts.mlp_norm),
+        mlp_norm=None if parts.parallel else norm(parts.mlp_norm),
         mlp=mlp_of(parts, getattr(layer, parts.mlp), ops),
-        mixer_out_norm=norm(parts.mixer_out_norm) if parts.mixer_out_norm else None,
-        mlp_out_norm=norm(parts.mlp_out_norm) if parts.mlp_out_norm else None,
+        mixer_out_norm=added(parts.mixer_out_norm),
+        mlp_out_norm=added(parts.mlp_out_norm),
         beside=_experts_beside(parts, layer, ops) if parts.experts and hasattr(layer, parts.experts) else None,
         after=_after(parts, layer, ops) if parts.layer_scale else None,
     )
@@ -79,19 +87,24 @@ def _after(parts: Adapter, layer: Any, ops: Ops) -> Callable[[Tensor, Tensor | N
 def _attention(
     parts: Adapter, attn: Any, ops: Ops, state: FullAttentionState, index: int, sight: Sight, rotary: str | None
 ) -> FullAttention:  # fmt: skip
-    owns = hasattr(attn, "k_proj")
-    ties = owns and attn.v_proj is None
-    inputs = (attn.q_proj,) if not owns else (attn.q_proj, attn.k_proj) if ties else (attn.q_proj, attn.k_proj, attn.v_proj)
+    inputs = _projections(parts, attn)
+    owns, ties = bool(parts.qkv) or len(inputs) > 1, len(inputs) == 2
     normed = norms_heads(parts, attn)
     norms = (attn.q_norm.weight, (attn.k_norm if owns else attn.q_norm).weight) if normed else (None, None)
     return FullAttention(
         ops, state, index, scale=attn.scaling, eps=getattr(attn.q_norm, parts.eps) if normed else 0.0,
         qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of(inputs, ops),
-        out=product_of((attn.o_proj,), ops, parts=True), q_norm=norms[0], k_norm=norms[1],
+        out=product_of((getattr(attn, parts.out),), ops, parts=True), q_norm=norms[0], k_norm=norms[1], interleaved=parts.interleaved,
         norms_values=parts.norms_values, ties_values=ties, owns=owns, offset=parts.offset, sight=sight, rotary=rotary,
         gated=parts.gated_attention, sinks=getattr(attn, parts.sinks) if parts.sinks else None,
         cap=getattr(attn, parts.cap) if parts.cap and attn.config._attn_implementation != "sdpa" else None,  # which leaves it out
     )  # fmt: skip
+
+
+def _projections(parts: Adapter, attn: Any) -> list[Any]:
+    """The linear layers that make queries, keys and values, one or, where an attention has no keys or no values of its own, fewer."""
+    names = (parts.qkv,) if parts.qkv else ("q_proj", "k_proj", "v_proj")
+    return [each for name in names if (each := getattr(attn, name, None)) is not None]
 
 
 def _gated_delta(parts: Adapter, net: Any, ops: Ops, state: LayerState, index: int) -> GatedDelta:
@@ -120,8 +133,12 @@ def rotary_kinds(parts: Adapter, layers: Sequence[Any], config: Any) -> list[str
     """Which rotary tables each layer takes, as `rope_tables` names them."""
     kinds = config.layer_types[: len(layers)] if parts.rotary_by_kind else [None] * len(layers)
     attention = [getattr(layer, parts.attention, None) for layer in layers]
-    turning = [attn is None or not parts.rotates or getattr(attn, parts.rotates) for attn in attention]
+    turning = [attn is None or not parts.rotates or _rotates(parts, attn) for attn in attention]
     return [kind if turns else NO_ROTATION for kind, turns in zip(kinds, turning, strict=True)]
+
+
+def _rotates(parts: Adapter, attn: Any) -> bool:
+    return bool(getattr(attn, parts.rotates)) or bool(parts.rotates_all and getattr(attn, parts.rotates_all) is None)
 
 
 @overload
@@ -150,10 +167,26 @@ def plain_sum(x: Summed, residual: Tensor | None = None, *, total: Tensor | None
     return summed, summed
 
 
+def times(factor: float, norm: Norm) -> Norm:
+    """A norm of what a layer's part adds, or the sum alone, and a factor behind it."""
+
+    def scaled(x: Summed) -> tuple[Tensor, Tensor]:
+        out = norm(x)[0] * factor
+        return out, out
+
+    return scaled
+
+
 def vocabulary_of(model: Any, parts: Adapter, ops: Ops) -> Linear:
-    """The LM head, hidden states [..., H] -> logits [..., V], soft-capped where the family does so."""
-    product = product_of((getattr(model, parts.lm_head),), ops)
-    cap = getattr(model.config.get_text_config(), parts.final_cap) if parts.final_cap else None
+    """The LM head, hidden states [..., H] -> logits [..., V], scaled or soft-capped where the family does so."""
+    product, config = product_of((getattr(model, parts.lm_head),), ops), model.config.get_text_config()
+    scales = not is_wrapped(model) or model.config.model_type in parts.scaled_around
+    names = parts.final_cap, parts.logit_scale if scales else "", parts.logit_divisor if scales else ""
+    cap, factor, divisor = (getattr(config, name) if name else None for name in names)
+    if divisor is not None:
+        return lambda hidden: product(hidden) / divisor
+    if factor is not None:
+        return lambda hidden: product(hidden) * factor
     return product if cap is None else lambda hidden: cap * torch.tanh(product(hidden) / cap)
 
 
@@ -179,6 +212,10 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
             return gated(ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj, kind)
         gate, up, down = (product(ops, (layer,)) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         return lambda x: down(mlp.act_fn(gate(x)) * up(x))
+    if parts.gate_up and own and all(map(is_plain, (getattr(mlp, parts.gate_up), mlp.down_proj))):
+        kind = gate_of(mlp, "activation_fn")
+        if kind is not None:
+            return gated_as_one(ops, getattr(mlp, parts.gate_up), mlp.down_proj, kind)
     if parts.mixture is not None and ops.experts is not None and is_mixture(parts.mixture, mlp):
         return mixture_of(parts.mixture, mlp, ops)
 
@@ -200,7 +237,7 @@ def pack_model(model: Any) -> list[nn.Parameter]:
         if attn is None:
             groups = [[getattr(getattr(layer, parts.recurrent), name) for name in (parts.recurrent_row or parts).recurrent_inputs]]
         else:
-            groups = [[each for name in ("q_proj", "k_proj", "v_proj") if (each := getattr(attn, name, None)) is not None]]
+            groups = [_projections(parts, attn)]
         if parts.gated_mlp and hasattr(mlp, "gate_proj"):
             groups.append([mlp.gate_proj, mlp.up_proj])
         if parts.mixture is not None and parts.mixture.shared and hasattr(mlp, "experts"):

@@ -182,7 +182,8 @@ class HFModel(Target):
         count = self._positions() + (0 if self.shift is None else SHIFT_ROOM)
         if self.adapter is not None and (not self.tables or len(self.tables[self.kinds[0]][0]) < count):
             rotary = getattr(decoder_of(self.model), self.adapter.rotary)
-            self.tables = {kind: rope_tables(rotary, self.model, count, kind, once=self.adapter.angles_once) for kind in self.kinds}
+            once, twice = self.adapter.angles_once, self.adapter.angles_twice
+            self.tables = {kind: rope_tables(rotary, self.model, count, kind, once=once, twice=twice) for kind in self.kinds}
         return committed
 
     def _positions(self) -> int:
@@ -283,6 +284,8 @@ class HFModel(Target):
         if embedded is None:
             tokens = self._shown(tokens)
             embedded = getattr(decoder_of(self.model), self.adapter.embed)(tokens)
+        if self.adapter.embed_scale:
+            embedded = embedded * getattr(decoder_of(self.model), self.adapter.embed_scale)
         return self._forward_adapted(embedded, layer_inputs(self.model, tokens, embedded), nodes, pick)
 
     def _forward_adapted(
@@ -302,6 +305,9 @@ class HFModel(Target):
             else:
                 x, total = layer.input_norm(*given)
             mixed = layer.mixer(x, nodes)
+            if layer.mlp_norm is None:
+                change = joined(mixed) + joined(layer.mlp(x))
+                continue
             x, total = layer.mlp_norm(mixed if layer.mixer_out_norm is None else layer.mixer_out_norm(mixed)[0], total)
             change = layer.mlp(x)
             if layer.beside is not None:

@@ -98,7 +98,7 @@ def adapter_for(model: nn.Module) -> Adapter | None:
     """The model's row, or None for the generic mode: no row, a layer whose forward belongs to someone else, or autocast, which
     chooses dtypes op by op in the modules' own forward."""
     adapter = _row_of(model)
-    if adapter is None or has_global_hooks() or is_autocast(device_of(model)):
+    if adapter is None or _differs_by(model, adapter) or has_global_hooks() or is_autocast(device_of(model)):
         return None
     return None if any(is_foreign(module) for module in _looped_over(model, adapter)) else adapter
 
@@ -113,6 +113,12 @@ def _row_of(model: Any) -> Adapter | None:
     return adapter if all(hasattr(decoder_of(model), name) for name in (adapter.layers, adapter.norm, adapter.embed)) else None
 
 
+def _differs_by(model: Any, adapter: Adapter) -> list[str]:
+    """Settings under which a model is built otherwise than its row says."""
+    config = model.config.get_text_config()
+    return [name for name in adapter.unless if getattr(config, name, None) not in (None, False)]
+
+
 def decoder_of(model: Any) -> Any:
     """The stack of layers under a model's LM head."""
     return model.get_decoder()
@@ -121,6 +127,11 @@ def decoder_of(model: Any) -> Any:
 def is_wrapped(model: Any) -> bool:
     """Whether a model has more in front of its decoder than tokens, images for one."""
     return decoder_of(model) is not model.base_model
+
+
+def sees_ahead(model: Any) -> bool:
+    """Whether the tokens of a prompt may see those behind them, by a setting of the decoder's."""
+    return bool(getattr(model.config.get_text_config(), "use_bidirectional_attention", None))
 
 
 def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
@@ -146,6 +157,9 @@ def why_generic(model: Any) -> str | None:
     adapter = _row_of(model)
     if adapter is None:
         return None
+    differs = _differs_by(model, adapter)
+    if differs:
+        return f"its {' and '.join(differs)} is set"
     if has_global_hooks():
         return "torch has global module hooks"
     if is_autocast(device_of(model)):

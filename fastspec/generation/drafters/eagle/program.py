@@ -139,6 +139,7 @@ class HeadProgram:
         for part in self.layers:
             if change is not None and part.input_norm is not None:
                 x, total = part.input_norm(change, total)
+            assert part.mlp_norm is not None
             x, total = part.mlp_norm(part.mixer(x, nodes), total)
             change = part.mlp(x)
         assert change is not None
