@@ -15,7 +15,7 @@ from fastspec.generation.target import Target
 from fastspec.patches.hf.cache import import_past
 from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens, is_recurrent, read_cache, recurrent_layers
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import adapter_for, is_wrapped
+from fastspec.patches.hf.modes import adapter_for, is_wrapped, may_see_ahead
 from fastspec.patches.hf.trust import reads_prompts_alike
 
 
@@ -29,7 +29,8 @@ def sees_ahead(model: Any) -> bool:
     """Whether a model lets a prompt's tokens see others than those before them, so that its own pass must read every prompt. Raises
     Unsupported as `check_trust`."""
     adapter = adapter_for(model)
-    checked = is_wrapped(model) if adapter is not None else not any(recurrent_layers(model.config))  # these are refused later
+    besides = is_wrapped(model) or may_see_ahead(model)
+    checked = besides if adapter is not None else not any(recurrent_layers(model.config))  # these are refused later
     return checked and not reads_prompts_alike(model, adapter)
 
 

@@ -10,7 +10,7 @@ from fastspec.generation.source import Source
 from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import adapter_for, check_decoder, is_wrapped, why_generic
+from fastspec.patches.hf.modes import adapter_for, check_decoder, is_wrapped, may_see_ahead, why_generic
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 from fastspec.patches.hf.trust import check_trust
 
@@ -34,7 +34,7 @@ def language_model(
             )
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
         check_trust(model, reads_source=source is not None)
-    elif is_wrapped(model):
+    elif is_wrapped(model) or may_see_ahead(model):
         check_trust(model, adapter=adapter)
     if source is not None:
         return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)

@@ -129,7 +129,7 @@ def is_wrapped(model: Any) -> bool:
     return decoder_of(model) is not model.base_model
 
 
-def sees_ahead(model: Any) -> bool:
+def may_see_ahead(model: Any) -> bool:
     """Whether the tokens of a prompt may see those behind them, by a setting of the decoder's."""
     return bool(getattr(model.config.get_text_config(), "use_bidirectional_attention", None))
 
