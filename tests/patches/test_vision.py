@@ -209,3 +209,21 @@ def test_what_cannot_be_combined_is_refused_by_name() -> None:
     text = tiny_model()
     with fastspec.patched(text), pytest.raises(Unsupported, match="pixel_values cannot be combined"):
         free(text, inputs, NEW, assistant="nasd")
+
+
+@pytest.mark.parametrize("padding", [4, 100])
+def test_a_cache_of_a_model_whose_positions_count_padding(padding: int) -> None:
+    """Texts do not show where they begin, but the keys that one call leaves to the next do."""
+    model = tiny("exaone4_5", AutoModelForMultimodalLM)
+    ids = torch.randint(6, 90, (2, padding + 5), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    fastspec.patch(model)
+    texts = []
+    for first, second in ((None, None), ("autoregressive", None), (None, "autoregressive")):
+        options = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+        out = model.generate(ids, attention_mask=mask, assistant=first, **options)
+        more = torch.cat((mask, torch.ones_like(out.sequences[:, ids.shape[1] :])), 1)
+        options |= {"attention_mask": more, "past_key_values": out.past_key_values}
+        texts.append(model.generate(out.sequences, assistant=second, **options).sequences.tolist())
+    assert texts[1] == texts[0] and texts[2] == texts[0]

@@ -39,13 +39,14 @@ def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str
     nothing but tokens, whose positions count them.
 
     keep [B, T] bool tells which tokens are real. A grid of image tokens takes fewer positions than it has tokens, or more, and some models
-    count from one. Every new token is one further than the last of the prompt, whose position the model prepares for the first pass.
+    count from one. Every new token is one further than the last of the prompt, whose position the model prepares for the first pass; one
+    that prepares none counts padding too, which shows in the keys that a cache keeps.
     """
     if not is_wrapped(model):
         return None
     positions = first_inputs(model, ids, model_kwargs).get("position_ids")
     if positions is None:
-        return None
+        return (~keep).sum(1)
     last = positions[..., -1] if positions.dim() == 2 else positions[-1, :, -1]
     return last.to(keep.device).expand(len(keep)) + 1 - keep.sum(1)
 

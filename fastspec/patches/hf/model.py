@@ -35,7 +35,7 @@ from fastspec.patches.hf.modes import decoder_of, is_watched, is_wrapped
 from fastspec.patches.hf.states import sequence_state
 
 PREFILL_CHUNK = 512
-SHIFT_ROOM = 64
+SHIFT_ROOM = 1024
 """Positions behind the last slot that tables of a model with images have."""
 
 
