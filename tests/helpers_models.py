@@ -71,6 +71,11 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "granite": SCALED,
     "hyperclovax": {**SCALED, "use_post_norm": True},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 48, "kv_lora_rank": 16,
+        "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, **MOE,
+    },
+    "mimo_v2_flash": {"head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "moe_intermediate_size": 48, "sliding_window": 64, **MOE},
     "phi3": {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}},
 }
 """model_type -> what its configuration needs besides COMMON and GROUPED."""

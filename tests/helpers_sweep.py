@@ -51,6 +51,8 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "mistral4": {"head_dim": 16},
     "reformer": {"axial_pos_embds_dim": [32, 32]},
     "zaya": {"num_experts_per_tok": 1},
     "zamba": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid"]},
@@ -89,6 +91,8 @@ def shrink(held: dict[str, Any]) -> dict[str, Any]:
     for name in DEPTHS:
         if isinstance(held.get(name), int):
             out[name] = len(kept)
+    if held.get("kv_lora_rank"):  # latent attention has no groups, and rotates channels of their own
+        out |= {name: size for name, size in (("num_key_value_heads", HEADS), ("head_dim", 8)) if name in held}
     for name, value in held.items():
         if name.endswith(("token_id", "token_index")) and isinstance(value, int) and not isinstance(value, bool):
             out[name] = min(value, TOKENS - 1)

@@ -214,10 +214,11 @@ def test_kv_block_copy(device, data, seed, kind, rows):
         target = torch.arange(count, device=device).expand(rows, -1)
         source = torch.minimum(source.sort(1).values.maximum(target), torch.tensor(slots - 1, device=device))
     layers, heads = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 3]))
-    caches = [normal(generator, layers, rows, heads, slots + 2, size + 3, dtype=dtype, device=device) for _ in range(2)]
+    sizes = size, data.draw(st.sampled_from([size, max(1, size // 3), size + 5]))
+    caches = [normal(generator, layers, rows, heads, slots + 2, each + 3, dtype=dtype, device=device) for each in sizes]
     expected = [cache.clone() for cache in caches]
-    kv_block_copy(*(cache[:, :, :, 1:-1, :size] for cache in caches), source, target)
-    cache_reference.kv_block_copy(*(cache[:, :, :, 1:-1, :size] for cache in expected), source, target)
+    kv_block_copy(*(cache[:, :, :, 1:-1, :-3] for cache in caches), source, target)
+    cache_reference.kv_block_copy(*(cache[:, :, :, 1:-1, :-3] for cache in expected), source, target)
     assert all(torch.equal(*pair) for pair in zip(caches, expected, strict=True))
 
 

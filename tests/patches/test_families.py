@@ -22,7 +22,7 @@ from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.session import session_of
 
-GENERIC = ("gpt2", "gpt_neox", "hunyuan_v1_dense", "opt", "gpt_bigcode", "falcon", "persimmon")
+GENERIC = ("gpt2", "gpt_neox", "hunyuan_v1_dense", "opt", "gpt_bigcode", "falcon", "persimmon", "deepseek_v3", "mimo_v2_flash")
 FACTORS = [1.0 + 0.5 * i for i in range(8)]
 ROPES = {
     "linear": {"factor": 4.0},
@@ -187,7 +187,6 @@ REFUSED = {
     "mpt": (lambda: tiny_model("mpt"), "MptForCausalLM.*position_ids"),
     "alibi": (lambda: tiny_model("falcon", alibi=True), "FalconForCausalLM.*alibi"),
     "xlnet": (lambda: tiny_model("xlnet"), "XLNetLMHeadModel.*past_key_values"),
-    "latent attention": (lambda: tiny_model("deepseek_v3", num_key_value_heads=4), "DeepseekV3ForCausalLM.*latent"),
     "flash in generic mode": (lambda: _with_attention("gpt2", "flash_attention_2"), "flash_attention_2.*sdpa"),
     "not a module": (lambda: {"a": 1}, "not dict"),
     "not of transformers": (lambda: nn.Linear(2, 2), "not Linear"),

@@ -12,20 +12,23 @@ from fastspec.generation.state.base import Held, LayerState, Moves
 
 
 class FullAttentionState(LayerState):
-    """Keys `k` and values `v` [L, B, Hkv, C, D] of L layers and B rows, C slots a row."""
+    """Keys `k` [L, B, Hkv, C, D] and values `v` [L, B, Hkv, C, Dv] of L layers and B rows, C slots a row. Latent attention keeps one
+    head's latents and rotated channels in their places."""
 
     ring: int | None = None
     """How many slots positions go round in; None: the token at position p stands in slot p."""
 
-    def __init__(self, layers: int, rows: int, kv_heads: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: int, rows: int, kv_heads: int, size: int, value_size: int | None = None, *, dtype: torch.dtype, device: torch.device
+    ) -> None:  # fmt: skip
         self.layers = layers
         self.k = torch.zeros((layers, rows, kv_heads, 0, size), dtype=dtype, device=device)
-        self.v = self.k.clone()
+        self.v = torch.zeros((layers, rows, kv_heads, 0, size if value_size is None else value_size), dtype=dtype, device=device)
 
     def bytes(self, slots: int) -> int:
         """Memory of keys and values with so many slots a row."""
         layers, rows, heads, _, size = self.k.shape
-        return 2 * self.k.element_size() * layers * rows * heads * slots * size
+        return self.k.element_size() * layers * rows * heads * slots * (size + self.v.shape[-1])
 
     def resize(self, slots: int) -> None:
         """Replace the buffers by larger ones that hold the same."""

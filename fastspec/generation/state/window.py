@@ -31,9 +31,10 @@ class WindowState(FullAttentionState):
     ring: int
 
     def __init__(
-        self, layers: int, rows: int, kv_heads: int, size: int, *, span: Span, ring: int, dtype: torch.dtype, device: torch.device
+        self, layers: int, rows: int, kv_heads: int, size: int, value_size: int | None = None, *, span: Span, ring: int,
+        dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        super().__init__(layers, rows, kv_heads, size, dtype=dtype, device=device)
+        super().__init__(layers, rows, kv_heads, size, value_size, dtype=dtype, device=device)
         self.span, self.ring = span, ring
 
     def bytes(self, slots: int) -> int:

@@ -11,14 +11,15 @@ from torch import Tensor
 
 
 def cache_write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write k, v [B, N, Hkv, D] into one layer's cache [B, Hkv, C, D] at slots [B, N] int64."""
+    """Write k, v [B, N, Hkv, D] into one layer's cache [B, Hkv, C, D] at slots [B, N] int64; keys and values may differ in D."""
     row = torch.arange(k.shape[0], device=k.device)[:, None]
     k_cache[row, :, slots] = k.to(k_cache.dtype)  # under autocast they come in another
     v_cache[row, :, slots] = v.to(v_cache.dtype)
 
 
 def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
-    """Move slots source [B, P] to target [B, P] in every layer of k_cache, v_cache [L, B, Hkv, C, D]; overlap is safe."""
+    """Move slots source [B, P] to target [B, P] in every layer of k_cache [L, B, Hkv, C, D] and v_cache [L, B, Hkv, C, Dv];
+    overlap is safe."""
     row = torch.arange(source.shape[0], device=source.device)[:, None]
     for cache in (k_cache, v_cache):
         cache[:, row, :, target] = cache[:, row, :, source]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +35,7 @@ def check_kept(model: Any) -> None:
 def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
     """Raise `Unsupported`, before anything is computed, where the keys and values of a text of so many tokens exceed the budget."""
     shapes = layer_shapes(model.config)
-    numbers = 2 * sum(math.prod(shapes[layer]) for layer in set(kept_by(model.config))) * tokens
+    numbers = sum(heads * (key + value) for heads, key, value in (shapes[layer] for layer in set(kept_by(model.config)))) * tokens
     need = numbers * torch.empty((), dtype=model.dtype).element_size()
     if need > manager.budget:
         raise Unsupported(

@@ -25,15 +25,15 @@ class SlotCache(Cache):
         self.state, self.ops, self.slots, self.extent = state, ops, slots, extent
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [B, Hkv, N, D] of one layer -> its keys and values [B, Hkv, extent, D]."""
+        """Write [B, Hkv, N, D] of one layer -> its keys and values [B, Hkv, extent, D], each of a size of its own."""
         store, index = self.state.places[layer_idx]
         assert isinstance(store, FullAttentionState)
-        held = (store.k.shape[2], store.k.shape[4])
-        for states in (key_states, value_states):
+        for name, states, buffer in (("key", key_states, store.k), ("value", value_states, store.v)):
+            held = buffer.shape[2], buffer.shape[4]
             if (states.shape[1], states.shape[3]) != held:
                 raise Unsupported(
-                    f"layer {layer_idx} has {states.shape[1]} key heads of size {states.shape[3]}, its config says {held[0]} of {held[1]}: "
-                    "fastspec needs the same in every layer"
+                    f"layer {layer_idx} has {states.shape[1]} {name} heads of size {states.shape[3]}, its config says {held[0]} of "
+                    f"{held[1]}: fastspec makes its cache by the config"
                 )
         store.write(self.ops, index, key_states.transpose(1, 2), value_states.transpose(1, 2), self.slots[store.ring])
         return store.k[index][:, :, : self.extent], store.v[index][:, :, : self.extent]

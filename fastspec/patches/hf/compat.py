@@ -32,18 +32,33 @@ def layer_count(config: Any) -> int:
     return config.num_hidden_layers
 
 
-def layer_shapes(config: Any) -> list[tuple[int, int]]:
-    """Key heads and head size of every layer of a decoder, as its caches hold them.
+def layer_shapes(config: Any) -> list[tuple[int, int, int]]:
+    """Key heads, and the sizes of a key and a value, of every layer of a decoder, as its caches hold them.
 
     `per_layer_config` says of every layer what differs (Gemma 4's `head_dim`) since transformers 5.10; reading it from the whole raises.
     """
     config, layers = config.get_text_config(), layer_count(config)
     if {"head_dim", "num_key_value_heads"} & set(getattr(config, "per_layer_attributes", None) or ()):
         return [_shape(config.per_layer_config[layer]) for layer in range(layers)]
-    return [_shape(config)] * layers
+    heads, key, value = _shape(config)
+    kinds, wide = getattr(config, "layer_types", None) or [""] * layers, DOUBLED.get(config.model_type)
+    return [(2 * heads if kind == wide else heads, key, value) for kind in kinds[:layers]]
 
 
-def _shape(config: Any) -> tuple[int, int]:
+DOUBLED = {"mimo_v2_flash": "sliding_attention"}
+"""Model types -> the kind of their layers that has twice the key heads of the others, which no setting says."""
+
+
+def _shape(config: Any) -> tuple[int, int, int]:
+    """Latent attention keeps a head of latents and one of rotated channels since transformers 5.20, other layers keys and values."""
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent:
+        return 1, latent, config.qk_rope_head_dim
+    heads, size = _heads(config)
+    return heads, size, getattr(config, "v_head_dim", None) or size
+
+
+def _heads(config: Any) -> tuple[int, int]:
     if config.is_encoder_decoder:
         heads = getattr(config, "decoder_attention_heads", None) or config.num_heads
         return heads, getattr(config, "d_kv", None) or config.d_model // heads
@@ -135,8 +150,8 @@ def is_recurrent(layer: Any) -> bool:
 
 
 def text_length(held: list[Held] | None) -> int:
-    """How many tokens `read_cache` has read: keys and values are of one shape, and what recurrent layers keep is of any length."""
-    return max((keys.shape[2] for keys, values in held or () if keys.shape == values.shape), default=0)
+    """How many tokens `read_cache` has read: keys and values are of one length, and what recurrent layers keep is of any."""
+    return max((keys.shape[2] for keys, values in held or () if keys.shape[:-1] == values.shape[:-1]), default=0)
 
 
 def _last(states: Tensor, length: int) -> Tensor:

@@ -51,7 +51,7 @@ def check_supported(model: Any) -> None:
 
 
 def _check_generic(model: PreTrainedModel, config: Any) -> None:
-    """What the generic mode needs besides: positions and a mask that say where a draft node stands, and one size of key and value."""
+    """What the generic mode needs besides: positions and a mask that say where a draft node stands."""
     name = type(model).__name__
     missing = [p for p in ("position_ids", "past_key_values") if p not in inspect.signature(type(model).forward).parameters]
     if missing:
@@ -60,8 +60,6 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
         raise Unsupported(f"{name} is more than one stack of layers (its configuration has no num_hidden_layers); fastspec runs one")
     if getattr(config, "alibi", False):
         raise Unsupported(f"{name} derives positions from the cache (alibi=True), where the nodes of a draft tree lie out of order")
-    if getattr(config, "kv_lora_rank", None):
-        raise Unsupported(f"{name} keeps keys and values of different sizes (multi-head latent attention); fastspec's cache holds one")
     _check_masks(name, config)
 
 
