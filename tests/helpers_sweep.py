@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-LARGEST = 30_000_000
+LARGEST = 80_000_000
 """Weights of a model that counts as tiny."""
 TOKENS, LAYERS, WIDTH, HEADS, KEY_HEADS, HEAD = 97, 2, 64, 4, 2, 16
 DEPTHS = "num_hidden_layers", "n_layer", "num_layers", "n_layers"
@@ -46,6 +46,7 @@ SECTIONS = {
 """How three kinds of positions share a head, where the class's default is for larger ones."""
 LEFT_OUT = "transformers_version", "architectures", "dtype", "torch_dtype", "per_layer_config"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64, "indexer_compress_ratio": 4}
 SPECIFIC: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"num_key_value_heads": 1},
     "phi3": {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
@@ -53,6 +54,23 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "mistral4": {"head_dim": 16},
+    "gpt_neo": {"window_size": 512},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "blt": {"encoder_hash_byte_group_vocab": 502},
+    "dots3_note": {"audio_config": {"adapter_in_dim": WIDTH}},
+    "qwen4_exp_text": INDEXER,
+    "qwen4_exp": {"text_config": INDEXER},
+    **{kind: {"vocabulary_map": {"<image>": 90}} for kind in ("chameleon", "emu3")},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
+    "hunyuan_vl": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 2, 2, 2]}}},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 2, 4]}}},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}},
+    "inkling2": {"vision_config": {"text_hidden_size": WIDTH}},
+    "glm5_next": {"text_config": {"num_key_value_heads": HEADS, "qk_rope_head_dim": 0}},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}},
     "reformer": {"axial_pos_embds_dim": [32, 32]},
     "zaya": {"num_experts_per_tok": 1},
     "zamba": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid"]},
@@ -75,6 +93,8 @@ def shrink(held: dict[str, Any]) -> dict[str, Any]:
     for name, value in held.items():
         if name in LEFT_OUT:
             continue
+        if not isinstance(name, str):
+            return held  # a table of something else
         if name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
             half = int(HEAD * value.get("partial_rotary_factor", 1.0)) // 2
             out[name] = {**value, "mrope_section": [half // 4, half // 4, half - 2 * (half // 4)]}
@@ -84,6 +104,8 @@ def shrink(held: dict[str, Any]) -> dict[str, Any]:
             out[name] = [value[index] for index in kept]
         elif value is None:
             out[name] = UNSET.get(name)
+        elif isinstance(value, list | tuple) and name in SIZES:
+            out[name] = [SIZES[name] if isinstance(each, int) and each > 100 else each for each in value]
         elif isinstance(value, bool) or name not in SIZES:
             out[name] = value
         else:
@@ -99,15 +121,23 @@ def shrink(held: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def settings_of(kind: str, config: PretrainedConfig) -> dict[str, Any]:
+    """The settings of a tiny model of a type, from its configuration."""
+    settings = shrink(config.to_dict())
+    for name, value in SPECIFIC.get(kind, {}).items():
+        settings[name] = settings[name] | value if name.endswith("_config") else value
+    if kind in SECTIONS:
+        settings["text_config"]["rope_parameters"]["mrope_section"] = list(SECTIONS[kind])
+    return settings
+
+
 def tiny(kind: str, auto: Any, **over: Any) -> Any:
     """A tiny random model in fp32 of the class that `auto` (AutoModelForCausalLM, say) gives a model type; `over` replaces settings.
 
     Raises as its classes do.
     """
     config: PretrainedConfig = CONFIG_MAPPING[kind]()
-    settings = shrink(config.to_dict()) | SPECIFIC.get(kind, {}) | over
-    if kind in SECTIONS:
-        settings["text_config"]["rope_parameters"]["mrope_section"] = list(SECTIONS[kind])
+    settings = settings_of(kind, config) | over
     made = type(config).from_dict(settings)
     if hasattr(made, "is_decoder") and not made.is_encoder_decoder:
         made.is_decoder = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from helpers_sweep import SECTIONS, SPECIFIC, shrink
+from helpers_sweep import settings_of
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
@@ -40,13 +40,11 @@ VISION: dict[str, dict[str, Any]] = {
 def seeing(kind: str, seed: int = 0, **text: Any) -> Any:
     """A tiny random vision-language model in fp32; `text` replaces settings of its decoder."""
     config = CONFIG_MAPPING[kind](**{"vision_config": CONFIG_MAPPING["gemma4_vision"]()} if kind == "gemma4" else {})
-    settings = shrink(config.to_dict()) | SPECIFIC.get(kind, {}) | OVER.get(kind, {})
+    settings = settings_of(kind, config) | OVER.get(kind, {})
     settings |= {name: token for name, token in TOKENS.items() if name in settings}
     settings["tie_word_embeddings"] = settings["text_config"]["tie_word_embeddings"] = False  # tied, random weights repeat themselves
     settings["vision_config"] |= VISION.get(kind, {})
     settings["text_config"] |= text
-    if kind in SECTIONS:
-        settings["text_config"]["rope_parameters"]["mrope_section"] = list(SECTIONS[kind])
     made = type(config).from_dict(settings)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)

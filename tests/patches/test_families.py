@@ -9,10 +9,11 @@ import pytest
 import torch
 from helpers_generate import SHALLOW
 from helpers_models import DISTINCT, FAMILIES, tiny_config, tiny_head, tiny_model
+from helpers_sweep import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AutoModel, LEDConfig, LEDForConditionalGeneration, MambaConfig, MambaForCausalLM
+from transformers import AutoModel, AutoModelForImageTextToText, LEDConfig, LEDForConditionalGeneration, MambaConfig, MambaForCausalLM
 
 import fastspec
 from fastspec.generation.tree import TokenTree
@@ -186,6 +187,7 @@ REFUSED = {
     "bloom": (lambda: tiny_model("bloom"), "BloomForCausalLM.*position_ids"),
     "mpt": (lambda: tiny_model("mpt"), "MptForCausalLM.*position_ids"),
     "alibi": (lambda: tiny_model("falcon", alibi=True), "FalconForCausalLM.*alibi"),
+    "blocks": (lambda: tiny("diffusion_gemma", AutoModelForImageTextToText), "DiffusionGemmaForBlockDiffusion generates by a loop"),
     "xlnet": (lambda: tiny_model("xlnet"), "XLNetLMHeadModel.*past_key_values"),
     "flash in generic mode": (lambda: _with_attention("gpt2", "flash_attention_2"), "flash_attention_2.*sdpa"),
     "not a module": (lambda: {"a": 1}, "not dict"),

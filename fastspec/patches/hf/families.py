@@ -121,10 +121,7 @@ PAIRS = Adapter("ernie4_5", interleaved=True)
 COHERE = replace(
     PAIRS, model_type="cohere", angles_twice=True, parallel=True, mlp_norm="", eps="", logit_scale="logit_scale", unless=("use_qk_norm",)
 )
-GRANITE = Adapter(
-    "granite", residual_scale="residual_multiplier", embed_scale="embedding_multiplier", logit_divisor="logits_scaling",
-    scaled_around=("granite4_vision",),
-)
+GRANITE = Adapter("granite", residual_scale="residual_multiplier", embed_scale="embedding_multiplier", logit_divisor="logits_scaling")
 ADAPTERS = {
     row.model_type: row
     for row in (

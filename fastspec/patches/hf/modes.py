@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from fastspec.errors import Unsupported
 from fastspec.patches.hf.compat import (
@@ -30,6 +30,8 @@ def check_supported(model: Any) -> None:
         raise Unsupported(f"patch takes a transformers model, not {name}: load one with AutoModelForCausalLM.from_pretrained(...)")
     if not callable(getattr(model, "generate", None)) or not model.can_generate():
         raise Unsupported(f"{name} has no generate method: patch a causal language model, such as {name.replace('Model', '')}ForCausalLM")
+    if not isinstance(model, GenerationMixin):
+        raise Unsupported(f"{name} generates by a loop of its own; fastspec decodes models that generate token by token, left to right")
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         check_decoder(model)
