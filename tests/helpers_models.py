@@ -26,6 +26,9 @@ GROUPED = {"num_key_value_heads": 2, "sliding_window": None}
 MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SHARED = {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 96, **MOE}
+GROUPED_EXPERTS = {
+    "head_dim": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "moe_intermediate_size": 48, **MOE,
+}  # fmt: skip
 SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2, "logits_scaling": 1.7}
 RECURRENT = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "head_dim": 16,
@@ -49,10 +52,18 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16, "sliding_window": 64},
     "cwm": {"head_dim": 16, "sliding_window": 64},
     "seed_oss": {"head_dim": 16},
-    "glm4_moe": {
-        "head_dim": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "moe_intermediate_size": 48,
-        "use_qk_norm": True, **MOE,
+    "glm4_moe": {**GROUPED_EXPERTS, "use_qk_norm": True},
+    "dots1": {**GROUPED_EXPERTS, "n_shared_experts": 1, "norm_topk_prob": True},
+    "solar_open": GROUPED_EXPERTS,
+    "olmoe": {"num_experts": 4, **MOE},
+    "flex_olmo": {"num_experts": 4, "norm_topk_prob": True, **MOE},
+    "minimax_m2": {"head_dim": 16, "num_local_experts": 4, **MOE},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "ernie4_5_moe": {
+        "head_dim": 16, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 1,
+        "tie_word_embeddings": False,
     },
+    "granitemoe": {**SCALED, "num_local_experts": 4, **MOE},
     "qwen2_moe": SHARED,
     "qwen3_5_text": RECURRENT,
     "qwen3_5_moe_text": {**RECURRENT, **SHARED},
