@@ -76,6 +76,7 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "zamba": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     **{kind: {"layer_types": ["conv", "full_attention"]} for kind in ("lfm2", "lfm2_moe")},
+    "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8, "head_dim": 16},
     "xmod": {"default_language": "en_XX"},
     "dots3_note_text": {"num_key_value_heads": 4},

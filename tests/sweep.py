@@ -1,100 +1,241 @@
 """Every class of transformers' own mappings, tiny and random: what assisted decoding gives beside plain `generate`.
 
-    python tests/sweep.py            # writes tests/results/models.tsv
+    python tests/sweep.py            # writes benchmarks/results/models.jsonl and docs/models.md
     python tests/sweep.py gpt2 git   # prints the rows of these
 
-A row is a model type and a mapping, and one of: `same` (autoregressive, nasd and trees of a draft model all give plain generate's tokens),
-`patch` (refused by name there), `call` (refused by name at the first call), `plain fails`, `not built`, and what must not be: `differs`,
-`raises`.
+The outcome of a row is `equal` (every one of its `assistants` gives plain generate's tokens: one text, three texts left-padded, and three
+turns on returned caches), `refused` (by name, by `patch` or by the first call), `plain fails`, `not built`, and what must not be:
+`differs`, `raises`, `stuck`. The classes run in another process, so that one that dies or hangs costs its own row alone.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import multiprocessing
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from helpers_models import tiny_head
+from helpers_seq2seq import near, tiny_seq2seq
 from helpers_sweep import TOKENS, tiny
+from helpers_vision import prompts_with_images, seeing
 from transformers.models.auto import modeling_auto
 
 import fastspec
+from fastspec.patches.hf.compat import layer_count
+from fastspec.patches.hf.families import SEQ2SEQ
+from fastspec.patches.hf.limits import layer_spans
 
-RESULTS = Path(__file__).parent / "results" / "models.tsv"
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "models.jsonl", ROOT / "docs" / "models.md"
+CAUSAL, IMAGE_TEXT, SOURCE = "causal-lm", "image-text", "encoder-decoder"
 MAPPINGS = {
-    "causal-lm": (transformers.AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    "image-text": (transformers.AutoModelForImageTextToText, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    CAUSAL: (transformers.AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    IMAGE_TEXT: (transformers.AutoModelForImageTextToText, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    SOURCE: (transformers.AutoModelForSeq2SeqLM, dict.fromkeys(SEQ2SEQ, "")),
 }
-ASSISTANTS = "autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3)
-NEW = 20
+NEEDED: dict[str, Any] = {"autoregressive": "autoregressive", "nasd": "nasd", "speculative": fastspec.Speculative(gamma=3, branches=3)}
+HEAD = fastspec.Eagle3(depth=2, top_k=6, total_tokens=24)
+NEW, TURN = 20, 7
+SECONDS = 120
+"""Of one class, before it counts as stuck."""
 
 
-def row(kind: str, auto: Any) -> tuple[str, str, str]:
-    """Class, outcome and reason of a model type."""
+def row(mapping: str, kind: str) -> dict[str, Any]:
+    """What a model type of a mapping gives."""
+    found: dict[str, Any] = {"mapping": mapping, "model_type": kind, "class": "-"}
     try:
-        model, draft = tiny(kind, auto), tiny(kind, auto)
+        model = tiny_seq2seq(kind) if mapping == SOURCE else tiny(kind, MAPPINGS[mapping][0])
     except Exception as error:
-        return "-", "not built", _short(error)
-    name = type(model).__name__
-    generator = torch.Generator().manual_seed(0)
-    ids, mask = torch.randint(6, TOKENS - 7, (2, 12), generator=generator), torch.ones(2, 12, dtype=torch.long)
-    mask[1, :5] = 0
-    call: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
-    call |= {"eos_token_id": None, "pad_token_id": 0}
-    with torch.no_grad():  # a draft model that is nearly the target gives drafts that are accepted at times
-        for weight in draft.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=1e-3)
-    try:
-        fastspec.patch(model, speculative=draft)
-    except fastspec.Unsupported as error:
-        return name, "patch", _short(error)
-    try:
-        expected = model.generate(**call).tolist()
-    except Exception as error:
-        return name, "plain fails", _short(error)
-    for assistant in ASSISTANTS:
+        return found | {"outcome": "not built", "reason": _short(error)}
+    found["class"] = type(model).__name__
+    resources: dict[str, Any] = {"speculative": near(model) if mapping == SOURCE else _draft(kind, model, MAPPINGS[mapping][0])}
+    if mapping != SOURCE:
         try:
-            got = model.generate(**call, assistant=assistant).tolist()
-        except fastspec.FastSpecError as error:
-            return name, "call", _short(error)
+            resources["eagle3"] = tiny_head(model)
         except Exception as error:
-            return name, "raises", f"{assistant}: {_short(error)}"
-        if got != expected:
-            return name, "differs", str(assistant)
-    return name, "same", fastspec.report(model).mode
+            found["eagle3"] = f"no head: {_short(error)}"
+    try:
+        try:
+            fastspec.patch(model, **resources)
+        except fastspec.CheckpointError as error:
+            found["eagle3"] = f"refused: {_short(error)}"
+            del resources["eagle3"]
+            fastspec.patch(model, **resources)
+    except fastspec.Unsupported as error:
+        return found | {"outcome": "refused", "at": "patch", "reason": _short(error)}
+    texts = {"one text": _texts(12), "batch": _texts(12, 7, 10)}
+    try:
+        expected = {name: _call(model, inputs) for name, inputs in texts.items()}
+    except Exception as error:
+        return found | {"outcome": "plain fails", "reason": _short(error)}
+    for name, assistant in NEEDED.items():
+        for text, inputs in texts.items():
+            given = _outcome(lambda inputs=inputs, assistant=assistant: _call(model, inputs, assistant=assistant), expected[text])
+            if given is not None:
+                outcome, reason = given
+                return found | {"outcome": outcome, "at": f"{name}, {text}", "reason": reason}
+    tokens = {token for text in expected["batch"] for token in text}
+    found |= {"outcome": "equal", "mode": fastspec.report(model).mode, "tokens": len(tokens), "assistants": [*NEEDED]}
+    if mapping == SOURCE:
+        return found
+    found["outgrown"] = _outgrown(model)
+    if "eagle3" in resources:
+        given = next(filter(None, (_outcome(lambda i=i: _call(model, i, assistant=HEAD), expected[t]) for t, i in texts.items())), None)
+        found["eagle3"] = "equal" if given is None else ": ".join(given)
+    try:
+        conversation = _conversation(model, {})
+    except Exception as error:
+        found["turns"] = f"plain fails: {_short(error)}"
+    else:
+        given = _outcome(lambda: _conversation(model, {"assistant": NEEDED["speculative"]}), conversation)
+        found["turns"] = "equal" if given is None else ": ".join(given)
+    if found["eagle3"] == "equal":
+        found["assistants"].append("eagle3")
+    if mapping == IMAGE_TEXT and (said := _with_images(kind)):
+        found["images"] = said
+    for name in ("eagle3", "turns", "images"):
+        if found.get(name, "").startswith(("differs", "raises")):
+            return found | {"outcome": found[name].split(":")[0], "at": name, "reason": found[name]}
+    return found
+
+
+def _with_images(kind: str) -> str:
+    """What prompts with random images give; "" where none are made here for this type."""
+    try:
+        model = seeing(kind)
+        inputs = [prompts_with_images(model, around) for around in (((3, 4),), ((3, 4), (6, 9)))]
+        texts = [_call(model, each) for each in inputs]
+    except Exception:
+        return ""
+    fastspec.patch(model, speculative=tiny("llama", transformers.AutoModelForCausalLM))
+    for assistant in NEEDED.values():
+        for each, text in zip(inputs, texts, strict=True):
+            given = _outcome(lambda each=each, assistant=assistant: _call(model, each, assistant=assistant), text)
+            if given is not None:
+                return ": ".join(given)
+    return "equal"
+
+
+def _outcome(call: Callable[[], Any], expected: Any) -> tuple[str, str] | None:
+    """What is to be said of a call, or None where it gives what is expected."""
+    try:
+        got = call()
+    except fastspec.FastSpecError as error:
+        return "refused", _short(error)
+    except Exception as error:
+        return "raises", _short(error)
+    return None if got == expected else ("differs", "other tokens")
+
+
+def _draft(kind: str, model: Any, auto: Any) -> Any:
+    """A model whose drafts are accepted at times: nearly the target, or a llama of its vocabulary where the target keeps a state."""
+    if getattr(model, "_is_stateful", False):
+        return tiny("llama", transformers.AutoModelForCausalLM)
+    draft, generator = tiny(kind, auto), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=3e-3)
+    return draft
+
+
+def _texts(*lengths: int) -> dict[str, Any]:
+    """Prompts of these lengths, left-padded."""
+    width, generator = max(lengths), torch.Generator().manual_seed(0)
+    ids, mask = torch.randint(6, TOKENS - 7, (len(lengths), width), generator=generator), torch.ones(len(lengths), width, dtype=torch.long)
+    for at, length in enumerate(lengths):
+        mask[at, : width - length] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _call(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    given = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
+    return getattr(given, "sequences", given).tolist()
+
+
+def _conversation(model: Any, options: dict[str, Any]) -> list[Any]:
+    """The texts after each of three turns of two rows, each on the cache that the last returned; the second is transformers' own."""
+    inputs, past, found = _texts(9, 5), None, []
+    for turn in range(3):
+        out = model.generate(
+            **inputs, max_new_tokens=TURN, do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
+            past_key_values=past, **(options if turn != 1 else {}),
+        )  # fmt: skip
+        past, more = out.past_key_values, torch.randint(6, TOKENS - 7, (2, 3), generator=torch.Generator().manual_seed(turn))
+        found.append(out.sequences.tolist())
+        ids = torch.cat((out.sequences, more), 1)
+        mask = torch.ones_like(ids)
+        mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+        inputs = {"input_ids": ids, "attention_mask": mask}
+    return found
+
+
+def _outgrown(model: Any) -> bool:
+    """Whether the texts went past a window or chunk of some layers."""
+    spans = layer_spans(model.config.get_text_config(), layer_count(model.config))
+    return any(span is not None and span.size < 12 for span in spans)
 
 
 def _short(error: Exception) -> str:
-    words = " ".join(str(error).split())[:160]
-    return words if isinstance(error, fastspec.FastSpecError) else f"{type(error).__name__}: {words}"
+    words = " ".join(str(error).split())
+    return words if isinstance(error, fastspec.FastSpecError) else f"{type(error).__name__}: {words[:200]}"
 
 
-def rows(kinds: Sequence[str] = ()) -> Iterator[tuple[str, ...]]:
-    """Mapping, model type, class, outcome and reason of these model types, all of them where none are given."""
-    for mapping, (auto, names) in MAPPINGS.items():
-        for kind in names:
-            if not kinds or kind in kinds:
-                yield mapping, kind, *row(kind, auto)
+def _work(pipe: Connection) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    while True:
+        pipe.send(row(*pipe.recv()))
+
+
+def wanted(kinds: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """The mappings and model types of these types, of all where none are given."""
+    return [(mapping, kind) for mapping, (_, names) in MAPPINGS.items() for kind in names if not kinds or kind in kinds]
+
+
+def rows(kinds: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """The rows of these model types, all of them where none are given, by a process that is begun anew where one dies or hangs."""
+    start, process = multiprocessing.get_context("spawn"), None
+    for mapping, kind in wanted(kinds):
+        if process is None or not process.is_alive():
+            pipe, theirs = start.Pipe()
+            process = start.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+        pipe.send((mapping, kind))
+        try:
+            if not pipe.poll(SECONDS):
+                raise EOFError(f"no answer within {SECONDS} s")
+            yield pipe.recv()
+        except EOFError as error:
+            process.kill()
+            process.join()
+            reason = str(error) or f"the process ended ({process.exitcode})"
+            yield {"mapping": mapping, "model_type": kind, "class": "-", "outcome": "stuck", "reason": reason}
+    if process is not None:
+        process.kill()
 
 
 def main() -> None:
-    """Write the table, or print some rows of it."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
+    """Write the rows and the page, or print some rows."""
+    from sweep_page import page
+
     found = []
     for each in rows(sys.argv[1:]):
-        print("\t".join(each), flush=True)
+        print(json.dumps(each), flush=True)
         found.append(each)
     if len(sys.argv) == 1:
-        counts = Counter((mapping, outcome) for mapping, _, _, outcome, _ in found)
-        head = [f"# transformers {transformers.__version__}, torch {torch.__version__}"]
-        head += [f"# {mapping}: {outcome} {count}" for (mapping, outcome), count in sorted(counts.items())]
-        RESULTS.write_text("\n".join([*head, "mapping\tmodel_type\tclass\toutcome\tmode or reason", *map("\t".join, found)]) + "\n")
+        versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        RESULTS.write_text("".join(json.dumps(each) + "\n" for each in (versions, *found)))
+        PAGE.write_text(page(versions, found))
 
 
 if __name__ == "__main__":
