@@ -18,6 +18,7 @@ from fastspec import Unsupported
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call.inputs import OwnPrefill
 from fastspec.patches.hf.factory import language_model
+from fastspec.patches.hf.modes import decoder_of
 
 NEW = 20
 AROUND = (3, 4), (6, 9)
@@ -62,6 +63,24 @@ def test_a_single_prompt_without_padding(kind: str) -> None:
         if kind == "paligemma":
             with pytest.raises(Unsupported, match="ContinuousBatch takes no PaliGemmaForConditionalGeneration"):
                 free(model, text, NEW, assistant=fastspec.ContinuousBatch("nasd", rows=1))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "llava"])
+def test_early_layers_draft_behind_images(kind: str) -> None:
+    """They count positions as the whole model does, which images may have moved."""
+    model = seeing(kind)
+    last = decoder_of(model).layers[-1]
+    with torch.no_grad():  # the layers above add nothing
+        last.self_attn.o_proj.weight.zero_()
+        last.mlp.down_proj.weight.zero_()
+    inputs = prompts_with_images(model, AROUND)
+    text = without_images(inputs)
+    expected, of_text = free(model, inputs, NEW), free(model, text, NEW)
+    layers = fastspec.Speculative(early_exit=model.config.get_text_config().num_hidden_layers - 1, gamma=3)
+    with fastspec.patched(model):
+        for given, wanted in ((inputs, expected), (text, of_text)):
+            assert free(model, given, NEW, assistant=layers) == wanted
+            assert fastspec.report(model).last.acceptance_length > 2
 
 
 @pytest.mark.parametrize("kind", ADAPTED)

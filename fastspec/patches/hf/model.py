@@ -79,7 +79,9 @@ class HFModel(Target):
             for layer, (state, _) in enumerate(self.state.places)
         ]
         """What every layer sees, None for one with a recurrent state; transformers' own attention takes a mask per query."""
-        self.shift = torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device) if is_wrapped(model) else None
+        self.shift: Tensor | None = torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device) if is_wrapped(model) else None
+        if early is not None:
+            self.shift = early[0].shift
         """[B] what is added to the number of a token for its position, where images in front of it took more or fewer positions than
         tokens."""
         self.tables: dict[str | None, tuple[Tensor, Tensor]] = {}
@@ -115,7 +117,7 @@ class HFModel(Target):
         """Begin another call of the same rows, of at most `capacity` tokens each."""
         check_length(self.model, self.limits, capacity, self.state.tail)
         self.state.open(capacity)
-        if self.shift is not None:
+        if self.shift is not None and not isinstance(self.state, SharedState):
             self.shift.zero_()
 
     def move(self, shift: Tensor) -> None:
