@@ -28,7 +28,8 @@ ASSISTANTS = ["eagle", Eagle1(SMALL), Eagle1(drafts="sampled"), "eagle2", Eagle2
 NAMES = ["eagle", "eagle small", "eagle sampled", "eagle2", "eagle2 small"]
 EACH = pytest.mark.parametrize("assistant", ASSISTANTS, ids=NAMES)
 SCALES = {
-    **dict.fromkeys(("cohere", "cohere2"), lambda config: config.logit_scale), "granite": lambda config: 1 / config.logits_scaling,
+    **dict.fromkeys(("cohere", "cohere2"), lambda config: config.logit_scale),
+    **dict.fromkeys(("granite", "granitemoe"), lambda config: 1 / config.logits_scaling),
     "hyperclovax": lambda config: config.logits_scaling,
 }  # fmt: skip
 """What some families multiply logits by."""
