@@ -19,7 +19,7 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "cascade": ({"torch", "safetensors"}, ("cascade", "config", "distribution", "errors", "generation", "reading", *REFERENCE)),
     "patches": (
         HEAVY - {"triton"},
-        ("cascade", "config", "devices", "distribution", "errors", "generation", "kernels", "models", "patches"),
+        ("cache_folder", "cascade", "config", "devices", "distribution", "errors", "generation", "kernels", "models", "patches"),
     ),
 }
 

@@ -22,6 +22,7 @@ from fastspec.generation.profile import Profile
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend, counted
+from fastspec.patches.checks.verdict import self_check
 from fastspec.patches.hf.compat import device_of, is_unpacking_hook
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.modes import adapter_for, why_generic
@@ -129,8 +130,12 @@ class PatchSession:
     """Parameters that became views of a packed buffer."""
 
     def ops(self, model: Any) -> Ops:
-        """The backend's kernels for a model as it is now: it may have moved, or been hooked, since it was patched."""
-        return counted(choose_backend(self.backend, device_of(model).type, adapted=adapter_for(model) is not None), self.kernels)
+        """The backend's kernels for a model as it is now: it may have moved, or been hooked, since it was patched. Raises FastSpecError
+        where they fail the self-check of a device that they were not tested on."""
+        device = device_of(model)
+        ops = choose_backend(self.backend, device.type, adapted=adapter_for(model) is not None)
+        self_check(ops, model.dtype, device)
+        return counted(ops, self.kernels)
 
     def pack(self, model: Any) -> None:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the model was moved. Those

@@ -14,6 +14,7 @@ from fastspec.generation.drafters.eagle.fused import why_separate
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import choose_backend
+from fastspec.patches.checks.verdict import self_check
 
 
 @torch.no_grad()
@@ -43,6 +44,7 @@ def frontier_generate(
     if shape.top_k > config.draft_vocab_size:
         raise Unsupported(f"frontier_generate: top_k={shape.top_k} exceeds the draft vocabulary of {config.draft_vocab_size}")
     ops = choose_backend(backend, input_ids.device.type)
+    self_check(ops, head.fc.weight.dtype, input_ids.device)
     drafter = EagleDrafter(head, shape, rows=rows, capacity=tokens, ops=ops, fused=backend == "triton")
     if backend == "triton" and (reason := why_separate(drafter, shape)) is not None:
         raise Unsupported(f'frontier_generate: backend="triton" grows the tree in one launch, and {reason}: use backend="torch"')

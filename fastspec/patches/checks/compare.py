@@ -1,0 +1,105 @@
+"""Runs a backend's kernels and their references on the rows' inputs, and says where they differ."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.generation.ops import Ops
+from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.linear.reference import Parts, joined
+from fastspec.patches.backends import TORCH
+from fastspec.patches.checks.fused import fused_drafting
+from fastspec.patches.checks.inputs import Draw, Laid
+from fastspec.patches.checks.rows import CHECKS, Check
+
+REFERENCE = replace(TORCH, linear_parts=linear_reference.linear, experts=linear_reference.experts)
+ROUNDINGS = {torch.float32: 256, torch.float16: 16, torch.bfloat16: 16}
+"""How many units in the last place of the largest value a kernel may be off. It sums in fp32 in an order of its own and rounds where the
+reference does, a few times; sums of 4,096 products in fp32 are off by the square root of their number."""
+
+
+def has_kernel(ops: Ops, op: str) -> bool:
+    """Whether a backend has something of its own for an op."""
+    return getattr(ops, op) is not None and getattr(ops, op) is not getattr(TORCH, op)
+
+
+def problems(
+    ops: Ops, dtype: torch.dtype, device: torch.device, checks: Sequence[Check] = CHECKS
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """(name, what differs) of every check that a backend fails on a device. An error ends the checks: what follows one on a device says
+    nothing."""
+    for check in checks:
+        if has_kernel(ops, check.op):
+            try:
+                found = difference(check, ops, dtype, device)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                yield check.name, f"{type(error).__name__}: {error}"
+                return
+            if found is not None:
+                yield check.name, found
+    if ops.fused is not None:
+        try:
+            found = fused_drafting(ops, dtype, device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        if found is not None:
+            yield "fused (a small head)", found
+
+
+def difference(check: Check, ops: Ops, dtype: torch.dtype, device: torch.device) -> str | None:
+    """How a backend's op differs from its reference on a row's inputs; None where it does not."""
+    (got, changed), (wanted, expected) = (run(check, each, dtype, device) for each in (ops, REFERENCE))
+    results = tensors(check.view(got)), tensors(check.view(wanted))
+    if len(results[0]) != len(results[1]):
+        return f"it gives {len(results[0])} tensors, not {len(results[1])}"
+    pairs = [*zip(*results, strict=True), *zip(changed, expected, strict=True)]
+    return next((found for pair in pairs if (found := unlike(*pair)) is not None), None)
+
+
+def run(check: Check, ops: Ops, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[Tensor]]:
+    """The result of a row's op, and its inputs, some of which it may write to."""
+    args, options = check.inputs(Draw(dtype, device))
+    given = [ops.attention_layout(*each.args, **each.options) if isinstance(each, Laid) else each for each in args]
+    with torch.no_grad():
+        result = getattr(ops, check.calls or check.op)(*given, **options)
+    return copy.copy(result), tensors([each for each in args if not isinstance(each, Laid)])
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of a value, in order; parts of a product as their sum."""
+    if isinstance(value, (Tensor, Parts)):
+        return [joined(value)]
+    if isinstance(value, (tuple, list)):
+        return [found for each in value for found in tensors(each)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [found for each in fields(value) for found in tensors(getattr(value, each.name))]
+    return []
+
+
+def unlike(got: Tensor, wanted: Tensor) -> str | None:
+    """How a tensor differs from what it should be by more than rounding; None where it does not."""
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return f"it gives {got.dtype} {list(got.shape)}, not {wanted.dtype} {list(wanted.shape)}"
+    if not wanted.numel():
+        return None
+    if not wanted.is_floating_point():
+        wrong = int((got != wanted).sum())
+        return f"{wrong} of {wanted.numel()} whole numbers are others" if wrong else None
+    wide, right = got.float(), wanted.float()
+    room = ROUNDINGS[wanted.dtype] * torch.finfo(wanted.dtype).eps * max(1.0, float(right.abs().max()))
+    off = (wide - right).abs()
+    bad = ~(off <= room)  # what is not a number is wrong too
+    if not bool(bad.any()):
+        return None
+    most = float(off.nan_to_num(torch.inf).max())
+    return f"{int(bad.sum())} of {bad.numel()} values are off, by up to {most:.3g} where {room:.3g} is rounding"

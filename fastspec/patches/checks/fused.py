@@ -1,0 +1,56 @@
+"""The draft phase in one launch against the same head drafting op by op in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fastspec.config import TreeShape
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.ops import Ops
+from fastspec.patches.backends import TORCH
+from fastspec.patches.checks.inputs import Draw
+
+SHAPE = TreeShape(total_tokens=6, depth=2, top_k=2)
+SEED, ROUNDING = 5, 0.12
+"""The candidates of the head that this seed draws are 0.188 apart and more, and in bfloat16 off by up to 0.04 of those in fp32: a tree that
+is another, or scores that are off by more than this, are wrong."""
+
+
+def small_head(draw: Draw) -> EagleHead:
+    """A head whose candidates are far apart."""
+    config = HeadConfig(
+        hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=40, draft_vocab_size=24,
+        target_hidden_size=32, taps=(0, 1, 2),
+    )  # fmt: skip
+    head = EagleHead(config).to(draw.device, draw.dtype).requires_grad_(False).eval()
+    for name, parameter in head.named_parameters():
+        scale = 0.5 if name.startswith("lm_head") else parameter.shape[-1] ** -0.5
+        parameter.copy_(draw.floats(*parameter.shape, scale=scale) if parameter.dim() > 1 else torch.ones_like(parameter))
+    embedding = nn.Embedding(config.vocab_size, config.hidden_size).to(draw.device, draw.dtype).requires_grad_(False)
+    embedding.weight.copy_(draw.floats(*embedding.weight.shape))
+    head.bind(embedding, None)
+    return head
+
+
+def fused_drafting(ops: Ops, dtype: torch.dtype, device: torch.device) -> str | None:
+    """How the tree of a small head differs from that of plain torch; None where it does not."""
+    trees = []
+    for each in (ops, replace(TORCH, name="reference")):
+        draw = Draw(dtype, device, SEED)
+        drafter = EagleDrafter(small_head(draw), SHAPE, rows=1, capacity=16, ops=replace(each, captures=False), fused=each is ops)
+        if each is ops and not drafter.fused:
+            return "the head that it is checked with does not run in one launch"
+        with torch.no_grad():
+            ids, features = draw.whole(40, 1, 5), draw.floats(1, 5, 3 * 32)
+            drafter.begin(ids, draw.fixed([5]), features, draw.fixed([7]))
+            trees.append((drafter.propose(5), drafter.scores))
+    (got, scores), (wanted, expected) = trees
+    for name in ("tokens", "parents", "depths", "ancestors"):
+        if not torch.equal(getattr(got, name), getattr(wanted, name)):
+            return f"the tree's {name} are {getattr(got, name).tolist()}, not {getattr(wanted, name).tolist()}"
+    off = float((scores - expected).abs().max())
+    return None if off <= ROUNDING else f"scores are off by up to {off:.3g}, where {ROUNDING} is rounding"

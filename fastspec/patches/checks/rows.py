@@ -1,0 +1,328 @@
+"""What is checked: a row for every kernel and every form of it that is code of its own, with small inputs.
+
+Inputs are such that rounding decides nothing: what is chosen by score differs by more than it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.attention.reference import Span
+from fastspec.kernels.drafting.reference import Candidates
+from fastspec.kernels.linear.reference import Expert, Routing
+from fastspec.kernels.recurrent.reference import Rates
+from fastspec.kernels.verification.reference import SamplingSettings
+from fastspec.patches.checks.inputs import Draw, Laid, tree
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def same(result: Any) -> Any:
+    """A result as it is."""
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The op that a row is about, which form of it, its inputs, and what of its result has a meaning. `calls` names another op that is
+    called, where the result of the row's own can only be read by that."""
+
+    op: str
+    form: str
+    inputs: Callable[[Draw], Inputs]
+    view: Callable[[Any], Any] = same
+    calls: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As errors have it."""
+        return f"{self.op} ({self.form})"
+
+
+def products(rows: int, channels: int, depth: int, bias: bool = False) -> Callable[[Draw], Inputs]:
+    """x [rows, depth] times `channels` output channels."""
+
+    def make(draw: Draw) -> Inputs:
+        weight = draw.floats(channels, depth, scale=depth**-0.5)
+        return (draw.floats(1, rows, depth), weight, draw.floats(channels) if bias else None), {}
+
+    return make
+
+
+def attention(
+    nodes: int, extent: int, chain: bool = False, span: Span | None = None, extras: bool = False, size: int = 32
+) -> Callable[[Draw], Inputs]:  # fmt: skip
+    """Two rows of `nodes` queries behind prefixes of different length, four query heads to two key heads."""
+
+    def make(draw: Draw) -> Inputs:
+        _, depths, words = tree(draw, 2, nodes)
+        q = draw.floats(2, nodes, 4, size)
+        k, v = (draw.floats(2, 2, extent, size) for _ in "kv")
+        seen = {"span": span, "depths": None if chain else depths} if span else {}
+        prefix = draw.fixed([extent - nodes - 3, (extent - nodes) // 2])
+        layout = Laid((prefix, None if chain else words, nodes, nodes, extent, 2), seen)
+        more = {"sinks": draw.floats(4), "cap": 20.0} if extras else {}
+        return (q, k, v, layout, size**-0.5), more
+
+    return make
+
+
+def norm(residual: bool = False, offset: float | None = None) -> Callable[[Draw], Inputs]:
+    def make(draw: Draw) -> Inputs:
+        return (draw.floats(2, 3, 80), draw.floats(80), 1e-5, draw.floats(2, 3, 80) if residual else None), {"offset": offset}
+
+    return make
+
+
+def rope(norms: bool) -> Callable[[Draw], Inputs]:
+    def make(draw: Draw) -> Inputs:
+        size, rows, nodes = 16, 2, 3
+        angles = draw.uniform(32, size // 2) * 6
+        positions = draw.fixed([[4, 5, 6], [9, 10, 10]])
+        slots = draw.fixed([[4, 5, 6], [9, 10, 11]])
+        k, v = (draw.floats(rows, 2, 32, size) for _ in "kv")
+        weights = (draw.floats(size), draw.floats(size), 1e-6) if norms else ()
+        return (draw.floats(rows, nodes, (4 + 2 * 2) * size), angles.cos(), angles.sin(), positions, k, v, slots, *weights), {}
+
+    return make
+
+
+def walk(draw: Draw) -> Inputs:
+    parents = draw.fixed([[0, 0, 0, 1, 3], [0, 0, 1, 2, 3]])
+    tokens = draw.fixed([[9, 4, 5, 6, 7], [8, 3, 3, 5, 1]])
+    picks = draw.fixed([[4, 6, 0, 7, 2], [3, 9, 4, 4, 4]])
+    return (tokens, parents, picks, 4), {}
+
+
+def scores(rows: int, drawn: bool, settings: SamplingSettings | None = None) -> Callable[[Draw], Inputs]:
+    """Logits of which a few tokens hold the mass, and numbers that fall into the middle of their shares."""
+
+    def make(draw: Draw) -> Inputs:
+        logits = draw.order(300, 1, rows).to(draw.dtype) / 64 - 8
+        best = draw.order(300, 1, rows)[..., :2]
+        logits = logits.scatter(-1, best, draw.fixed([9.0, 9.5], torch.float32).to(draw.dtype).expand(1, rows, 2))
+        number = torch.where(draw.uniform(1, rows) < 0.5, 0.15, 0.8)  # the two best have shares of about .38 and .62
+        return (logits, number if drawn else None, settings), {}
+
+    return make
+
+
+def expansion(nodes: int, count: int, below: bool = False) -> Callable[[Draw], Inputs]:
+    """Logits are whole numbers by construction, all different at a node: p(v) / 16, and its negative at every other node."""
+
+    def make(draw: Draw) -> Inputs:
+        vocab, hidden = 200, 64
+        order = draw.order(vocab)
+        weight = torch.zeros(vocab, hidden, device=draw.device, dtype=torch.float32)
+        weight[:, 0], weight[:, hidden - 1] = order % 16, order // 16
+        x = draw.floats(1, nodes, hidden).float()
+        sign = 1 - 2 * (torch.arange(nodes, device=draw.device) % 2)
+        x[..., 0], x[..., hidden - 1] = sign / 16, sign
+        start = -0.37 * torch.arange(nodes, device=draw.device, dtype=torch.float32)[None]
+        out = None
+        if below:
+            whole = [draw.whole(9, 1, size) for size in (nodes * count, count * count)]
+            out = Candidates(draw.single(1, nodes * count), whole[0], whole[1], 7)
+        return (x.to(draw.dtype), weight.to(draw.dtype), start, count, draw.whole(50, vocab), out), {}
+
+    return make
+
+
+def candidates(draw: Draw) -> Inputs:
+    """Two levels of 4 and 16 candidates, of which 9 are kept."""
+    first = -draw.order(4, 2).float() - 1
+    second = first.repeat_interleave(4, 1) - 0.13 * (1 + draw.order(16, 2).float())
+    above = torch.arange(4, device=draw.device).repeat_interleave(4).expand(2, -1)
+    parents = torch.cat((torch.full_like(above[:, :4], -1), above), 1)
+    depths = draw.fixed([1] * 4 + [2] * 16)
+    return (torch.cat((first, second), 1), draw.whole(999, 2, 20), parents, depths, draw.whole(999, 2), 10), {}
+
+
+def frontier(draw: Draw) -> Inputs:
+    words = draw.whole(2**20, 2, 3, 1)
+    return (draw.whole(40, 2, 12), draw.order(12, 2)[:, :3].contiguous(), draw.floats(2, 3, 48), words, 24), {}
+
+
+def fed(draw: Draw) -> tuple[Tensor, Tensor, Tensor, float]:
+    """An embedding's table and the two norms of a head."""
+    return draw.floats(40, 48), draw.floats(48), draw.floats(48), 1e-5
+
+
+def head(draw: Draw) -> Inputs:
+    return (draw.whole(40, 2, 3), draw.floats(2, 3, 48), *fed(draw)), {}
+
+
+def verdict(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """path [2, 3], accepted, bonus and active of two rows with trees of five nodes."""
+    return draw.fixed([[0, 2, 4], [0, 1, 1]]), draw.fixed([2, 1]), draw.fixed([77, 78]), draw.fixed([True, False], torch.bool)
+
+
+def commitment(draw: Draw) -> Inputs:
+    path, accepted, _, active = verdict(draw)
+    return (draw.fixed([7, 30]), path, accepted, active, 31), {}
+
+
+def emission(draw: Draw) -> Inputs:
+    path, *others = verdict(draw)
+    return (draw.whole(999, 2, 5), path, *others, draw.fixed([5, 6])), {}
+
+
+def pairs(draw: Draw) -> Inputs:
+    return (draw.floats(2, 5, 96), *verdict(draw), draw.fixed([5, 6]), draw.fixed([7, 30])), {}
+
+
+def last_pairs(draw: Draw) -> Inputs:
+    states = [draw.floats(2, 3, 48) for _ in range(2)]
+    return (*states, draw.fixed([2, 0]), draw.floats(2, 48), draw.floats(2, 48), draw.fixed([7, 30]), 31), {}
+
+
+def moves(draw: Draw) -> Inputs:
+    """Slots that overlap: what is moved lies where something is moved to."""
+    caches = [draw.floats(2, 2, 2, 16, 24) for _ in "kv"]
+    return (*caches, draw.fixed([[4, 6, 7], [8, 9, 11]]), draw.fixed([[4, 5, 6], [8, 9, 10]])), {}
+
+
+def places(draw: Draw) -> Inputs:
+    return (draw.whole(40, 2, 5), draw.whole(4, 2, 5), draw.fixed([7, 30]), 32, draw.floats(40, 48)), {}
+
+
+def gates(draw: Draw) -> Inputs:
+    return (draw.floats(2, 3, 4, 16), draw.floats(2, 3, (2 * 4 + 2 * 2) * 16)), {}
+
+
+def gated(draw: Draw) -> Inputs:
+    return (draw.floats(2, 3, 4, 16), draw.floats(2, 3, 4, 16), draw.floats(16), 1e-6), {}
+
+
+def routing(chosen: Routing, corrected: bool = False) -> Callable[[Draw], Inputs]:
+    def make(draw: Draw) -> Inputs:
+        logits = (draw.order(32, 5).to(draw.dtype) - 16) / 8
+        correction = draw.order(32).float() * 1e-3 if corrected else None
+        return (logits, chosen, correction), {}
+
+    return make
+
+
+def by_expert(result: Any) -> Any:
+    """Experts and their shares in the order of the experts, since theirs has no meaning."""
+    chosen, shares = result
+    order = chosen.argsort(-1)
+    return chosen.gather(-1, order), shares.gather(-1, order)
+
+
+def mixture(tokens: int, kind: Expert) -> Callable[[Draw], Inputs]:
+    """Four experts with a shared one."""
+
+    def make(draw: Draw) -> Inputs:
+        size, inner = 64, 48
+        chosen = draw.order(4, tokens)[:, :2].contiguous()
+        weights = draw.floats(4, 2 * inner, size, scale=size**-0.5), draw.floats(4, size, inner, scale=inner**-0.5)
+        shares = draw.uniform(tokens, 2).to(draw.dtype)
+        return (draw.floats(tokens, size), *weights, chosen, shares, kind), {"shared": draw.floats(tokens, size)}
+
+    return make
+
+
+SIZES = {"keys": 2, "values": 4, "key": 16, "value": 16}
+CHANNELS = 2 * SIZES["keys"] * SIZES["key"] + SIZES["values"] * SIZES["value"]
+
+
+def recurrent(draw: Draw, nodes: int) -> tuple[Any, ...]:
+    """mixed, a, b, rates, state."""
+    values = SIZES["values"]
+    rates = Rates(draw.floats(values), draw.floats(values))
+    state = draw.single(2, values, SIZES["key"], SIZES["value"])
+    return draw.floats(2, nodes, CHANNELS), draw.floats(2, nodes, values), draw.floats(2, nodes, values), rates, state
+
+
+def delta_tree(draw: Draw) -> Inputs:
+    nodes, (_, _, words) = 6, tree(draw, 2, 6)
+    spaces = draw.single(2, nodes, SIZES["values"], SIZES["value"]), draw.single(2, nodes, SIZES["values"])
+    return (*recurrent(draw, nodes), words, *spaces), {}
+
+
+def delta_chain(draw: Draw) -> Inputs:
+    return (*recurrent(draw, 20), draw.fixed([20, 13])), {}
+
+
+def delta_commit(draw: Draw) -> Inputs:
+    nodes, values = 5, SIZES["values"]
+    path, accepted, _, active = verdict(draw)
+    states, held = draw.single(1, 2, values, SIZES["key"], SIZES["value"]), draw.floats(1, 2, 4, CHANNELS)
+    inputs, mixed = (draw.floats(1, 2, nodes, CHANNELS) for _ in range(2))
+    updates, grown = draw.single(1, 2, nodes, values, SIZES["value"]), -draw.uniform(1, 2, nodes, values)
+    return (states, held, inputs, mixed, updates, grown, path, accepted, active), {}
+
+
+def convolution(chain: bool) -> Callable[[Draw], Inputs]:
+    def make(draw: Draw) -> Inputs:
+        parents = None if chain else tree(draw, 2, 6)[0]
+        return (draw.floats(2, 6, CHANNELS), draw.floats(CHANNELS, 4), draw.floats(2, 4, CHANNELS), parents), {}
+
+    return make
+
+
+def held(draw: Draw) -> Inputs:
+    return (draw.floats(2, 6, CHANNELS), draw.floats(2, 4, CHANNELS), draw.fixed([6, 2])), {}
+
+
+LONG = 1100
+"""Cache slots that several programs share."""
+CHECKS: tuple[Check, ...] = (
+    Check("linear", "one row", products(1, 96, 256)),
+    Check("linear", "one row, a bias and an odd depth", products(1, 40, 200, bias=True)),
+    Check("linear", "5 rows", products(5, 96, 256)),
+    Check("linear", "5 rows, deep", products(5, 64, 4096, bias=True)),
+    Check("gate_up", "one row", products(1, 2 * 48, 256)),
+    Check("gate_up", "5 rows", products(5, 2 * 48, 256)),
+    Check("gate_up", "20 rows", products(20, 2 * 64, 256, bias=True)),
+    Check("gate_up", "80 rows", products(80, 2 * 48, 64)),
+    Check("linear_parts", "5 rows, deep", products(5, 64, 4096, bias=True)),
+    Check("attention_layout", "trees", attention(6, 60), calls="tree_attention"),
+    Check("tree_attention", "few queries", attention(1, 60, chain=True)),
+    Check("tree_attention", "few queries, a long text", attention(2, LONG)),
+    Check("tree_attention", "trees", attention(20, 90)),
+    Check("tree_attention", "trees, a long text", attention(20, LONG)),
+    Check("tree_attention", "a chain, windows", attention(20, 90, chain=True, span=Span(16))),
+    Check("tree_attention", "trees, chunks", attention(12, 90, span=Span(16, chunk=True))),
+    Check("tree_attention", "sinks and a cap", attention(20, 90, extras=True)),
+    Check("tree_attention", "few queries, sinks and a cap", attention(1, 90, extras=True)),
+    Check("rms_norm", "alone", norm()),
+    Check("rms_norm", "of a sum, with an offset", norm(residual=True, offset=1.0)),
+    Check("rope_cache", "plain", rope(norms=False)),
+    Check("rope_cache", "norms", rope(norms=True)),
+    Check("gate_heads", "plain", gates),
+    Check("gated_norm", "plain", gated),
+    Check("route", "softmax", routing(Routing(4, normalised=True)), by_expert),
+    Check("route", "groups", routing(Routing(4, sigmoid=True, normalised=True, groups=4, kept=2), corrected=True), by_expert),
+    Check("experts", "few tokens", mixture(3, Expert())),
+    Check("experts", "40 tokens, interleaved", mixture(40, Expert(interleaved=True, alpha=1.702, offset=1.0, limit=7.0))),
+    Check("kv_block_copy", "overlap", moves),
+    Check("tree_input", "trees", places),
+    Check("commit_slots", "two rows", commitment),
+    Check("emit", "two rows", emission),
+    Check("path_pairs", "two rows", pairs),
+    Check("keep_last", "two rows", last_pairs),
+    Check("topk_expand", "one node", expansion(1, 4)),
+    Check("topk_expand", "6 nodes", expansion(6, 4, below=True)),
+    Check("topk_expand", "20 children", expansion(2, 20)),
+    Check("next_frontier", "two rows", frontier),
+    Check("head_input", "two rows", head),
+    Check("frontier_input", "two rows", lambda draw: ((*frontier(draw)[0], *fed(draw)), {})),
+    Check("tree_build", "two levels", candidates),
+    Check("pick", "the likeliest", scores(3, drawn=False)),
+    Check("pick", "a draw", scores(3, drawn=True)),
+    Check("pick", "a draw under settings", scores(3, True, SamplingSettings(0.9, 20, 0.99, 0.01))),
+    Check("posterior_walk", "two rows", walk),
+    Check("tree_conv", "trees", convolution(chain=False)),
+    Check("tree_conv", "a text", convolution(chain=True)),
+    Check("hold", "two rows", held),
+    Check("delta_tree", "trees", delta_tree),
+    Check("delta_chain", "a text", delta_chain),
+    Check("delta_commit", "two rows", delta_commit),
+)

@@ -1,0 +1,91 @@
+"""The self-check: on a device that the kernels were never tested on, each is held against its reference before the first use.
+
+Once for a device's name, a dtype and the versions of torch, triton and fastspec: the verdict is kept in the cache folder. The environment's
+FASTSPEC_SELF_CHECK says "auto" (that), "always" (on every device, in every process) or "never".
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastspec import cache_folder
+from fastspec.devices import device_name
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.ops import Ops
+from fastspec.patches.notices import notice
+
+SETTING = "FASTSPEC_SELF_CHECK"
+MODES = ("auto", "always", "never")
+FOLDER = "self_check"
+_known: dict[tuple[str, ...], list[list[str]]] = {}
+"""What this process has found or read: the key of a check -> the failures."""
+_turn = threading.Lock()
+
+
+def mode() -> str:
+    """The setting. Raises Unsupported for one that is unknown."""
+    found = os.environ.get(SETTING) or "auto"
+    if found not in MODES:
+        raise Unsupported(f"{SETTING}={found!r} in the environment: accepted are {', '.join(MODES)}")
+    return found
+
+
+def self_check(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    """Check a backend's kernels for models of a dtype on a device, where that was not done before.
+
+    Raises FastSpecError with the names of kernels that differ from their references. Nothing else is run in their place.
+    """
+    wanted = mode()
+    if wanted == "never" or ops.name != "triton":
+        return
+    from fastspec.kernels.launch import MEASURED, PORTABLE
+
+    name = device_name(device)
+    if wanted == "auto" and (device.type != "cuda" or name in MEASURED):
+        return
+    dtype = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
+    about = {"device": name, "dtype": str(dtype).removeprefix("torch."), "portable": str(PORTABLE), **cache_folder.versions()}
+    key, path = tuple(about.values()), cache_folder.cache_folder() / FOLDER / cache_folder.file_name(*about.values())
+    with _turn:
+        if key not in _known:
+            kept = None if wanted == "always" else _read(path, about)
+            _known[key] = _run(ops, dtype, device, about, path) if kept is None else kept
+    if _known[key]:
+        told = "; ".join(f"{check}: {what}" for check, what in _known[key])
+        made = ", ".join(f"{name} {value}" for name, value in cache_folder.versions().items())
+        raise FastSpecError(
+            f"kernels of backend {ops.name!r} do not compute on {name} in {about['dtype']} what their references do: {told}. "
+            f'fastspec.patch(model, backend="torch") runs without them. Please report this with the versions {made}. '
+            f"The verdict is kept in {path}; {SETTING}=always in the environment checks again"
+        )
+
+
+def _read(path: Path, about: dict[str, str]) -> list[list[str]] | None:
+    found = cache_folder.read(path)
+    if found is None:
+        return None
+    failures = found.get("failures")
+    well = isinstance(failures, list) and all(isinstance(each, list) and [type(x) for x in each] == [str, str] for each in failures)
+    if not well or found.get("about") != about:
+        cache_folder.ignore(path, "it holds no verdict on this device")
+        return None
+    return failures
+
+
+def _run(ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, str], path: Path) -> list[list[str]]:
+    from fastspec.patches.checks.compare import problems
+
+    notice(f"checking the kernels on {about['device']}, which they were not tested on, once for this machine")
+    began = time.perf_counter()
+    with torch.random.fork_rng(devices=[]):  # what a user's seed draws must not change
+        failures = [[check, what] for check, what in problems(ops, dtype, device)]
+    row: dict[str, Any] = {"about": about, "failures": failures, "seconds": round(time.perf_counter() - began, 2)}
+    cache_folder.write(path, row | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")})
+    return failures
