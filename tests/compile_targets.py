@@ -48,8 +48,8 @@ class Absent:
         return 0
 
 
-def compiled(capability: int, rows: list[dict[str, Any]]) -> None:
-    """Let every launch from here on be compiled for a device of this compute capability, and described in `rows`."""
+def pretend(capability: int) -> None:
+    """Let kernels and their host functions take tensors on the CPU for those of a device of this compute capability."""
     from fastspec.kernels import launch
     from fastspec.kernels.attention import hopper as hopper_attention
     from fastspec.kernels.attention import tree as tree_attention
@@ -65,6 +65,11 @@ def compiled(capability: int, rows: list[dict[str, Any]]) -> None:
     for module in (hopper_attention, hopper_linear):
         module.is_hopper = lambda device: capability == 90
     tree_attention.processors = lambda device: 108
+
+
+def compiled(capability: int, rows: list[dict[str, Any]]) -> None:
+    """Let every launch from here on be compiled for a device of this compute capability, and described in `rows`."""
+    pretend(capability)
 
     def bound(kernel: JITFunction, grid: Any) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:

@@ -31,6 +31,14 @@ class Spent(threading.local):
 
 
 SPENT = Spent()
+Prepare = Callable[[Callable[[], object]], object]
+_prepare: Prepare | None = None
+
+
+def prepare_with(prepare: Prepare) -> None:
+    """Hand every program to a function before its first run: a backend's, which compiles what the program will launch."""
+    global _prepare
+    _prepare = prepare
 
 
 class Captured(Generic[Result]):
@@ -54,6 +62,8 @@ class Captured(Generic[Result]):
         if key != self.key:
             self.key, self.graph, self.result = key, None, None
             with SPENT.on("first_runs"):
+                if _prepare is not None:
+                    _prepare(program)
                 return program()
         if self.graph is None:
             with SPENT.on("captures"):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastspec.errors import Unsupported
+from fastspec.generation.capture import prepare_with
 from fastspec.generation.ops import Ops
 from fastspec.kernels.attention import reference as attention_reference
 from fastspec.kernels.cache import reference as cache_reference
@@ -22,6 +23,7 @@ from fastspec.kernels.linear import onednn
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.recurrent import reference as recurrent_reference
 from fastspec.kernels.verification import reference as verification_reference
+from fastspec.patches.notices import notice
 
 TORCH = Ops(
     name="torch",
@@ -67,6 +69,7 @@ TORCH_ONEDNN = replace(
 def triton_ops() -> Ops:
     """The Triton kernels. Imports triton, and raises Unsupported where it is missing."""
     try:
+        from fastspec.kernels.ahead import compile_ahead
         from fastspec.kernels.attention import layout, tree
         from fastspec.kernels.cache import commit, kv_block_copy
         from fastspec.kernels.drafting import fused as drafter
@@ -79,6 +82,8 @@ def triton_ops() -> Ops:
         from fastspec.kernels.verification import posterior_eval
     except ImportError as error:
         raise Unsupported(f'backend="triton" needs the package triton ({error}): install it, or patch with backend="torch"') from error
+    if torch.cuda.is_available():
+        prepare_with(partial(compile_ahead, say=notice))
     return replace(
         TORCH,
         name="triton",

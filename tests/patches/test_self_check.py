@@ -145,6 +145,7 @@ def runs(folder, monkeypatch):
         return iter(made["found"])
 
     monkeypatch.setattr(compare, "problems", problems)
+    monkeypatch.setattr(compare, "launcher", lambda *args: lambda: None)
     monkeypatch.setenv(verdict.SETTING, "always")
     return made
 

@@ -96,7 +96,7 @@ def _leave_best(
     tl.store(p_arrived + o_r // nodes, tl.zeros_like(o_r), mask=m_r & (o_r % nodes + tile == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "nodes"])
 def _product_kernel(
     p_x, p_w, d_w, p_keys, p_peak, p_mass, p_arrived, rows, nodes, vocab, hidden, tiles, s_xb, s_xm, s_w,
     count: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
@@ -131,7 +131,7 @@ def _product_kernel(
     _leave_best(b_acc, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, p_mass, p_arrived, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "nodes"])
 def _logits_kernel(
     p_x, p_keys, p_peak, p_mass, p_arrived, rows, nodes, vocab, tiles, s_xb, s_xm,
     count: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
@@ -159,7 +159,7 @@ def _best_keys(b_key, o_c, count: tl.constexpr):
     return b_best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "first"])
 def _merge_kernel(
     p_keys, p_peak, p_mass, p_arrived, p_scores, p_d2t, p_children, p_tokens, p_parents, p_best, p_index, nodes, tiles, first, s_sb, s_sm,
     s_children, s_tokens, s_parents,

@@ -15,7 +15,7 @@ HEADS = 4
 """Heads of a program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _gated_norm(
     p_x, p_gate, p_weight, p_out, eps, s_gate_b, s_gate_n, nodes, HEADS_ALL: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr, PDL: tl.constexpr,
@@ -58,7 +58,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _gate_heads(
     p_x, p_qkv, p_out, s_qkv_b, s_qkv_n, nodes, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

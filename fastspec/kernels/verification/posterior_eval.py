@@ -21,7 +21,7 @@ DRAW_WARPS = 8
 MAX_NODES = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _chunk_best_kernel(p_x, p_keys, vocab, nodes, chunks, s_xb, s_xm, BV: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -43,7 +43,7 @@ def _best_kernel(p_keys, p_ids, chunks, TP: tl.constexpr, PDL: tl.constexpr):
     tl.store(p_ids + row, key_index(tl.max(b_key, 0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _chunk_mass_kernel(
     p_x, p_peak, p_mass, p_low, p_first, vocab, nodes, chunks, inverse, s_xb, s_xm,
     BV: tl.constexpr, WARP: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
@@ -58,7 +58,7 @@ def _chunk_mass_kernel(
     tl.store(p_mass + row * chunks + chunk, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "s_ub", "s_um"])
 def _draw_kernel(
     p_x, p_peak, p_mass, p_low, p_first, p_uniform, p_ids, vocab, nodes, chunks, inverse, s_xb, s_xm, s_ub, s_um,
     TP: tl.constexpr, BV: tl.constexpr, WARP: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
@@ -87,7 +87,7 @@ def _draw_kernel(
     tl.store(p_ids + row, (chunk * BV + place).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "steps", "s_tokens", "s_parents", "s_picks"])
 def _walk_kernel(
     p_tokens, p_parents, p_picks, p_path, p_accepted, p_bonus, nodes, steps, s_tokens, s_parents, s_picks,
     NP: tl.constexpr, PDL: tl.constexpr,

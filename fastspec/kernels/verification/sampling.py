@@ -86,7 +86,7 @@ def _highest(p_peak, row, chunks, TP: tl.constexpr):
     return tl.where(top == float("-inf"), 0.0, top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _peaks_kernel(
     p_x, p_peak, p_rank, p_level, p_low, p_arrived, vocab, nodes, chunks, level, s_xb, s_xm, BV: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def _peaks_kernel(
         tl.store(p_arrived + row, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _digit_kernel(
     p_x, p_peak, p_part, p_rank, p_level, p_low, p_arrived, vocab, nodes, chunks, shift, before, after, share, s_xb, s_xm,
     MASS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
@@ -152,7 +152,7 @@ def _digit_kernel(
         tl.store(p_arrived + row, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _close_kernel(
     p_x, p_peak, p_part, p_rank, p_level, p_low, p_first, vocab, nodes, chunks, end, before, after, log_min_p, s_xb, s_xm,
     TOP_P: tl.constexpr, MIN_P: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,

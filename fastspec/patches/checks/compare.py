@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.reference import Parts, joined
 from fastspec.patches.backends import TORCH
-from fastspec.patches.checks.fused import fused_drafting
+from fastspec.patches.checks.fused import drafted, fused_drafting, small_drafter
 from fastspec.patches.checks.inputs import Draw, Laid
 from fastspec.patches.checks.rows import CHECKS, Check
 
@@ -54,6 +56,20 @@ def problems(
             found = f"{type(error).__name__}: {error}"
         if found is not None:
             yield "fused (a small head)", found
+
+
+def launcher(ops: Ops, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+    """A program that runs what `problems` compares of a backend, without comparing, and on tensors without data too."""
+    drafter = None if ops.fused is None else small_drafter(ops, dtype, device, fused=True)
+    return partial(_launch_all, ops, dtype, device, drafter)
+
+
+def _launch_all(ops: Ops, dtype: torch.dtype, device: torch.device, drafter: EagleDrafter | None) -> None:
+    for check in CHECKS:
+        if has_kernel(ops, check.op):
+            run(check, ops, dtype, device)
+    if drafter is not None:
+        drafted(drafter)
 
 
 def difference(check: Check, ops: Ops, dtype: torch.dtype, device: torch.device) -> str | None:

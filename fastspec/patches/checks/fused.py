@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastspec.config import TreeShape
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
 from fastspec.generation.ops import Ops
+from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
 from fastspec.patches.checks.inputs import Draw
 
@@ -26,29 +27,40 @@ def small_head(draw: Draw) -> EagleHead:
         hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=40, draft_vocab_size=24,
         target_hidden_size=32, taps=(0, 1, 2),
     )  # fmt: skip
-    head = EagleHead(config).to(draw.device, draw.dtype).requires_grad_(False).eval()
-    for name, parameter in head.named_parameters():
-        scale = 0.5 if name.startswith("lm_head") else parameter.shape[-1] ** -0.5
-        parameter.copy_(draw.floats(*parameter.shape, scale=scale) if parameter.dim() > 1 else torch.ones_like(parameter))
-    embedding = nn.Embedding(config.vocab_size, config.hidden_size).to(draw.device, draw.dtype).requires_grad_(False)
-    embedding.weight.copy_(draw.floats(*embedding.weight.shape))
+    with draw.device:
+        head, embedding = EagleHead(config).eval(), nn.Embedding(config.vocab_size, config.hidden_size)
+    for module in (head, embedding):
+        for name, parameter in list(module.named_parameters()):  # set, not moved: this runs on tensors without data too
+            scale = 0.5 if name.startswith("lm_head") else parameter.shape[-1] ** -0.5 if module is head else 1.0
+            ones = torch.ones(parameter.shape, dtype=draw.dtype, device=draw.device)
+            value = draw.floats(*parameter.shape, scale=scale) if parameter.dim() > 1 else ones
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     head.bind(embedding, None)
     return head
 
 
+def small_drafter(ops: Ops, dtype: torch.dtype, device: torch.device, fused: bool) -> EagleDrafter:
+    """A drafter with a small head."""
+    head = small_head(Draw(dtype, device, SEED))
+    drafter = EagleDrafter(head, SHAPE, rows=1, capacity=16, ops=replace(ops, captures=False), fused=fused)
+    if drafter.fused != fused:
+        raise RuntimeError("the head that is checked with does not draft in one launch")
+    return drafter
+
+
+@torch.no_grad()
+def drafted(drafter: EagleDrafter) -> tuple[TokenTree, Tensor]:
+    """The tree that the small head drafts behind a prompt, and the scores of its candidates."""
+    draw = Draw(drafter.last.dtype, drafter.last.device, SEED)
+    ids, features = draw.whole(40, 1, 5), draw.floats(1, 5, 3 * 32)
+    drafter.begin(ids, draw.fixed([5]), features, draw.fixed([7]))
+    return drafter.propose(5), drafter.scores
+
+
 def fused_drafting(ops: Ops, dtype: torch.dtype, device: torch.device) -> str | None:
     """How the tree of a small head differs from that of plain torch; None where it does not."""
-    trees = []
-    for each in (ops, replace(TORCH, name="reference")):
-        draw = Draw(dtype, device, SEED)
-        drafter = EagleDrafter(small_head(draw), SHAPE, rows=1, capacity=16, ops=replace(each, captures=False), fused=each is ops)
-        if each is ops and not drafter.fused:
-            return "the head that it is checked with does not run in one launch"
-        with torch.no_grad():
-            ids, features = draw.whole(40, 1, 5), draw.floats(1, 5, 3 * 32)
-            drafter.begin(ids, draw.fixed([5]), features, draw.fixed([7]))
-            trees.append((drafter.propose(5), drafter.scores))
-    (got, scores), (wanted, expected) = trees
+    (got, scores), (wanted, expected) = (drafted(small_drafter(each, dtype, device, each is ops)) for each in (ops, TORCH))
     for name in ("tokens", "parents", "depths", "ancestors"):
         if not torch.equal(getattr(got, name), getattr(wanted, name)):
             return f"the tree's {name} are {getattr(got, name).tolist()}, not {getattr(wanted, name).tolist()}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,14 @@ def _read(path: Path, about: dict[str, str]) -> list[list[str]] | None:
 
 
 def _run(ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, str], path: Path) -> list[list[str]]:
-    from fastspec.patches.checks.compare import problems
+    from fastspec.kernels.ahead import compile_ahead
+    from fastspec.patches.checks.compare import launcher, problems
 
     notice(f"checking the kernels on {about['device']}, which they were not tested on, once for this machine")
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):  # what a user's seed draws must not change
+        with suppress(Exception):  # a kernel that does not compile is met, and named, by its own check
+            compile_ahead(launcher(ops, dtype, device), notice)
         failures = [[check, what] for check, what in problems(ops, dtype, device)]
     row: dict[str, Any] = {"about": about, "failures": failures, "seconds": round(time.perf_counter() - began, 2)}
     cache_folder.write(path, row | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")})

@@ -1,0 +1,267 @@
+"""Compiles the kernels of a program before its first run, several at a time.
+
+Which kernels a program launches, and for which arguments, is found by running it on tensors without data: torch's FakeTensorMode gives
+every operation a result of the right shape and nothing else, and a launch is written down in place of being made. No tensor of the program
+is changed, and what it sets on objects is put back. What Triton's cache on disk lacks is then compiled in forked processes, since Triton
+holds the interpreter's lock while it compiles; they never touch the device. The real run finds all of it in the cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import triton
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton.runtime._async_compile import active_mode
+from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import JITFunction
+
+from fastspec.errors import Unsupported
+
+WORKERS = "FASTSPEC_COMPILE_WORKERS"
+"""How many processes compile, in the environment; by default one for each core that this process may use, MOST_WORKERS at most. With 0 each
+kernel compiles at its first launch."""
+MOST_WORKERS = 16
+PATIENCE = 300.0
+"""Seconds after which processes that compile are ended."""
+_turn = threading.Lock()
+_warned = False
+
+
+class Job:
+    """One kernel for one kind of arguments, to be compiled: `run` compiles it, or finds it in the cache."""
+
+    def __init__(self, kernel: JITFunction, run: Callable[[], Any]) -> None:
+        self.name, self.size, self.run = kernel.__name__, len(kernel.src), run
+        self.future: Future[Any] = Future()
+
+    def finish(self) -> None:
+        """Compile it here, or take it from the cache."""
+        if not self.future.done():
+            try:
+                self.future.set_result(self.run())
+            except Exception as error:  # raised where the result is asked for
+                self.future.set_exception(error)
+
+
+class Collector(Executor):
+    """Takes down what Triton would compile in the background."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.kernel: JITFunction | None = None
+        """The kernel whose launch is being looked at."""
+
+    def submit(self, run: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        assert self.kernel is not None
+        self.jobs.append(Job(self.kernel, partial(run, *args, **options)))
+        return self.jobs[-1].future
+
+
+class Pointer:
+    """Stands for a tensor without data as an argument of a kernel: its dtype, and where it lies in its storage, which is aligned."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.dtype, self.shape, self.offset = x.dtype, x.shape, int(x.storage_offset()) * x.element_size()
+
+    def data_ptr(self) -> int:
+        """The alignment is what Triton asks for."""
+        return self.offset
+
+
+def compile_ahead(program: Callable[[], object], say: Callable[[str], None]) -> int:
+    """Compile what a program will launch and what Triton's cache lacks -> how many kernels that were. `say` is told of it before.
+
+    The program must not read tensors on the host. One that cannot be run without data is left to compile as it runs, with a warning.
+    """
+    workers = worker_setting()
+    if workers == 0:
+        return 0
+    with _turn:  # another thread's kernels must not be taken for this program's
+        collector = Collector()
+        with _background(collector) as mode:
+            try:
+                _look(program, collector)
+                missing = [job for job, key in zip(collector.jobs, mode.future_kernels, strict=True) if not _is_kept(key)]
+                if missing:
+                    say(f"compiling {len(missing)} kernels, once for this machine")
+                    _compile(missing, min(workers, len(missing)))
+            finally:
+                for job in collector.jobs:  # the mode waits for them
+                    job.finish()
+    return len(missing)
+
+
+@contextmanager
+def _background(collector: Collector) -> Iterator[triton.AsyncCompileMode]:
+    """Triton's mode of compiling in the background, left for certain: where a kernel does not compile Triton 3.6 would stay in it."""
+    try:
+        with triton.AsyncCompileMode(collector) as mode:
+            yield mode
+    finally:
+        active_mode.set(None)
+
+
+def _look(program: Callable[[], object], collector: Collector) -> None:
+    """Run a program without data, and take down what it launches."""
+    global _warned
+    try:
+        with warnings.catch_warnings(), _restored(program), _noted(collector), FakeTensorMode(allow_non_fake_inputs=True):
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # 0 will do: aligned
+            program()
+    except Exception as error:
+        if not _warned:
+            _warned = True
+            told = f"{type(error).__name__}: {error}"
+            warnings.warn(f"kernels compile one after another at their first launch, which could not be foreseen: {told}", stacklevel=2)
+
+
+@contextmanager
+def _noted(collector: Collector) -> Iterator[None]:
+    """In this thread kernels are compiled in the background, which the collector takes down, and not launched."""
+    launch, mine = JITFunction.run, threading.get_ident()
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if threading.get_ident() != mine:
+            return launch(self, *args, grid=grid, warmup=warmup, **options)
+        collector.kernel = self
+        args = tuple(Pointer(each) if isinstance(each, FakeTensor) else each for each in args)
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
+
+
+@contextmanager
+def _restored(program: Callable[[], object]) -> Iterator[None]:
+    """Put back what the block sets on the program's objects, as far as they are fastspec's own: modules of a model are left out."""
+    held: dict[int, tuple[Any, Any]] = {}
+    seen: set[int] = set()
+    rest: list[Any] = [program]
+    while rest:
+        value = rest.pop()
+        if id(value) in seen or isinstance(value, (Tensor, nn.Module, str, bytes, int, float, type)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, partial):
+            rest += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            if isinstance(value, list):
+                held[id(value)] = value, list(value)
+            rest += value
+        elif isinstance(value, dict):
+            held[id(value)] = value, dict(value)
+            rest += value.values()
+        elif getattr(value, "__self__", None) is not None:
+            rest.append(value.__self__)
+        elif getattr(value, "__closure__", None):
+            rest += [cell.cell_contents for cell in value.__closure__ if cell.cell_contents is not None]
+        elif type(value).__module__.startswith("fastspec."):
+            if hasattr(value, "__dict__"):
+                held[id(vars(value))] = vars(value), dict(vars(value))
+                rest += vars(value).values()
+            elif is_dataclass(value):
+                rest += [getattr(value, field.name) for field in fields(value)]
+    try:
+        yield
+    finally:
+        for owner, before in held.values():
+            if isinstance(owner, list):
+                owner[:] = before
+            else:
+                owner.clear()
+                owner.update(before)
+
+
+def _is_kept(key: str) -> bool:
+    """Whether Triton's cache has a kernel."""
+    folder = getattr(get_cache_manager(hashlib.sha256(key.encode("utf-8")).hexdigest()), "cache_dir", None)
+    return folder is not None and any(Path(folder).glob("__grp__*.json"))
+
+
+def worker_setting() -> int:
+    """How many processes may compile. Raises Unsupported for a setting that is no number."""
+    given = os.environ.get(WORKERS, "")
+    if given and not given.isdecimal():
+        raise Unsupported(f"{WORKERS}={given!r} in the environment: a number of processes is accepted, 0 for none")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(given) if given else min(cores, MOST_WORKERS)
+
+
+def _compile(jobs: Sequence[Job], workers: int) -> None:
+    """Fill Triton's cache, the longest kernels first. What a process fails at is compiled by the caller, who then sees the error."""
+    if workers == 1:
+        return
+    jobs = sorted(jobs, key=lambda job: -job.size)
+    source, sink = os.pipe()
+    os.write(sink, bytes(byte for number in range(len(jobs)) for byte in number.to_bytes(2, "big")))
+    os.close(sink)
+    children: set[int] = set()
+    try:
+        for _ in range(workers):
+            children.add(_fork(partial(_work, jobs, source)))
+        _wait(children)
+    finally:
+        os.close(source)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _fork(work: Callable[[], None]) -> int:
+    """Run work in a process of its own, which ends with it -> its number."""
+    name = "TOKENIZERS_PARALLELISM"  # without it every fork of a process that has tokenised is told of on stderr
+    given = os.environ.get(name)
+    os.environ[name] = given or "false"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning)  # of processes with threads: this child takes no lock of theirs
+            child = os.fork()
+    finally:
+        if given is None:
+            del os.environ[name]
+    if child:
+        return child
+    code = 1
+    try:
+        gc.disable()  # what is freed here is the parent's, on a device that cannot be used
+        work()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _work(jobs: Sequence[Job], source: int) -> None:
+    """Take numbers of jobs from a pipe, one at a time, and run them."""
+    while number := os.read(source, 2):
+        jobs[int.from_bytes(number, "big")].run()
+
+
+def _wait(children: set[int]) -> None:
+    """Until all have ended, or time is up; those that have ended are taken out."""
+    until = time.monotonic() + PATIENCE
+    while children and time.monotonic() < until:
+        for child in list(children):
+            if os.waitpid(child, os.WNOHANG)[0]:
+                children.discard(child)
+        time.sleep(0.005)
+    if children:
+        told = f"{len(children)} processes that compile kernels were ended after {PATIENCE:g} s: the rest compile here"
+        warnings.warn(told, stacklevel=4)

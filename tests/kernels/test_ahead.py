@@ -1,0 +1,206 @@
+"""Kernels are compiled before a program's first run: which, in how many processes, and what that leaves of the program."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_captured import Stand, stand_in
+from helpers_generate import prompts
+from helpers_models import tiny_head, tiny_model
+from torch._subclasses.fake_tensor import FakeTensor
+
+import fastspec
+from fastspec.errors import Unsupported
+from fastspec.generation import capture
+from fastspec.kernels import ahead
+from fastspec.patches import backends
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+SCRIPT = Path(__file__).parents[1] / "compile_ahead.py"
+SMALL = fastspec.Eagle3(depth=2, top_k=2, total_tokens=6)
+
+
+def rows_of(folder: Path, assistant: str, workers: int = 2) -> list[dict[str, Any]]:
+    """What the script prints of a tiny model; in a process of its own, since Triton's interpreter is on in this one."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "FASTSPEC_PORTABLE")}
+    environment |= {"TRITON_CACHE_DIR": str(folder), ahead.WORKERS: str(workers), "PYTHONPATH": str(SCRIPT.parents[1])}
+    command = [sys.executable, str(SCRIPT), "90", "tiny", assistant]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(rows: list[dict[str, Any]], compiled: int) -> None:
+    """The programs' kernels were compiled; nothing without data is left, and a second look finds all of them."""
+    *programs, last = rows
+    assert sum(row["compiled"] for row in programs) >= compiled > 0 and set(last["outside"]) == {"_chunk_best_kernel", "_best_kernel"}
+    assert all(row["left"] == 0 and row["again"] == 0 for row in programs)
+    assert [bool(row["said"]) for row in programs] == [row["compiled"] > 0 for row in programs]
+    assert programs[0]["said"] == [f"compiling {programs[0]['compiled']} kernels, once for this machine"]
+
+
+def test_a_call_s_kernels_compile_ahead(tmp_path):
+    check(rows_of(tmp_path, "autoregressive"), 12)
+
+
+@pytest.mark.slow
+def test_a_draft_s_kernels_too(tmp_path):
+    check(rows_of(tmp_path, "eagle3"), 20)
+    assert not any(row["compiled"] for row in rows_of(tmp_path, "eagle3", workers=1)[:-1])
+    check(rows_of(tmp_path / "other", "eagle3", workers=1), 20)
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", "nasd", SMALL, "speculative"], ids=str)
+@pytest.mark.parametrize("lengths", [(5,), (3, 7)], ids=len)
+def test_a_look_leaves_nothing_behind(assistant, lengths, monkeypatch):
+    """Every program is looked at before its first run, here without kernels; tokens stay, and so do the objects."""
+    monkeypatch.setattr(ahead, "_warned", False)
+    looked = []
+
+    class Looked(Stand):
+        def __call__(self, program: Any, key: Any) -> Any:
+            if key != self.key:
+                ahead._look(program, ahead.Collector())
+                looked.append(program)
+                assert not [each for each in gc.get_objects() if type(each) is FakeTensor]
+            return super().__call__(program, key)
+
+    stand_in(monkeypatch)
+    for module in ("fastspec.generation.capture", "fastspec.generation.engine.schedule"):
+        monkeypatch.setattr(f"{module}.Captured", Looked)
+    model, inputs, options = tiny_model(), prompts(*lengths), {"do_sample": False, "max_new_tokens": 12}
+    expected = model.generate(**inputs, **options).tolist()
+    heads = {"eagle3": tiny_head(model), "speculative": tiny_model(num_hidden_layers=1)}
+    with fastspec.patched(model, **heads), torch.inference_mode(len(lengths) == 1):
+        assert model.generate(**inputs, **options, assistant=assistant).tolist() == expected
+    assert len(looked) >= 2 and not ahead._warned
+
+
+class Holder:
+    """An object of fastspec's, as far as a look can tell."""
+
+    __module__ = "fastspec.tests"
+
+    def __init__(self) -> None:
+        self.buffer, self.rows, self.kept, self.inner = torch.zeros(2), [1], {"a": 1}, None
+
+    def program(self, other: Any) -> None:
+        self.buffer = self.buffer + 1
+        self.rows.append(self.buffer)
+        self.kept["b"] = other.inner = self.buffer
+        self.new = self.buffer
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_look_sets_on_objects_is_put_back(fails, monkeypatch):
+    monkeypatch.setattr(ahead, "_warned", True)
+    holder, other = Holder(), Holder()
+    buffer = holder.buffer
+
+    def program() -> None:
+        holder.program(other)
+        assert type(other.inner) is FakeTensor and not fails
+
+    for each in (program, capture.partial(holder.program, other)):
+        ahead._look(each, ahead.Collector())
+        assert holder.buffer is buffer and buffer.tolist() == [0, 0] and other.inner is None
+        assert holder.rows == [1] and holder.kept == {"a": 1} and not hasattr(holder, "new")
+
+
+def test_what_cannot_be_looked_at_compiles_as_it_runs(monkeypatch):
+    monkeypatch.setattr(ahead, "_warned", False)
+    x = torch.ones(3)
+    with pytest.warns(UserWarning, match=r"one after another.*DataDependent"):
+        assert ahead.compile_ahead(lambda: x.sum().item(), pytest.fail) == 0
+    assert ahead.compile_ahead(lambda: x.sum().item(), pytest.fail) == 0  # said once
+
+
+class Kernel:
+    """Stands for a kernel: its name, and the length of its source."""
+
+    def __init__(self, name: str, length: int = 1) -> None:
+        self.__name__, self.src = name, "x" * length
+
+
+def jobs(folder: Path, count: int, run: Any = None) -> list[ahead.Job]:
+    def write(number: int) -> None:
+        if run is not None:
+            run(number)
+        with (folder / str(number)).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    return [ahead.Job(Kernel(str(number), number), lambda number=number: write(number)) for number in range(count)]
+
+
+def test_every_job_is_done_once_and_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    ahead._compile(jobs(tmp_path, 300), 3)
+    lines = [path.read_text().split() for path in tmp_path.iterdir()]
+    assert len(lines) == 300 and {len(each) for each in lines} == {1}
+    workers = {each[0] for each in lines}
+    assert 1 <= len(workers) <= 3 and str(os.getpid()) not in workers
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+def test_a_process_that_fails_leaves_its_jobs_to_the_caller(tmp_path):
+    def fail(number: int) -> None:
+        if number == 1:
+            raise ValueError("no such instruction")
+
+    made = jobs(tmp_path, 3, fail)
+    ahead._compile(made, 2)
+    for job in made:
+        job.finish()
+    assert [job.future.exception() is None for job in made] == [True, False, True]
+    with pytest.raises(ValueError, match="no such instruction"):
+        made[1].future.result()
+
+
+def test_processes_that_hang_are_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead, "PATIENCE", 0.2)
+    with pytest.warns(UserWarning, match=r"2 processes that compile kernels were ended after 0.2 s"):
+        ahead._compile(jobs(tmp_path, 2, lambda number: time.sleep(60)), 2)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("given", "wanted"), [("1", 1), ("0", 0), ("40", 40), ("", None)])
+def test_the_number_of_processes_is_a_setting(given, wanted, monkeypatch):
+    monkeypatch.setenv(ahead.WORKERS, given)
+    assert ahead.worker_setting() == wanted if given else 1 <= ahead.worker_setting() <= ahead.MOST_WORKERS
+    monkeypatch.setenv(ahead.WORKERS, "many")
+    with pytest.raises(Unsupported, match=r"FASTSPEC_COMPILE_WORKERS='many'"):
+        ahead.worker_setting()
+
+
+def test_with_no_process_nothing_is_looked_at(monkeypatch):
+    monkeypatch.setenv(ahead.WORKERS, "0")
+    assert ahead.compile_ahead(lambda: pytest.fail("looked at"), pytest.fail) == 0
+
+
+def test_a_program_is_prepared_before_its_first_run_of_a_kind(monkeypatch):
+    monkeypatch.setattr(capture, "_prepare", None)
+    done: list[str] = []
+    capture.prepare_with(lambda program: done.append("prepared"))
+    captured: capture.Captured[None] = capture.Captured()
+    captured(lambda: done.append("run"), 1)
+    captured(lambda: done.append("run"), 2)
+    assert done == ["prepared", "run"] * 2
+
+
+def test_the_backend_compiles_ahead_where_there_is_a_device(monkeypatch):
+    given: list[Any] = []
+    monkeypatch.setattr(backends, "prepare_with", given.append)
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        backends.triton_ops.__wrapped__()
+        assert len(given) == int(there)
+    assert given[0].func is ahead.compile_ahead
