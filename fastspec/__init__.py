@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastspec.patches.assistants.frontier import frontier_generate
     from fastspec.patches.continuous import Continuous, continuous
     from fastspec.patches.heads import load_head
+    from fastspec.patches.warmup import warmup
 
 __version__ = "0.1.0"
 CUSTOM_GENERATE = str(Path(__file__).with_name("hub"))
@@ -48,14 +49,15 @@ _LAZY = {
     "unpatch": "fastspec.patches.api",
     "frontier_generate": "fastspec.patches.assistants.frontier",
     "load_head": "fastspec.patches.heads",
+    "warmup": "fastspec.patches.warmup",
 }
 
 __all__ = [
     "CUSTOM_GENERATE",
     "Autoregressive", "Cascade", "CheckpointError", "Continuous", "ContinuousBatch", "Decoding", "Drafter", "Eagle1", "Eagle2", "Eagle3",
     "FastSpecError", "Nasd", "NgramStorage", "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage",
-    "TokenTree", "TreeShape", "Unsupported", "__version__", "clear_memory", "continuous", "frontier_generate", "load_head", "patch",
-    "patched", "profile", "report", "unpatch",
+    "TokenTree", "TreeShape", "Unsupported", "__version__", "clear_memory", "continuous", "frontier_generate", "load_head",
+    "patch", "patched", "profile", "report", "unpatch", "warmup",
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from fastspec import __version__
 from fastspec.cli_cascade import app as cascade
+from fastspec.cli_device import warmup
 from fastspec.cli_options import Backend, Device, Dtype
 from fastspec.cli_progress import training_bars
 from fastspec.cli_serving import generate, serve
@@ -49,6 +50,7 @@ app = typer.Typer(
 app.add_typer(cascade, name="cascade")
 app.command()(generate)
 app.command()(serve)
+app.command()(warmup)
 
 
 def _version(asked: bool) -> None:

@@ -1,0 +1,172 @@
+"""What a first call costs: the time to the first token in a process of its own, with nothing compiled yet, and again with what that left.
+
+Every row is one process. "cold" finds empty caches (Triton's and fastspec's), "warm" those that the cold one filled; with `--workers 0 16`
+both are measured with kernels that compile one after another at their first launch (0), and ahead in so many processes. Seconds, by phase:
+
+    import, load, patch   before the call
+    first_token           from the call's begin to its first token: reading the prompt, with what is compiled and captured for it
+    call                  the whole first call, of --tokens tokens: with the first round's compilation and the second's capture
+    again                 the same call once more
+    ahead, first_runs, captures   parts of the call: kernels foreseen and compiled, first runs (these included), and captures
+    compiled, from_disk   kernels that Triton compiled in this process, and those that it read
+
+    python benchmarks/first_call.py --shapes smollm2-135m llama-8b --out first_call.jsonl
+    python benchmarks/first_call.py --shapes smollm2-135m-instruct      # the demo's model, unpacked from its file
+    python benchmarks/first_call.py --shapes tiny --tokens 4            # also without CUDA
+
+Shapes are those of full_size.py, with random weights and a head of the published EAGLE-3 shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ASSISTANTS = ("autoregressive", "eagle3")
+
+
+class Clock:
+    """Seconds by phase, each from the end of the one before."""
+
+    def __init__(self) -> None:
+        self.last, self.seconds = time.perf_counter(), {}
+
+    def mark(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase], self.last = round(now - self.last, 3), now
+
+
+class FirstToken:
+    """A streamer that notes when the first new token came; what comes first is the prompt."""
+
+    def __init__(self) -> None:
+        self.began, self.calls, self.seconds = time.perf_counter(), 0, 0.0
+
+    def put(self, value: Any) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            self.seconds = time.perf_counter() - self.began
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def watch(found: dict[str, Any]) -> None:
+    """Count what Triton compiles and reads, and time what is compiled ahead."""
+    from fastspec.generation import capture
+
+    prepare = capture._prepare
+    if prepare is None:  # nothing is compiled on this device
+        return
+    import triton
+
+    def listen(*, cache_hit: bool, **rest: Any) -> None:
+        found["from_disk" if cache_hit else "compiled"] += 1
+
+    def timed(program: Any) -> None:
+        began = time.perf_counter()
+        prepare(program)
+        found["ahead"] += time.perf_counter() - began
+
+    triton.knobs.compilation.listener = listen
+    capture.prepare_with(timed)
+
+
+def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any]:
+    """One first call in this process."""
+    clock = Clock()
+    import torch
+
+    import fastspec
+    from fastspec.bench.device import versions
+    from fastspec.devices import device_name
+    from fastspec.models import SMOLLM2, load_model
+
+    clock.mark("import")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if device == "cuda":
+        torch.cuda.synchronize()
+        clock.mark("device")
+    if shape == SMOLLM2:
+        model, head = load_model(shape, device, dtype)[0], shape
+    else:
+        import full_size
+
+        model = full_size.make_model(shape, device, dtype)
+        head = full_size.make_head(model, 32000)
+    clock.mark("load")
+    fastspec.patch(model, **({"eagle3": head} if assistant == "eagle3" else {}))
+    clock.mark("patch")
+    found: dict[str, Any] = {"ahead": 0.0, "compiled": 0, "from_disk": 0}
+    watch(found)
+    ids = torch.randint(5, 500, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
+    options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(ids)
+    clock.last, streamer = time.perf_counter(), FirstToken()
+    model.generate(input_ids=ids, **options, assistant=assistant, streamer=streamer)
+    clock.mark("call")
+    stats = fastspec.report(model).last
+    model.generate(input_ids=ids, **options, assistant=assistant)
+    clock.mark("again")
+    found["ahead"] = round(found["ahead"], 3)
+    return {
+        "shape": shape, "assistant": assistant, "prompt_tokens": prompt, "tokens": tokens, **clock.seconds,
+        "first_token": round(streamer.seconds, 3), "first_runs": round(stats.first_run_seconds, 3),
+        "captures": round(stats.capture_seconds, 3), **found, "rounds": stats.rounds, "backend": fastspec.report(model).backend,
+        "device": device_name(model.device), "cores": os.cpu_count(), **versions(),
+    }  # fmt: skip
+
+
+def measure(shape: str, assistant: str, workers: int | None, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row with empty caches, and one with those that it left."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        setting = {} if workers is None else {"FASTSPEC_COMPILE_WORKERS": str(workers)}
+        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "FASTSPEC_CACHE": f"{folder}/fastspec"}
+        root = str(Path(__file__).parents[1])
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+        command = [sys.executable, __file__, "--child", shape, assistant, "--prompt", str(options.prompt), "--tokens", str(options.tokens)]
+        for caches_are in ("cold", "warm"):
+            began = time.perf_counter()
+            done = subprocess.run(command, env=os.environ | caches | path | setting, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"{' '.join(command)}: {done.stderr[-3000:]}")
+            row = {"caches": caches_are, "workers": workers, "process": round(time.perf_counter() - began, 3)}
+            rows.append(row | json.loads(done.stdout.splitlines()[-1]))
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Parse the command line, measure, and append the rows to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["smollm2-135m"])
+    parser.add_argument("--assistants", nargs="+", default=list(ASSISTANTS), choices=ASSISTANTS)
+    parser.add_argument("--workers", nargs="+", type=int, help="processes that compile; by default as many as fastspec takes")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
+    parser.add_argument("--tokens", type=int, default=16, help="new tokens")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(*options.child, options.prompt, options.tokens)))
+        return
+    for shape in options.shapes:
+        for assistant in options.assistants:
+            for workers in options.workers or [None]:
+                rows = measure(shape, assistant, workers, options)
+                if options.out:
+                    with options.out.open("a") as file:
+                        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

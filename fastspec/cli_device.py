@@ -1,0 +1,52 @@
+"""`fastspec warmup`: what a command does for this machine and a model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastspec.cli_options import Backend, Device, Dtype
+from fastspec.cli_progress import counting
+
+Eagle3 = Annotated[str | None, typer.Option(help="Directory, hub id or shipped name of an EAGLE-3 head.")]
+Eagle = Annotated[str | None, typer.Option(help="The same of an EAGLE-1 or EAGLE-2 head.")]
+Rows = Annotated[list[int] | None, typer.Option(min=1, help="Prompts that are answered together; may be given several times.")]
+
+
+def patched_model(
+    model: str, eagle3: str | None, eagle: str | None, draft_model: str | None, dtype: str | None, device: str | None, backend: str
+) -> Any:
+    """A model loaded and patched as a command's options say."""
+    import torch
+
+    import fastspec
+    from fastspec.devices import choose_device
+    from fastspec.models import load_draft, load_model
+
+    target, tokenizer = load_model(model, choose_device(device), getattr(torch, dtype) if dtype else None)
+    draft = load_draft(draft_model, target, tokenizer) if draft_model else None
+    return fastspec.patch(target, eagle3=eagle3, eagle=eagle, eagle2=eagle, speculative=draft, backend=backend)
+
+
+def warmup(
+    model: Annotated[str, typer.Argument(help="Hub id, directory or .gguf file of the target.")],
+    eagle3: Eagle3 = None,
+    eagle: Eagle = None,
+    draft_model: Annotated[str | None, typer.Option(help="Smaller model, named as the target.")] = None,
+    rows: Rows = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 2048,
+    dtype: Dtype = None,
+    device: Device = None,
+    backend: Backend = "auto",
+) -> None:
+    """Compile the kernels that a model's calls need, for images and servers: later processes find them on disk. See docs/devices.md."""
+    import fastspec
+
+    target = patched_model(model, eagle3, eagle, draft_model, dtype, device, backend)
+    with counting("calls") as told:
+        seconds = fastspec.warmup(target, rows=rows or (1,), length=length, told=told)
+    report = fastspec.report(target)
+    kept = "its kernels are in Triton's cache" if report.backend == "triton" else f"backend {report.backend!r} has no kernels to compile"
+    Console(highlight=False).print(f"warmed up in {seconds:.1f} s on {report.device}: {kept}", markup=False, soft_wrap=True)

@@ -1,0 +1,85 @@
+"""`fastspec.warmup` makes calls of every kind, and leaves the model and the user's random numbers as they were."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from helpers_captured import stand_in
+from helpers_generate import prompts
+from helpers_models import tiny_head, tiny_model
+from helpers_seq2seq import tiny_seq2seq
+
+import fastspec
+from fastspec.errors import Unsupported
+from fastspec.generation import capture
+from fastspec.patches.warmup import widths
+
+
+def patched():
+    model = tiny_model(num_hidden_layers=3)
+    return fastspec.patch(model, eagle3=tiny_head(model))
+
+
+def test_every_kind_of_call_is_made(monkeypatch):
+    model, told = patched(), []
+    asked: Counter[tuple] = Counter()
+    generate = model.generate
+
+    def noted(**options):
+        asked[(options["assistant"], *options["input_ids"].shape, options["do_sample"])] += 1
+        return generate(**options)
+
+    monkeypatch.setitem(vars(model), "generate", noted)
+    torch.manual_seed(1)
+    wanted = torch.rand(2)
+    torch.manual_seed(1)
+    seconds = fastspec.warmup(model, rows=(1, 3), length=70, told=lambda *counts: told.append(counts))
+    assert torch.equal(torch.rand(2), wanted) and seconds > 0
+    kinds = {(name, rows, width, False) for name in ("autoregressive", "nasd", "eagle3") for rows in (1, 3) for width in (32, 64, 70)}
+    kinds |= {(name, rows, 32, True) for name in ("autoregressive", "nasd", "eagle3") for rows in (1, 3)}
+    assert set(asked) == kinds and set(asked.values()) == {1}
+    assert told[0] == (0, len(kinds)) and told[-1] == (len(kinds), len(kinds))
+    asked.clear()
+    fastspec.warmup(model, length=4, assistants=["autoregressive"])
+    assert set(asked) == {("autoregressive", 1, 4, False), ("autoregressive", 1, 4, True)}
+
+
+def test_a_later_call_captures_nothing_anew(monkeypatch):
+    """Where rounds are captured, those of a warmed-up kind are replays from the first on."""
+    stand_in(monkeypatch)
+    model = patched()
+    fastspec.warmup(model, length=20, assistants=["autoregressive", "eagle3"])
+    inputs, options = prompts(9), {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+    for name in ("autoregressive", "eagle3"):
+        model.generate(**inputs, **options, assistant=name)
+        report = fastspec.report(model).last
+        assert report.replays == report.rounds
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(1, [1]), (32, [32]), (33, [32, 33]), (2000, [32, 64, 128, 256, 512, 2000])])
+def test_prompts_cover_what_parts_are_padded_to(length, wanted):
+    assert widths(length) == wanted
+    padded = {capture.padded_width(width) for width in range(1, min(length, 512) + 1)}
+    assert padded <= {capture.padded_width(width) for width in wanted}
+
+
+def test_texts_stay_within_the_model(monkeypatch):
+    model = patched()
+    most = model.config.max_position_embeddings
+    fastspec.warmup(model, length=10 * most, assistants=["autoregressive"])
+    assert len(fastspec.report(model).calls) == len(widths(most - 4)) + 1
+
+
+def test_what_cannot_be_warmed_up_is_refused():
+    model = tiny_model(num_hidden_layers=1)
+    with pytest.raises(Unsupported, match="not patched"):
+        fastspec.warmup(model)
+    fastspec.patch(model)
+    with pytest.raises(Unsupported, match=r"rows=\[0\]"):
+        fastspec.warmup(model, rows=[0])
+    with pytest.raises(Unsupported, match=r"\['eagle3'\].*autoregressive, nasd"):
+        fastspec.warmup(model, assistants=["eagle3"])
+    with pytest.raises(Unsupported, match="encoder-decoder"):
+        fastspec.warmup(fastspec.patch(tiny_seq2seq("t5")))

@@ -1,0 +1,28 @@
+"""The benchmark of first calls runs in processes of its own, and its rows hold every phase."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow  # of a script that is run by hand
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "first_call.py"
+
+
+def test_rows_of_a_tiny_shape(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(SCRIPT), "--shapes", "tiny", "--assistants", "eagle3", "--tokens", "4"]
+    command += ["--workers", "2", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [(row["caches"], row["assistant"], row["workers"]) for row in rows] == [("cold", "eagle3", 2), ("warm", "eagle3", 2)]
+    for row in rows:
+        assert 0 < row["first_token"] < row["call"] < row["process"]
+        assert all(row[phase] > 0 for phase in ("import", "load", "patch", "again"))
+        assert row["ahead"] == row["compiled"] == row["from_disk"] == 0  # nothing compiles on the CPU

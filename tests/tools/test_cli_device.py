@@ -1,0 +1,38 @@
+"""`fastspec warmup` on a tiny model in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers_heads import as_eagle3, write
+from helpers_models import tiny_head
+from helpers_training import small_target, small_tokenizer
+from typer.testing import CliRunner
+
+from fastspec.cli import app
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A tiny model with its tokenizer, and a head for it, in folders."""
+    folder, target = tmp_path_factory.mktemp("device"), small_target()
+    for part in (target, small_tokenizer()):
+        part.save_pretrained(folder / "model")
+    (folder / "head").mkdir()
+    config, state = as_eagle3(tiny_head(target), target.get_input_embeddings().weight.detach().clone())
+    write(folder / "head", config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state)
+    return folder
+
+
+def test_warmup_calls_every_assistant(saved):
+    done = CliRunner().invoke(app, ["warmup", str(saved / "model"), "--eagle3", str(saved / "head"), "--length", "8", "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert "6 of 6 calls" in done.output  # three assistants, greedy and sampled
+    assert "warmed up in" in done.output and "has no kernels to compile" in done.output
+
+
+def test_warmup_says_what_is_wrong(saved):
+    done = CliRunner().invoke(app, ["warmup", str(saved / "nothing")])
+    assert done.exit_code == 1 and "could not load the model" in done.output
+    assert CliRunner().invoke(app, ["warmup", str(saved / "model"), "--rows", "0"]).exit_code == 2
