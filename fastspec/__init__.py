@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastspec.patches.assistants.frontier import frontier_generate
     from fastspec.patches.continuous import Continuous, continuous
     from fastspec.patches.heads import load_head
+    from fastspec.patches.tuning.tune import Tuned, Tuning, tune
     from fastspec.patches.warmup import warmup
 
 __version__ = "0.1.0"
@@ -49,6 +50,9 @@ _LAZY = {
     "unpatch": "fastspec.patches.api",
     "frontier_generate": "fastspec.patches.assistants.frontier",
     "load_head": "fastspec.patches.heads",
+    "Tuned": "fastspec.patches.tuning.tune",
+    "Tuning": "fastspec.patches.tuning.tune",
+    "tune": "fastspec.patches.tuning.tune",
     "warmup": "fastspec.patches.warmup",
 }
 
@@ -56,8 +60,8 @@ __all__ = [
     "CUSTOM_GENERATE",
     "Autoregressive", "Cascade", "CheckpointError", "Continuous", "ContinuousBatch", "Decoding", "Drafter", "Eagle1", "Eagle2", "Eagle3",
     "FastSpecError", "Nasd", "NgramStorage", "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage",
-    "TokenTree", "TreeShape", "Unsupported", "__version__", "clear_memory", "continuous", "frontier_generate", "load_head",
-    "patch", "patched", "profile", "report", "unpatch", "warmup",
+    "TokenTree", "TreeShape", "Tuned", "Tuning", "Unsupported", "__version__", "clear_memory", "continuous", "frontier_generate", "load_head",
+    "patch", "patched", "profile", "report", "tune", "unpatch", "warmup",
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from fastspec import __version__
 from fastspec.cli_cascade import app as cascade
-from fastspec.cli_device import warmup
+from fastspec.cli_device import tune, warmup
 from fastspec.cli_options import Backend, Device, Dtype
 from fastspec.cli_progress import training_bars
 from fastspec.cli_serving import generate, serve
@@ -51,6 +51,7 @@ app.add_typer(cascade, name="cascade")
 app.command()(generate)
 app.command()(serve)
 app.command()(warmup)
+app.command()(tune)
 
 
 def _version(asked: bool) -> None:

@@ -1,7 +1,11 @@
-"""`fastspec warmup`: what a command does for this machine and a model."""
+"""`fastspec warmup` and `fastspec tune`: what is done once for this machine and a model."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +13,8 @@ from rich.console import Console
 
 from fastspec.cli_options import Backend, Device, Dtype
 from fastspec.cli_progress import counting
+from fastspec.devices import choose_device
+from fastspec.models import SMOLLM2
 
 Eagle3 = Annotated[str | None, typer.Option(help="Directory, hub id or shipped name of an EAGLE-3 head.")]
 Eagle = Annotated[str | None, typer.Option(help="The same of an EAGLE-1 or EAGLE-2 head.")]
@@ -22,7 +28,6 @@ def patched_model(
     import torch
 
     import fastspec
-    from fastspec.devices import choose_device
     from fastspec.models import load_draft, load_model
 
     target, tokenizer = load_model(model, choose_device(device), getattr(torch, dtype) if dtype else None)
@@ -50,3 +55,39 @@ def warmup(
     report = fastspec.report(target)
     kept = "its kernels are in Triton's cache" if report.backend == "triton" else f"backend {report.backend!r} has no kernels to compile"
     Console(highlight=False).print(f"warmed up in {seconds:.1f} s on {report.device}: {kept}", markup=False, soft_wrap=True)
+
+
+def tune(
+    model: Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")] = SMOLLM2,
+    eagle3: Eagle3 = None,
+    eagle: Eagle = None,
+    draft_model: Annotated[str | None, typer.Option(help="Smaller model, named as the target.")] = None,
+    rows: Rows = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 1024,
+    minutes: Annotated[float, typer.Option(help="When to stop; what reads most is measured first.")] = 5.0,
+    dtype: Dtype = None,
+    device: Device = None,
+    forget: Annotated[bool, typer.Option("--forget", help="Remove all that was tuned on this machine, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
+) -> None:
+    """Measure the launches of the kernels on this GPU for a model's shapes, and keep the fastest for later runs. See docs/devices.md."""
+    import fastspec
+
+    console = Console(highlight=False)
+    if forget:
+        from fastspec.patches.tuning.store import forget as remove
+
+        paths = remove()
+        console.print("\n".join(f"removed {path}" for path in paths) or "nothing was tuned", markup=False, soft_wrap=True)
+        return
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        target = patched_model(model, eagle3, eagle, draft_model, dtype, device, "auto" if choose_device(device) != "cpu" else "triton")
+        with counting("shapes") as told:
+            found = fastspec.tune(target, rows=rows or (1,), length=length, minutes=minutes, told=told)
+    if as_json:
+        print(json.dumps(asdict(found), default=str))
+        return
+    console.print(str(found), markup=False, soft_wrap=True)
+    for each in (each for each in found.places if each.refused):
+        console.print(f"refused at {each.op} {each.shape}: " + "; ".join(each.refused), markup=False, soft_wrap=True, style="dim")
+    console.print(f"kept in {found.path}" if found.path else "the tables' own launches stay", markup=False, soft_wrap=True)

@@ -29,6 +29,7 @@ from fastspec.patches.heads import load_heads
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.modes import adapter_for, check_supported, mode_of
 from fastspec.patches.session import STATE, PatchSession, session_of
+from fastspec.patches.tuning.store import tables_of
 
 Source = str | Path | EagleHead | None
 
@@ -178,6 +179,8 @@ class Report:
     """The assistant of calls that name none."""
     unassisted: dict[str, int] = field(default_factory=dict)
     """Why calls that the default assistant could not serve ran transformers' own decoding -> how many did."""
+    tables: str = "none"
+    """Where the kernels' launches come from: "shipped" for this device, "tuned" on this machine, "portable", or "none" without kernels."""
     memory: MemoryStats | None = None
     """What the cascade keeps of keys and values between calls, and how that went; None where it keeps nothing."""
 
@@ -190,6 +193,7 @@ class Report:
         lines = [
             f"{self.model} on {self.device}, {self.dtype}: {self.mode}, kernels: {self.backend}, assistants: {', '.join(self.assistants)}",
         ]
+        lines += [] if self.tables == "none" else [f"  launch tables: {self.tables}"]
         if self.default is not None:
             lines[0] += f"; default: {self.default if isinstance(self.default, str) else getattr(self.default, 'name', self.default)}"
         lines += [f"  left to transformers' own generate: {count} calls, {why}" for why, count in self.unassisted.items()]
@@ -239,11 +243,12 @@ def report(model: Any) -> Report:
     session = session_of(model)
     if session is None:
         raise Unsupported(f"this {type(model).__name__} is not patched: nothing to report before fastspec.patch(model)")
-    place = [device_of(model), model.dtype]
+    place, ops = [device_of(model), model.dtype], session.ops(model)
     return Report(
         model=type(model).__name__,
         mode=mode_of(model),
-        backend=session.ops(model).name,
+        backend=ops.name,
+        tables=tables_of(ops, model.dtype, place[0]),
         device=str(place[0]),
         dtype=str(model.dtype).removeprefix("torch."),
         assistants=("autoregressive", "nasd", *session.resources),

@@ -27,6 +27,7 @@ from fastspec.patches.hf.compat import device_of, is_unpacking_hook
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.modes import adapter_for, why_generic
 from fastspec.patches.pool import Engines
+from fastspec.patches.tuning.store import use_tuned
 
 
 class Absent(enum.Enum):
@@ -134,6 +135,8 @@ class PatchSession:
         where they fail the self-check of a device that they were not tested on."""
         device = device_of(model)
         ops = choose_backend(self.backend, device.type, adapted=adapter_for(model) is not None)
+        if ops.name == "triton":
+            use_tuned(device)
         self_check(ops, model.dtype, device)
         return counted(ops, self.kernels)
 

@@ -30,6 +30,7 @@ from fastspec.kernels.attention.parts import (
     wrapped,
 )
 from fastspec.kernels.launch import dependent, stages_within
+from fastspec.kernels.tuned import MISSING, find
 
 MAX_ROWS = 16
 LONG = 8192  # slots from which programs take wider blocks
@@ -156,6 +157,10 @@ def few_attention(
     rows, pairs, block_d = nodes * heads // kv_heads, batch * kv_heads, max(16, triton.next_power_of_2(size))
     reach = layout.reach(extent)
     launch = _LAUNCHES[q.element_size(), max(64, block_d)][reach >= LONG]
+    if layout.span is None and sinks is None and cap is None:
+        place = q.dtype, size, heads // kv_heads, nodes, triton.next_power_of_2(extent)
+        found = find("few_attention", q.device, place, (batch, nodes, heads, kv_heads, size, extent, layout.chain, q.dtype))
+        launch = launch if found is MISSING else found
     blocks = triton.cdiv(reach, launch.block_n) + (reach < extent)  # a span begins within a block
     splits = _splits(pairs, blocks, processors(q.device) * launch.resident)
     words = None if layout.chain else layout.words

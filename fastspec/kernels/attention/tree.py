@@ -37,6 +37,7 @@ from fastspec.kernels.attention.parts import (
     wrapped,
 )
 from fastspec.kernels.launch import dependent, stages_within
+from fastspec.kernels.tuned import MISSING, find
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MERGE_COST = 4  # what a merge takes, in the time of a block
@@ -233,6 +234,10 @@ def tree_attention(
         return out
     on_hopper = span is None and sinks is None and cap is None and hopper.fits(q, k, v, rows, extent)
     launch = _HOPPER if on_hopper else _launch(q.element_size(), block_d, rows)
+    if not on_hopper and span is None and sinks is None and cap is None:
+        place = q.dtype, size, group, triton.next_power_of_2(rows), triton.next_power_of_2(extent)
+        found = find("tree_attention", q.device, place, (batch, nodes, q.shape[2], kv_heads, size, extent, chain, q.dtype))
+        launch = launch if found is MISSING else found
     tiles = triton.cdiv(rows, launch.block_m)
     held, reach = triton.cdiv(extent, launch.block_n) + 1, layout.reach(extent)  # the prefix and the tail begin a block each
     blocks = triton.cdiv(reach, launch.block_n) + 1

@@ -24,6 +24,7 @@ from fastspec.kernels.linear.hopper import MAX_ROWS, HopperLaunch, hopper_launch
 from fastspec.kernels.linear.reference import SILU, Gate, opened
 from fastspec.kernels.linear.row import RowLaunch, linear_row, row_launch_for
 from fastspec.kernels.linear.swiglu import gated
+from fastspec.kernels.tuned import MISSING, find
 
 
 @triton.jit
@@ -115,6 +116,8 @@ class Launch:
 PDL = True
 """Whether launches that `launch_for` chooses start before the kernel in front of them has finished."""
 
+MOST_TUNED = 64
+"""Rows of products whose launch may be tuned: what a Launch holds at once."""
 _SMALL = 3 * 2**19
 """A number of weights that parts the launches below, which were measured on an H200 (linear_h200.jsonl and stack_steps_h200.jsonl in
 benchmarks/results)."""
@@ -150,6 +153,11 @@ def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu:
 def _chosen(x: Tensor, weight: Tensor, rows: int, channels: int, swiglu: bool) -> Launch | RowLaunch | HopperLaunch | None:
     """The launch of x [..., K] in so many rows, by its device too."""
     depth, launch = weight.shape[1], None
+    if 0 < rows <= MOST_TUNED and x.dtype != torch.float32 and x.shape[-1] == depth:
+        place = 1 if rows == 1 else padded(rows), channels, depth, x.dtype
+        found = find("gate_up" if swiglu else "linear", x.device, place, (rows, channels, depth, x.dtype))
+        if found is not MISSING and (not isinstance(found, HopperLaunch) or takes(x.reshape(rows, depth), weight)):
+            return found  # type: ignore[no-any-return]
     if rows and x.shape[-1] == depth and takes(x.reshape(rows, depth), weight):
         launch = hopper_launch_for(rows, channels, depth, swiglu)
     return launch_for(rows, channels, depth, x.dtype, swiglu) if launch is None else launch

@@ -8,6 +8,7 @@ launch, which reads them where it would have read the product (`rms_norm`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from fastspec.kernels.launch import dependent, padded, stages_within
 from fastspec.kernels.linear.hopper import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
-from fastspec.kernels.linear.linear import linear
+from fastspec.kernels.linear.linear import MOST_TUNED, linear
 from fastspec.kernels.linear.reference import Parts
+from fastspec.kernels.tuned import MISSING, find
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -84,6 +86,12 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: Part
         plain = len({operand.dtype for operand in operands}) == 1 and all(operand.stride(-1) == 1 for operand in operands)
         graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
         if plain and not graded and x.shape[-1] == depth:
+            place = 1 if rows == 1 else padded(rows), channels, depth, x.dtype
+            found: Any = MISSING
+            if 0 < rows <= MOST_TUNED and x.dtype != torch.float32:
+                found = find("linear_parts", x.device, place, (rows, channels, depth, x.dtype))
+            if found is not MISSING and (not isinstance(found, HopperLaunch) or takes(x.reshape(rows, depth), weight)):
+                return linear(x, weight, bias) if found is None else linear_parts(x, weight, bias, launch=found)
             parts = hopper_parts(rows, channels, depth) if rows and takes(x.reshape(rows, depth), weight) else 1
             size = rows, channels, depth
             launch = hopper_launch_for(*size, parts=parts) if parts > 1 else parts_launch_for(*size, x.dtype)

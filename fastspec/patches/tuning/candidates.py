@@ -1,0 +1,156 @@
+"""What is tried at a place: the launches of an op, and its inputs of the shapes that were asked for.
+
+Several copies of what a launch reads take turns, so that weights come from memory as in a model, and not from the L2 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.attention import few, tree
+from fastspec.kernels.attention.layout import attention_layout
+from fastspec.kernels.attention.reference import attention_layout as plain_layout
+from fastspec.kernels.attention.reference import tree_attention as plain_attention
+from fastspec.kernels.linear import hopper, linear, parts, row
+from fastspec.kernels.linear import reference as products
+from fastspec.kernels.tuned import Place, forced
+
+KINDS: dict[str, Any] = {
+    "rows": linear.Launch, "row": row.RowLaunch, "hopper": hopper.HopperLaunch, "parts": parts.PartsLaunch, "tree": tree.Launch,
+    "few": few.Launch,
+}  # fmt: skip
+"""The names of launches in the file that keeps them."""
+COPIES_OF = 128 << 20
+"""Bytes that copies of what a launch reads make together, more than the L2 cache of any GPU."""
+MOST_COPIES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A place, its launches in no order, and how one runs: `run` takes a launch, and a copy's number, and gives the result; `reference`
+    gives what the first copy's should be."""
+
+    op: str
+    place: Place
+    about: tuple[Any, ...]
+    launches: tuple[Any, ...]
+    run: Callable[[Any, int], Any]
+    reference: Callable[[], Any]
+    copies: int
+
+
+def normal(*shape: int, like: tuple[torch.dtype, torch.device], scale: float = 1.0) -> Tensor:
+    """Normal numbers, drawn where they lie: an LM head has half a billion."""
+    return torch.empty(shape, dtype=like[0], device=like[1]).normal_(0.0, scale)
+
+
+def copies_of(size: int) -> int:
+    """How many copies of so many bytes take turns."""
+    return max(1, min(MOST_COPIES, -(-COPIES_OF // max(1, size))))
+
+
+def trial(op: str, place: Place, about: Any, device: torch.device) -> Trial:
+    """What is tried at a place of an op."""
+    return (_attention if op in ("tree_attention", "few_attention") else _product)(op, place, about, device)
+
+
+def _product(op: str, place: Place, about: Any, device: torch.device) -> Trial:
+    rows, channels, depth, dtype = about
+    lines = channels * (2 if op == "gate_up" else 1)
+    like, copies = (dtype, device), copies_of(bytes_of(op, about))
+    x = normal(1, rows, depth, like=like)
+    weights = [normal(lines, depth, like=like, scale=depth**-0.5)]
+    weights += [weights[0].clone() for _ in range(copies - 1)]
+    ops: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "linear": (linear.linear, products.linear), "gate_up": (linear.gate_up, products.gate_up),
+        "linear_parts": (parts.linear_parts, products.linear),
+    }  # fmt: skip
+    run, wanted = ops[op]
+
+    def once(launch: Any, copy: int) -> Any:
+        with forced(op, device, place, launch):
+            return run(x, weights[copy], None)
+
+    on_hopper = hopper.takes(x[0], weights[0])
+    launches = _of_parts(rows, channels, depth, on_hopper) if op == "linear_parts" else _of_rows(op, rows, channels, depth, on_hopper)
+    return Trial(op, place, about, (None, *launches), once, partial(wanted, x, weights[0], None), copies)
+
+
+def _of_rows(op: str, rows: int, channels: int, depth: int, on_hopper: bool) -> list[Any]:
+    """Launches of a product [rows, depth] times so many channels."""
+    if rows == 1:
+        sizes = [(2, 512, 1), (2, 1024, 2), (2, 2048, 4), (4, 512, 1), (4, 512, 2), (4, 1024, 2), (4, 1024, 4), (4, 2048, 4), (4, 2048, 8),
+                 (8, 512, 4), (8, 1024, 8)]  # fmt: skip
+        whole = max(16, 1 << (depth - 1).bit_length())  # a line at once
+        return [row.RowLaunch(*size) for size in sizes if size[1] <= whole] or [row.RowLaunch(4, whole, 1)]
+    tiles = [(16, 128, 4), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4)]
+    found: list[Any] = [linear.Launch(*tile, stages, pdl=True) for tile, stages in product(tiles, (3, 4, 6)) if tile[0] < 2 * channels]
+    found += [linear.Launch(64, 128, 4, stages, tma=True, pdl=True) for stages in (3, 4)]
+    if on_hopper:
+        found += [hopper.HopperLaunch(64, deep, stages, min(ahead, stages)) for deep, stages, ahead in product((64, 128), (4, 6), (2, 4))]
+        found += [hopper.HopperLaunch(64, 128, 8, 2)] if op == "linear" and rows <= 16 else []
+    return found
+
+
+def _of_parts(rows: int, channels: int, depth: int, on_hopper: bool) -> list[Any]:
+    """Launches that part the depth; a part has a step at least."""
+    found: list[Any] = []
+    for deep, count in product((64, 128), (2, 3, 4, 6, 8)):
+        if depth % deep == 0 and depth // deep >= 2 * count and rows > 1:
+            found += [parts.PartsLaunch(64, deep, count, 4, stages) for stages in (4, 6)]
+            found += [hopper.HopperLaunch(64, deep, min(4, depth // deep // count), 2, count)] if on_hopper else []
+    return found
+
+
+def _attention(op: str, place: Place, about: Any, device: torch.device) -> Trial:
+    batch, nodes, heads, kv_heads, size, extent, chain, dtype = about
+    like, copies = (dtype, device), copies_of(bytes_of(op, about))
+    q = normal(batch, nodes, heads, size, like=like)
+    k, v = (normal(batch, kv_heads, extent, size, like=like) for _ in "kv")
+    caches = [(k, v), *((k.clone(), v.clone()) for _ in range(copies - 1))]
+    prefix = torch.full((batch,), max(0, extent - nodes), dtype=torch.int64, device=device)
+    words = None if chain else _line(nodes, device).expand(batch, -1, -1)
+    laid = prefix, words, nodes, nodes, extent, heads // kv_heads
+    layout, plain = attention_layout(*laid), plain_layout(*laid)
+
+    def once(launch: Any, copy: int) -> Any:
+        with forced(op, device, place, launch):
+            return tree.tree_attention(q, *caches[copy], layout, size**-0.5)
+
+    wide, blocks = (4 if dtype == torch.float32 else 2) * max(64, size), (16, 32, 64, 128)
+    launches: list[Any]
+    if op == "few_attention":
+        launches = [few.Launch(*each) for each in product(blocks, (4, 8), (2, 3), (1, 2)) if each[0] * wide <= 128 * 256]
+    else:
+        tiles = [(16, 32, 4), (16, 64, 4), (32, 32, 4), (32, 64, 4), (64, 32, 4), (64, 64, 4), (128, 64, 8), (128, 128, 8)]
+        launches = [
+            tree.Launch(*tile, stages, resident) for tile, stages, resident in product(tiles, (2, 3), (1, 2)) if tile[1] * wide <= 128 * 256
+        ]
+    reference = partial(plain_attention, q, k, v, plain, size**-0.5)
+    return Trial(op, place, about, tuple(launches), once, reference, copies)
+
+
+def _line(nodes: int, device: torch.device) -> torch.Tensor:
+    """Ancestors of nodes each of which sees all before it, as bits [1, N, W]: the work of a tree does not depend on its form."""
+    words = torch.zeros(1, nodes, -(-nodes // 64), dtype=torch.int64)
+    for node in range(nodes):
+        for word in range(words.shape[2]):
+            seen = min(64, max(0, node + 1 - 64 * word))
+            words[0, node, word] = -1 if seen == 64 else (1 << seen) - 1
+    return words.to(device)
+
+
+def bytes_of(op: str, about: Any) -> int:
+    """Bytes that a run at a place reads at least."""
+    if op in ("tree_attention", "few_attention"):
+        batch, _, _, kv_heads, size, extent, _, dtype = about
+        return int(2 * batch * kv_heads * extent * size * dtype.itemsize)
+    _, channels, depth, dtype = about
+    return int(channels * depth * (2 if op == "gate_up" else 1) * dtype.itemsize)

@@ -1,0 +1,103 @@
+"""The file that keeps tuned launches: one for a device, a dtype and the versions of torch, triton and fastspec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastspec import cache_folder
+from fastspec.generation.ops import Ops
+from fastspec.kernels.tuned import Place, install, name_of
+
+FOLDER = "tuned"
+Launches = dict[tuple[str, Place], Any]
+_loaded: dict[str, Launches] = {}
+"""What this process has read for a device's name."""
+
+
+def path_of(device: torch.device) -> Path:
+    """The file of a device and these versions."""
+    from fastspec.kernels.launch import PORTABLE
+
+    words = name_of(device), "portable" if PORTABLE else "whole", *cache_folder.versions().values()
+    return cache_folder.cache_folder() / FOLDER / cache_folder.file_name(*words)
+
+
+def use_tuned(device: torch.device) -> Launches:
+    """Read what was tuned for a device, once, and let the kernels use it -> the launches. A damaged file is ignored with a warning."""
+    name = name_of(device)
+    if name not in _loaded:
+        _loaded[name] = read_launches(path_of(device))
+        install(name, _loaded[name])
+    return _loaded[name]
+
+
+def read_launches(path: Path) -> Launches:
+    """The launches in a file."""
+    found = cache_folder.read(path)
+    if found is None:
+        return {}
+    kinds = import_module("fastspec.patches.tuning.candidates").KINDS
+    try:
+        return {(row["op"], _place(row["place"])): _launch(row["launch"], kinds) for row in found["launches"]}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        cache_folder.ignore(path, f"no launches: {type(error).__name__}: {error}")
+        return {}
+
+
+def keep(device: torch.device, launches: Launches, rows: Mapping[tuple[str, Place], dict[str, Any]]) -> Path:
+    """Add launches to a device's file and use them; `rows` says how they were found -> the file."""
+    kinds = import_module("fastspec.patches.tuning.candidates").KINDS
+    path = path_of(device)
+    before = cache_folder.read(path) or {}
+    held = {(row["op"], _place(row["place"])): row for row in before.get("launches", [])} if read_launches(path) else {}
+    for (op, place), launch in launches.items():
+        kind = next((name for name, each in kinds.items() if type(launch) is each), None)
+        told = None if launch is None else {"kind": kind, **asdict(launch)}
+        held[op, place] = {"op": op, "place": [_word(each) for each in place], "launch": told, **rows[op, place]}
+    cache_folder.write(path, {"device": name_of(device), **cache_folder.versions(), "launches": list(held.values())})
+    _loaded[name_of(device)] = {**use_tuned(device), **launches}
+    install(name_of(device), _loaded[name_of(device)])
+    return path
+
+
+def forget() -> list[Path]:
+    """Remove all that was tuned on this machine -> the files that held it."""
+    paths = list(cache_folder.kept(FOLDER))
+    for path in paths:
+        path.unlink()
+    for name in _loaded:
+        install(name, {})
+    _loaded.clear()
+    return paths
+
+
+def tables_of(ops: Ops, dtype: torch.dtype, device: torch.device) -> str:
+    """Where the launches of a model's kernels come from: "tuned" on this machine, at least some of them, "shipped" for this device,
+    "portable" on one that none were measured on, or "none" without kernels."""
+    if ops.name != "triton":
+        return "none"
+    if any(dtype in place for _, place in use_tuned(device)):
+        return "tuned"
+    launch = import_module("fastspec.kernels.launch")
+    return "shipped" if name_of(device) in launch.MEASURED and not launch.PORTABLE else "portable"
+
+
+def _word(value: Any) -> Any:
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _place(words: list[Any]) -> Place:
+    dtypes = {str(each): each for each in (torch.float32, torch.float16, torch.bfloat16)}
+    if not isinstance(words, list):
+        raise TypeError(f"a place is a list, not {words!r}")
+    return tuple(dtypes.get(each, each) if isinstance(each, str) else each for each in words)
+
+
+def _launch(told: dict[str, Any] | None, kinds: Mapping[str, Any]) -> Any:
+    return None if told is None else kinds[told["kind"]](**{name: value for name, value in told.items() if name != "kind"})

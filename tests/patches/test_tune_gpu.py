@@ -1,0 +1,52 @@
+"""`fastspec.tune` on a GPU: what is tried there is right or refused, and a model says afterwards what it said before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_generate import prompts
+from helpers_models import tiny_head, tiny_model
+
+import fastspec
+from fastspec import cache_folder
+from fastspec.kernels import tuned
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+HALF = torch.bfloat16
+PLACES = [
+    ("linear", (1, 960, 576, HALF), (1, 960, 576, HALF)), ("linear", (64, 6144, 4096, HALF), (61, 6144, 4096, HALF)),
+    ("gate_up", (16, 14336, 4096, HALF), (10, 14336, 4096, HALF)), ("linear_parts", (64, 4096, 14336, HALF), (61, 4096, 14336, HALF)),
+    ("few_attention", (HALF, 128, 4, 1, 2048), (1, 1, 32, 8, 128, 2048, True, HALF)),
+    ("tree_attention", (HALF, 64, 3, 256, 1024), (1, 61, 9, 3, 64, 1024, False, HALF)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("each", PLACES, ids=lambda each: f"{each[0]} {each[2][:3]}")
+def test_what_is_tried_is_right_or_does_not_fit(each):
+    from fastspec.patches.tuning import candidates, tune
+
+    made = candidates.trial(*each, torch.device("cuda"))
+    found = tune.tune_place(made, torch.device("cuda"))
+    assert not [told for told in found.refused if "OutOfResources" not in told and "out of resource" not in told], found.refused
+    assert 0 < found.best_us <= found.before_us < 1e5 and len(found.refused) < found.tried / 2
+
+
+def test_a_tuned_model_says_what_it_said(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache_folder.SETTING, str(tmp_path))
+    model = tiny_model(num_hidden_layers=3).to("cuda", torch.float16)
+    inputs = {name: ids.cuda() for name, ids in prompts(9).items()}
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+    fastspec.patch(model, eagle3=tiny_head(model).to("cuda", torch.float16))
+    before = model.generate(**inputs, **options, assistant="eagle3")
+    try:
+        found = fastspec.tune(model, length=64, minutes=1.0)
+        assert len(found.places) > 5 and found.seconds < 200
+        kept = sum(each.kept for each in found.places)
+        assert (fastspec.report(model).tables == "tuned") == (kept > 0) == bool(list(tmp_path.rglob("tuned/*.json")))
+        after = model.generate(**inputs, **options, assistant="eagle3")
+        assert after.shape == before.shape and fastspec.report(model).last.replays > 0
+    finally:
+        from fastspec.patches.tuning import store
+
+        store.forget()
+        assert not tuned.installed(tuned.name_of(torch.device("cuda")))
