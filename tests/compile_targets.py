@@ -1,6 +1,7 @@
 """Compile every Triton kernel for a GPU that need not be there, and print a row for each launch: its name, shared memory and registers.
 
     python tests/compile_targets.py 86
+    python tests/compile_targets.py gfx942 135M "8 rows"     # an AMD target: no registers are read
 
 The host functions run as they do on such a device, with tensors on the CPU, and each launch is compiled in place of being run.
 """
@@ -25,6 +26,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+AMD = {"gfx942": 64 << 10}
+"""AMD's targets -> bytes of local data share (CDNA 3 ISA, MI300)."""
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Compute capability -> bytes of shared memory that one program may use (CUDA C++ Programming Guide, technical specifications)."""
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -35,11 +38,11 @@ SHAPES = {"8B": (4096, 14336, 32, 8, 128, 128256), "135M": (576, 1536, 9, 3, 64,
 class Absent:
     """Triton's driver for a device that is not there."""
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+    def __init__(self, target: int | str) -> None:
+        self.target = target
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
+        return GPUTarget("hip", self.target, 64) if isinstance(self.target, str) else GPUTarget("cuda", self.target, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -48,8 +51,8 @@ class Absent:
         return 0
 
 
-def pretend(capability: int) -> None:
-    """Let kernels and their host functions take tensors on the CPU for those of a device of this compute capability."""
+def pretend(target: int | str) -> None:
+    """Let kernels and their host functions take tensors on the CPU for those of a device of this compute capability, or of AMD's."""
     from fastspec.kernels import launch
     from fastspec.kernels.attention import hopper as hopper_attention
     from fastspec.kernels.attention import tree as tree_attention
@@ -57,24 +60,31 @@ def pretend(capability: int) -> None:
     from fastspec.kernels.linear import hopper as hopper_linear
     from fastspec.kernels.linear import linear
 
-    triton.runtime.driver.set_active(Absent(capability))
+    triton.runtime.driver.set_active(Absent(target))
+    capability = 0 if isinstance(target, str) else target
     launch._capable = lambda device: capability >= 90
     for module in (linear, topk_expand):
         module.has_descriptors = launch._capable
-    launch.shared_memory = lambda device: SHARED[capability]
+    launch.shared_memory = lambda device: limit_of(target)
     for module in (hopper_attention, hopper_linear):
         module.is_hopper = lambda device: capability == 90
     tree_attention.processors = lambda device: 108
 
 
-def compiled(capability: int, rows: list[dict[str, Any]]) -> None:
+def limit_of(target: int | str) -> int:
+    """Bytes of shared memory that one program may use."""
+    return AMD[target] if isinstance(target, str) else SHARED[target]
+
+
+def compiled(target: int | str, rows: list[dict[str, Any]]) -> None:
     """Let every launch from here on be compiled for a device of this compute capability, and described in `rows`."""
-    pretend(capability)
+    pretend(target)
 
     def bound(kernel: JITFunction, grid: Any) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:
             made = kernel.run(*args, grid=grid, warmup=True, **options)
-            rows.append({"kernel": kernel.__name__, "shared": made.metadata.shared, **usage(made.asm["cubin"])})
+            used = {} if isinstance(target, str) else usage(made.asm["cubin"])
+            rows.append({"kernel": kernel.__name__, "shared": made.metadata.shared, **used})
 
         return run
 
@@ -259,10 +269,10 @@ def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
         yield f"route, {count} experts", lambda r=choice, c=correction, n=count: routing.route(few(60, n), r, c)
 
 
-def main(capability: int, shapes: list[str], only: str = "") -> None:
+def main(target: int | str, shapes: list[str], only: str = "") -> None:
     """Print a row of JSON per launch; one that cannot be compiled says why."""
     rows: list[dict[str, Any]] = []
-    compiled(capability, rows)
+    compiled(target, rows)
     for shape in shapes:
         for name, call in launches(shape, torch.bfloat16):
             if only and only not in name:
@@ -273,8 +283,9 @@ def main(capability: int, shapes: list[str], only: str = "") -> None:
             except Exception as error:
                 rows.append({"kernel": "?", "error": f"{type(error).__name__}: {error}"[:400]})
             for row in rows[before:]:
-                print(json.dumps({"capability": capability, "shape": shape, "op": name, "limit": SHARED[capability], **row}), flush=True)
+                print(json.dumps({"capability": target, "shape": shape, "op": name, "limit": limit_of(target), **row}), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2].split(",") if len(sys.argv) > 2 else list(SHAPES), *sys.argv[3:])
+    chosen = sys.argv[1] if sys.argv[1] in AMD else int(sys.argv[1])
+    main(chosen, sys.argv[2].split(",") if len(sys.argv) > 2 else list(SHAPES), *sys.argv[3:])
