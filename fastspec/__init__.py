@@ -60,8 +60,8 @@ __all__ = [
     "CUSTOM_GENERATE",
     "Autoregressive", "Cascade", "CheckpointError", "Continuous", "ContinuousBatch", "Decoding", "Drafter", "Eagle1", "Eagle2", "Eagle3",
     "FastSpecError", "Nasd", "NgramStorage", "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage",
-    "TokenTree", "TreeShape", "Tuned", "Tuning", "Unsupported", "__version__", "clear_memory", "continuous", "frontier_generate", "load_head",
-    "patch", "patched", "profile", "report", "tune", "unpatch", "warmup",
+    "TokenTree", "TreeShape", "Tuned", "Tuning", "Unsupported", "__version__", "clear_memory", "continuous", "frontier_generate",
+    "load_head", "patch", "patched", "profile", "report", "tune", "unpatch", "warmup",
 ]  # fmt: skip
 
 

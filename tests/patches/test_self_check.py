@@ -232,6 +232,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_once(runs, folder, monkeypat
 
 
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.delenv(cache_folder.SETTING)
     for setting, found in (("XDG_CACHE_HOME", tmp_path / "fastspec"), (cache_folder.SETTING, tmp_path)):
         monkeypatch.setenv(setting, str(tmp_path))
         assert cache_folder.cache_folder() == found

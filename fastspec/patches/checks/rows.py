@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.drafting.reference import Candidates
-from fastspec.kernels.linear.reference import Expert, Routing
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Expert, Gate, Routing
 from fastspec.kernels.recurrent.reference import Rates
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.checks.inputs import Draw, Laid, tree
@@ -44,12 +44,13 @@ class Check:
         return f"{self.op} ({self.form})"
 
 
-def products(rows: int, channels: int, depth: int, bias: bool = False) -> Callable[[Draw], Inputs]:
-    """x [rows, depth] times `channels` output channels."""
+def products(rows: int, channels: int, depth: int, bias: bool = False, kind: Gate = SILU) -> Callable[[Draw], Inputs]:
+    """x [rows, depth] times `channels` output channels; `kind` is for a gate."""
 
     def make(draw: Draw) -> Inputs:
         weight = draw.floats(channels, depth, scale=depth**-0.5)
-        return (draw.floats(1, rows, depth), weight, draw.floats(channels) if bias else None), {}
+        more = {} if kind == SILU else {"kind": kind}
+        return (draw.floats(1, rows, depth), weight, draw.floats(channels) if bias else None), more
 
     return make
 
@@ -280,6 +281,7 @@ CHECKS: tuple[Check, ...] = (
     Check("linear", "5 rows, deep", products(5, 64, 4096, bias=True)),
     Check("gate_up", "one row", products(1, 2 * 48, 256)),
     Check("gate_up", "5 rows", products(5, 2 * 48, 256)),
+    Check("gate_up", "5 rows, GELU", products(5, 2 * 48, 256, kind=GELU_TANH)),
     Check("gate_up", "20 rows", products(20, 2 * 64, 256, bias=True)),
     Check("gate_up", "80 rows", products(80, 2 * 48, 64)),
     Check("linear_parts", "5 rows, deep", products(5, 64, 4096, bias=True)),
@@ -301,7 +303,7 @@ CHECKS: tuple[Check, ...] = (
     Check("route", "softmax", routing(Routing(4, normalised=True)), by_expert),
     Check("route", "groups", routing(Routing(4, sigmoid=True, normalised=True, groups=4, kept=2), corrected=True), by_expert),
     Check("experts", "few tokens", mixture(3, Expert())),
-    Check("experts", "40 tokens, interleaved", mixture(40, Expert(interleaved=True, alpha=1.702, offset=1.0, limit=7.0))),
+    Check("experts", "40 tokens, interleaved", mixture(40, Expert(interleaved=True, gate=Gate(1.702), offset=1.0, limit=7.0))),
     Check("kv_block_copy", "overlap", moves),
     Check("tree_input", "trees", places),
     Check("commit_slots", "two rows", commitment),
