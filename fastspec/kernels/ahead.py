@@ -38,6 +38,8 @@ kernel compiles at its first launch."""
 MOST_WORKERS = 16
 PATIENCE = 300.0
 """Seconds after which processes that compile are ended."""
+OWN = ("fastspec.generation.", "fastspec.patches.hf.")
+"""Where the classes of objects are that a program may set attributes of."""
 _turn = threading.Lock()
 _warned = False
 
@@ -151,7 +153,8 @@ def _noted(collector: Collector) -> Iterator[None]:
 
 @contextmanager
 def _restored(program: Callable[[], object]) -> Iterator[None]:
-    """Put back what the block sets on the program's objects, as far as they are fastspec's own: modules of a model are left out."""
+    """Put back what the block sets on the program's objects, those that hold the state of rounds: the modules of a model, and what other
+    threads may change meanwhile, are left out."""
     held: dict[int, tuple[Any, Any]] = {}
     seen: set[int] = set()
     rest: list[Any] = [program]
@@ -173,7 +176,7 @@ def _restored(program: Callable[[], object]) -> Iterator[None]:
             rest.append(value.__self__)
         elif getattr(value, "__closure__", None):
             rest += [cell.cell_contents for cell in value.__closure__ if cell.cell_contents is not None]
-        elif type(value).__module__.startswith("fastspec."):
+        elif type(value).__module__.startswith(OWN):
             if hasattr(value, "__dict__"):
                 held[id(vars(value))] = vars(value), dict(vars(value))
                 rest += vars(value).values()

@@ -88,7 +88,7 @@ def test_a_look_leaves_nothing_behind(assistant, lengths, monkeypatch):
 class Holder:
     """An object of fastspec's, as far as a look can tell."""
 
-    __module__ = "fastspec.tests"
+    __module__ = "fastspec.generation.tests"
 
     def __init__(self) -> None:
         self.buffer, self.rows, self.kept, self.inner = torch.zeros(2), [1], {"a": 1}, None
@@ -98,6 +98,18 @@ class Holder:
         self.rows.append(self.buffer)
         self.kept["b"] = other.inner = self.buffer
         self.new = self.buffer
+
+
+class Server(Holder):
+    """One that another thread changes."""
+
+    __module__ = "fastspec.patches.server"
+
+
+def test_what_another_thread_may_change_meanwhile_is_left():
+    server = Server()
+    ahead._look(capture.partial(server.program, Holder()), ahead.Collector())
+    assert hasattr(server, "new")
 
 
 @pytest.mark.parametrize("fails", [False, True])
