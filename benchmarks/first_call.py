@@ -8,7 +8,7 @@ both are measured with kernels that compile one after another at their first lau
     call                  the whole first call, of --tokens tokens: with the first round's compilation and the second's capture
     again                 the same call once more
     ahead, first_runs, captures   parts of the call: kernels foreseen and compiled, first runs (these included), and captures
-    compiled, from_disk   kernels that Triton compiled in this process, and those that it read
+    foreseen, compiled, from_disk   kernels that were compiled ahead, those that Triton compiled at their launch, and those that it read
 
     python benchmarks/first_call.py --shapes smollm2-135m llama-8b --out first_call.jsonl
     python benchmarks/first_call.py --shapes smollm2-135m-instruct      # the demo's model, unpacked from its file
@@ -72,7 +72,7 @@ def watch(found: dict[str, Any]) -> None:
 
     def timed(program: Any) -> None:
         began = time.perf_counter()
-        prepare(program)
+        found["foreseen"] += prepare(program)
         found["ahead"] += time.perf_counter() - began
 
     triton.knobs.compilation.listener = listen
@@ -105,7 +105,7 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
     clock.mark("load")
     fastspec.patch(model, **({"eagle3": head} if assistant == "eagle3" else {}))
     clock.mark("patch")
-    found: dict[str, Any] = {"ahead": 0.0, "compiled": 0, "from_disk": 0}
+    found: dict[str, Any] = {"ahead": 0.0, "foreseen": 0, "compiled": 0, "from_disk": 0}
     watch(found)
     ids = torch.randint(5, 500, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

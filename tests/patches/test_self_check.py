@@ -114,6 +114,19 @@ def test_what_is_off_is_said(got, told):
     assert found is None if told is None else told in str(found)
 
 
+def test_references_are_exact_whatever_the_user_has_set(monkeypatch):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        seen: list[str] = []
+        monkeypatch.setattr(compare, "difference", lambda *given: seen.append(torch.backends.cuda.matmul.fp32_precision))
+        list(compare.problems(replace(triton_ops(), fused=None), torch.float32, torch.device("cpu"), CHECKS[:1]))
+        assert torch.backends.cuda.matmul.allow_tf32 and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == ["ieee"]
+
+
 def test_an_error_ends_the_checks_and_is_the_verdict():
     def broken(*args: Any) -> Any:
         raise RuntimeError("no such instruction")

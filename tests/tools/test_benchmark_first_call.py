@@ -25,4 +25,4 @@ def test_rows_of_a_tiny_shape(tmp_path):
     for row in rows:
         assert 0 < row["first_token"] < row["call"] < row["process"]
         assert all(row[phase] > 0 for phase in ("import", "load", "patch", "again"))
-        assert row["ahead"] == row["compiled"] == row["from_disk"] == 0  # nothing compiles on the CPU
+        assert row["ahead"] == row["foreseen"] == row["compiled"] == row["from_disk"] == 0  # nothing compiles on the CPU

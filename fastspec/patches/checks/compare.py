@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,7 +40,8 @@ def problems(
     for check in checks:
         if has_kernel(ops, check.op):
             try:
-                found = difference(check, ops, dtype, device)
+                with exact_products():
+                    found = difference(check, ops, dtype, device)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -49,13 +51,27 @@ def problems(
                 yield check.name, found
     if ops.fused is not None:
         try:
-            found = fused_drafting(ops, dtype, device)
+            with exact_products():
+                found = fused_drafting(ops, dtype, device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
         if found is not None:
             yield "fused (a small head)", found
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """The references' products in fp32 are computed in fp32, whatever the user has set for cuBLAS."""
+    matmul = torch.backends.cuda.matmul
+    name, exact = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(matmul, name)
+    setattr(matmul, name, exact)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
 
 
 def launcher(ops: Ops, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
