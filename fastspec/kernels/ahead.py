@@ -40,6 +40,7 @@ PATIENCE = 300.0
 """Seconds after which processes that compile are ended."""
 OWN = ("fastspec.generation.", "fastspec.patches.hf.")
 """Where the classes of objects are that a program may set attributes of."""
+FakeTensorMode()  # the first one imports modules, one of which keeps the frames of those that wait for it until a garbage collection
 _turn = threading.Lock()
 _warned = False
 

@@ -128,6 +128,26 @@ def test_what_a_look_sets_on_objects_is_put_back(fails, monkeypatch):
         assert holder.rows == [1] and holder.kept == {"a": 1} and not hasattr(holder, "new")
 
 
+def test_a_look_holds_no_tensor():
+    """Buffers are freed with what holds them, without a garbage collection; in a process of its own, for the first look."""
+    code = """
+import gc, weakref
+import torch
+from fastspec.kernels import ahead
+gc.collect()
+gc.disable()
+def look():
+    x, y = torch.zeros(5, 5), torch.nn.Parameter(torch.ones(5, 5))
+    with torch.no_grad():
+        ahead._look(lambda: (x[1:3].add_(1) @ y).sum(), ahead.Collector())
+    return [weakref.ref(each) for each in (x, y)]
+print([found() is None for found in look()])
+"""
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout == "[True, True]\n", done.stderr
+
+
 def test_what_cannot_be_looked_at_compiles_as_it_runs(monkeypatch):
     monkeypatch.setattr(ahead, "_warned", False)
     x = torch.ones(3)
