@@ -65,10 +65,10 @@ class Stand(capture.Captured):
         return self.result
 
 
-def stand_in(monkeypatch: Any) -> None:
-    """Let every model have a backend of plain torch that captures."""
+def stand_in(monkeypatch: Any, **more: Any) -> None:
+    """Let every model have a backend of plain torch that captures, with `more` ops."""
     for module in (capture, schedule):
         monkeypatch.setattr(module, "Captured", Stand)
-    ops = replace(TORCH, name="stand-in", captures=True)
+    ops = replace(TORCH, name="stand-in", **{"captures": True, **more})
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)
     assert drafter.CapturedByShape is hf_model.CapturedByShape is capture.CapturedByShape

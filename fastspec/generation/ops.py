@@ -54,6 +54,8 @@ class Ops:
     tree_build: Callable[..., tuple[Tensor, ...]]
     pick: Callable[..., Tensor]
     posterior_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    all_reduce: Callable[..., Tensor]
+    all_gather: Callable[..., Tensor]
     linear_parts: Callable[..., Tensor | Parts] | None = None
     """`linear` where a norm follows: it may give the parts of its sum. None: `linear` itself."""
     experts: Callable[..., Tensor] | None = None

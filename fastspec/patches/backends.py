@@ -21,6 +21,8 @@ from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import onednn
 from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.parallel import reference as parallel_reference
+from fastspec.kernels.parallel import symmetric
 from fastspec.kernels.recurrent import reference as recurrent_reference
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.patches.notices import notice
@@ -56,6 +58,8 @@ TORCH = Ops(
     tree_build=drafting_reference.tree_build,
     pick=verification_reference.pick,
     posterior_walk=verification_reference.posterior_walk,
+    all_reduce=parallel_reference.all_reduce,
+    all_gather=parallel_reference.all_gather,
 )
 
 TORCH_ONEDNN = replace(
@@ -117,6 +121,7 @@ def triton_ops() -> Ops:
         most_candidates=tree_build.MAX_CANDIDATES,
         pick=posterior_eval.pick,
         posterior_walk=posterior_eval.posterior_walk,
+        all_reduce=symmetric.all_reduce,
         experts=experts.experts,
         fused=drafter,
         captures=torch.cuda.is_available(),

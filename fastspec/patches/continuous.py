@@ -26,8 +26,9 @@ from fastspec.patches.call.assembly import Assembly
 from fastspec.patches.call.inputs import sees_ahead
 from fastspec.patches.call.refusals import refuse_overrides
 from fastspec.patches.call.single import Single, prepare
-from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, position_limit, unpack_weights, unwrapped
+from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, position_limit, processes_of, unpack_weights, unwrapped
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 
 LONGEST = 8192
@@ -60,6 +61,11 @@ def continuous(
     session = session_of(model)
     if session is None:
         raise Unsupported(f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.continuous")
+    if group_of(model) is not None:
+        raise Unsupported(
+            f"continuous: {processes_of(model)} processes hold this {type(model).__name__}, and prompts come to each at a time of its own; "
+            "generate takes ContinuousBatch there, with the same prompts in every process"
+        )
     if prefill_chunk < 1:
         raise Unsupported(f"continuous: prefill_chunk={prefill_chunk} must be at least 1")
     decoding = resolve(ContinuousBatch(assistant, rows), session.resources, model).decoding

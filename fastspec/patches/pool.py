@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastspec.generation.engine.engine import Engine
+from fastspec.patches.hf.compat import local_part
 
 KEPT = 4
 
@@ -48,7 +49,7 @@ class Engines:
 
 def weights_of(model: nn.Module) -> Hashable:
     """Where a model's weights lie and what has a say in its modules: a captured round is good for these alone."""
-    places = tuple(parameter.data_ptr() for parameter in model.parameters())
+    places = tuple(local_part(parameter).data_ptr() for parameter in model.parameters())
     hooked = tuple(
         index for index, module in enumerate(model.modules())
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.layers.packing import is_packed, unpack
@@ -127,8 +127,8 @@ class PatchSession:
     """Whether it was said that the draft model's drafts are not accepted."""
     batches: int = 0
     """Open batches (`fastspec.continuous`), whose threads run the model."""
-    packed: list[nn.Parameter] = field(default_factory=list)
-    """Parameters that became views of a packed buffer."""
+    packed: list[Tensor] = field(default_factory=list)
+    """Parameters, or what lies here of them, that became views of a packed buffer."""
 
     def ops(self, model: Any) -> Ops:
         """The backend's kernels for a model as it is now: it may have moved, or been hooked, since it was patched. Raises FastSpecError

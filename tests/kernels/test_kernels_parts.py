@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastspec.generation.layers.decoder import gated
+from fastspec.generation.layers.decoder import product as layer_product
 from fastspec.kernels.layer import reference
 from fastspec.kernels.layer.rms_norm import rms_norm
 from fastspec.kernels.linear import parts as kernel
@@ -96,7 +97,8 @@ def test_the_feed_forward_hands_its_parts_to_the_norm(device, rows):
     gate, up, down = (nn.Linear(*size, bias=False, device=device, dtype=torch.float16) for size in ((64, 256), (64, 256), (256, 64)))
     x, ops = torch.randn(1, rows, 64, device=device).half(), triton_ops()
     with torch.no_grad():
-        change, plain = (gated(each, gate, up, down)(x) for each in (ops, replace(ops, linear_parts=None)))
+        both = ops, replace(ops, linear_parts=None)
+        change, plain = (gated(each, gate, up, layer_product(each, (down,), parts=True))(x) for each in both)
         act = F.silu(ops.linear(x, gate.weight, None)) * ops.linear(x, up.weight, None)  # apart in memory: as `gated` multiplies them
         exact, bound = product(act[0], down.weight, None)
     assert isinstance(change, Parts) == (rows > 16) and isinstance(plain, torch.Tensor)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.generation.layers.mixers import Linear, Product, SequenceMixer
-from fastspec.generation.layers.packing import joint
+from fastspec.generation.layers.packing import Weights, joint
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import SILU, Gate, opened
 
@@ -46,10 +46,10 @@ def rms(ops: Ops, weight: Tensor, eps: float, *, offset: float | None = None) ->
 
 
 @overload
-def product(ops: Ops, layers: Sequence[nn.Linear]) -> Linear: ...
+def product(ops: Ops, layers: Sequence[Weights]) -> Linear: ...
 @overload
-def product(ops: Ops, layers: Sequence[nn.Linear], *, parts: bool) -> Product: ...
-def product(ops: Ops, layers: Sequence[nn.Linear], *, parts: bool = False) -> Product:
+def product(ops: Ops, layers: Sequence[Weights], *, parts: bool) -> Product: ...
+def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Product:
     """Plain linear layers over one input, their outputs side by side; one product where their weights are packed.
 
     With `parts` the result goes to a norm, which takes the parts of a product as well.
@@ -63,9 +63,9 @@ def product(ops: Ops, layers: Sequence[nn.Linear], *, parts: bool = False) -> Pr
     return lambda x: torch.cat([ops.linear(x, layer.weight, layer.bias) for layer in layers], -1)
 
 
-def gated(ops: Ops, gate: nn.Linear, up: nn.Linear, down: nn.Linear, kind: Gate = SILU, *, parts: bool = True) -> Product:
-    """The gated feed-forward of plain linear layers; `parts` as in `product`."""
-    out, layers = product(ops, (down,), parts=parts), (gate, up)
+def gated(ops: Ops, gate: Weights, up: Weights, out: Product, kind: Gate = SILU) -> Product:
+    """The gated feed-forward of plain linear layers, or of parts of them; `out` is the product behind it."""
+    layers = gate, up
     weight, biases = joint([layer.weight for layer in layers]), [layer.bias for layer in layers if layer.bias is not None]
     bias = joint(biases) if biases else None
     if weight is not None and len(biases) in (0, 2) and (bias is not None) == bool(biases):

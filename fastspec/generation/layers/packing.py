@@ -7,9 +7,19 @@ storages whenever a product is made: a model that was moved, cast or copied sinc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+
+class Weights(Protocol):
+    """A linear layer, or a part of one: weight [M, K] and bias [M]."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
 
 
 def joint(parts: Sequence[Tensor]) -> Tensor | None:
@@ -24,17 +34,17 @@ def joint(parts: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def pack(layers: Sequence[nn.Linear]) -> list[nn.Parameter]:
-    """Lay the weights, and the biases, of these layers one after another; returns the parameters that were moved.
+def pack(layers: Sequence[Weights]) -> list[Tensor]:
+    """Lay the weights, and the biases, of these layers one after another; returns the tensors that were moved.
 
     Nothing is done where some have a bias and some have none, or the layers differ in input width, dtype or device.
     """
-    weights = [layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter)]
-    biases = [layer.bias for layer in layers if isinstance(layer.bias, nn.Parameter)]
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
     kinds = {(weight.dtype, weight.device, weight.shape[1]) for weight in weights}
     if len(kinds) > 1 or len(biases) not in (0, len(layers)):
         return []
-    moved: list[nn.Parameter] = []
+    moved: list[Tensor] = []
     for group in (weights, biases):
         if group and joint(group) is None:
             whole = torch.cat([parameter.detach() for parameter in group])
@@ -44,12 +54,12 @@ def pack(layers: Sequence[nn.Linear]) -> list[nn.Parameter]:
     return moved
 
 
-def is_packed(parameter: nn.Parameter) -> bool:
+def is_packed(parameter: Tensor) -> bool:
     """Whether a parameter is a part of a larger storage."""
     return parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size()
 
 
-def unpack(parameter: nn.Parameter) -> None:
+def unpack(parameter: Tensor) -> None:
     """Give a parameter a storage of its own again."""
     if is_packed(parameter):
         parameter.data = parameter.detach().clone()

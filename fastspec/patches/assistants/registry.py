@@ -16,6 +16,7 @@ from fastspec.generation.drafters.contract import check_taps
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.eagle.fused import why_separate
 from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.program import HeadProgram
 from fastspec.generation.drafters.eagle.static import StaticDrafter
 from fastspec.generation.drafters.ngram.drafter import NasdDecoding, check_tokens
 from fastspec.generation.engine.call import Outcome
@@ -23,7 +24,8 @@ from fastspec.generation.ops import Ops
 from fastspec.patches.assistants.binding import moved, refreshed
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
-from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.compat import device_of, parallel_style
+from fastspec.patches.hf.parallel import embedding_of, share_of
 
 FUSED_BYTES = 20e6
 """The largest head, in bytes of its own weights, that is drafted with in one launch at batch 1, where the fused drafter can run it. On an
@@ -79,6 +81,7 @@ class EagleDecoding(Decoding):
         shape = self.shape if self.batched is None or rows < MANY_ROWS else self.batched
         fused = small and ops.captures and rows == 1 if self.fused is None else self.fused
         drafter = EagleDrafter(self.head, shape, rows=rows, capacity=capacity, ops=ops, fused=fused)
+        _share(drafter.program, ops)
         if self.fused and (reason := why_separate(drafter, shape)) is not None:
             raise Unsupported(f"assistant {self.name!r} cannot draft in one launch, which fused=True asks for: {reason}")
         return drafter
@@ -102,7 +105,19 @@ class StaticDecoding(Decoding):
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:
         """The drafter of one call; it draws its drafts where the config asks for that and `process` allows it."""
         process = process if self.config.drafts == "sampled" else None
-        return StaticDrafter(self.head, self.config.tree(), rows=rows, capacity=capacity, ops=ops, process=process)
+        drafter = StaticDrafter(self.head, self.config.tree(), rows=rows, capacity=capacity, ops=ops, process=process)
+        _share(drafter.program, ops)
+        return drafter
+
+
+def _share(program: HeadProgram, ops: Ops) -> None:
+    """Let a head that several processes have whole read what each holds a part of: the target's embedding, and its LM head."""
+    embedding, lm_head = program.head.__dict__["_embed_tokens"], program.head.__dict__["_target_lm_head"]
+    if embedding is not None and parallel_style(embedding) is not None:
+        program.look_up = embedding_of(embedding, ops)
+    share = None if lm_head is None else share_of(lm_head)
+    if share is not None:
+        program.vocabulary = share.run(ops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.assistants.registry import EagleDecoding
 from fastspec.patches.assistants.tree_size import choose_tree
 from fastspec.patches.call.processors import CAPTURABLE, signature
+from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.hf.cache import import_past
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.factory import language_model
@@ -62,6 +63,8 @@ class Assembly:
     keep: Tensor
     shift: Tensor | None
     bounded: bool
+    ranks: Ranks | None = None
+    """The processes that hold the model together."""
 
     @property
     def device(self) -> torch.device:
@@ -75,7 +78,8 @@ class Assembly:
             key = decoding.auto, self.rows, self.device, self.model.dtype
             if key not in trees:
                 self.session.engines.make_room()
-                trees[key] = choose_tree(self._fresh, self.ops, request.begins(), decoding.auto.sizes(self.device.type))
+                choice = choose_tree(self._fresh, self.ops, request.begins(), decoding.auto.sizes(self.device.type))
+                trees[key] = choice if self.ranks is None else self.ranks.first_value(choice)
             self.decoding = decoding.sized(trees[key].chosen)
         return self.decoding
 

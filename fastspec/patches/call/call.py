@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +33,7 @@ from fastspec.patches.call.processors import (
     unknown_types,
 )
 from fastspec.patches.call.prompts import compact, real_tokens
+from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.call.refusals import refuse_prompts
 from fastspec.patches.call.steps import PlainSteps
 from fastspec.patches.hf.compat import (
@@ -45,6 +47,7 @@ from fastspec.patches.hf.compat import (
     text_length,
 )
 from fastspec.patches.hf.limits import layer_spans
+from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
 from fastspec.patches.session import PatchSession
@@ -63,6 +66,9 @@ class Call:
         self.given = decoding if isinstance(decoding, Continued) else Continued(decoding)
         self.model, self.session, self.decoding, self.config, self.processors = model, session, self.given.decoding, config, processors
         self.device = device_of(model)
+        group = group_of(model)
+        self.ranks = None if group is None else Ranks(group, self.device)
+        """The processes that hold the model together."""
         self.ids, self.ops = ids.to(self.device), session.ops(model)
         self.pad = int(pad) if (pad := getattr(config, "_pad_token_tensor", None)) is not None else 0
         self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
@@ -81,8 +87,9 @@ class Call:
         self.virtual: list[Held] | None = None
         self._put_virtual_tokens()
         refuse_prompts(model, self.ids, self.keep, self.past_length)
-        self.ending = Ending(criteria, self.ids)
-        self.steps = None if are_known(processors, criteria) else self._steps(ids, criteria)
+        self.criteria = criteria if self.ranks is None else self.ranks.agreed(criteria)
+        self.ending = Ending(self.criteria, self.ids)
+        self.steps = None if are_known(processors, criteria) else self._steps(ids, self.criteria)
         """Plain decoding's own steps, where processors or criteria may have a state: the call decodes in lockstep."""
         rows = self.given.rows
         self.rows = rows if rows is not None and rows < ids.shape[0] else None
@@ -157,14 +164,28 @@ class Call:
             sample=bool(config.do_sample), process=process_all, processors=self.processors,
             settings=self._settings(self.request.keep_scores), answers=self.given.answers is not None, measures=self.given.measure,
             pad_token=None if steps is None else steps.pad_token, past=self.past, keep=self.keep[:, : self.past_length],
-            shift=self.shift, bounded=self._is_bounded(),
+            shift=self.shift, bounded=self._is_bounded(), ranks=self.ranks,
         )  # fmt: skip
+        if self.ranks is not None:
+            self._agree(self.ranks)
         with self._memory(rows):
             self.decoding = assembly.size_trees(self.request)
             self.engine, self.key = assembly.engine()
         if self.rows is not None:
             check_rows(self.engine.drafter, self.decoding.name)
             self.request.entry = partial(assembly.entry, self.engine)
+
+    def _agree(self, ranks: Ranks) -> None:
+        """See to it that all processes run this call, and draw the same random numbers in it."""
+        request, config = self.request, self.config
+        kinds = [type(each).__name__ for each in (*self.processors, *self.ending.others)]
+        asked = request.keep_scores, request.keep_logits, request.measure, request.answers, request.rows, request.watch is None
+        settings = request.limit, sorted(request.ends), bool(config.do_sample), config.temperature, config.top_k, config.top_p, config.min_p
+        ranks.check_arguments(
+            self.ids, self.keep, re.sub("0x[0-9a-f]+", "", repr(self.decoding)), kinds, asked, settings, self.session.profile is None
+        )  # fmt: skip
+        if config.do_sample:
+            ranks.share_random_numbers()
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
@@ -173,6 +194,8 @@ class Call:
             fill_cache(self.cache, 0, self.virtual)
         with self._memory(len(engine.state.running)):
             outcome = decode(engine, self.request, self.decoding.name)
+        if self.ranks is not None:
+            self.ranks.check_answers(outcome.tokens)
         outcome.stats.fused = engine.drafter is not None and engine.drafter.fused
         self.session.calls.append(outcome.stats)
         if self.streaming is not None:

@@ -13,7 +13,7 @@ from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
-from fastspec.patches.hf.compat import drop_capturing_hooks, own_stop_strings, plain_decoding, unpack_weights
+from fastspec.patches.hf.compat import drop_capturing_hooks, own_stop_strings, plain_decoding, processes_of, unpack_weights
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 
@@ -107,6 +107,11 @@ def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str,
     refuse_overrides(model)
     session.turn.refuse_nested()
     if isinstance(decoding, AdaptiveCascade):
+        if processes_of(model) > 1:
+            raise Unsupported(
+                f"a cascade's stages are not run over several processes, and {processes_of(model)} hold this {type(model).__name__}: "
+                "name one of its other assistants"
+            )
         decoding.check(model, given)
         return decoding
     refuse_arguments(model, given)

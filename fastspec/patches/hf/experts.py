@@ -6,15 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastspec.generation.layers.decoder import gated, is_plain, product
-from fastspec.generation.layers.mixers import Linear
+from fastspec.generation.layers.mixers import Linear, Product
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Expert, Gate, Routing, joined, linear
+from fastspec.patches.hf.compat import ParallelStyle, parallel_style
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.mixtures import Mixture
 from fastspec.patches.hf.modes import is_foreign
+from fastspec.patches.hf.parallel import share_of_experts, weights_of
 
 WEIGHTS = {"gate_up_proj", "down_proj"}
 BIASES = {"gate_up_proj_bias", "down_proj_bias"}
@@ -24,17 +27,21 @@ ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH}
 
 
 def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Linear:
-    """A mixture that `is_mixture`: x [B, N, H] -> [B, N, H]. The router's logits, its choice, and the experts, all by the backend."""
+    """A mixture that `is_mixture`: x [B, N, H] -> [B, N, H]. The router's logits, its choice, and the experts, all by the backend.
+
+    Of experts that several processes hold, each computes its channels, and the answers are added up once. A shared expert that all have
+    whole is the first process's to add.
+    """
     compute = ops.experts
     assert compute is not None
     router, held = getattr(mlp, row.router), mlp.experts
     routing, kind, weight = _routing(row, router), _expert(row, held), router.weight
     bias, correction = router._parameters.get("bias"), getattr(router, row.correction) if row.correction else None
-    gate_up, down = (each.transpose(1, 2) if row.transposed else each for each in (held.gate_up_proj, held.down_proj))
+    *weights, group = _weights(held)
+    gate_up, down = (each.transpose(1, 2) if row.transposed else each for each in weights)
     biases = {"gate_up_bias": held._parameters.get("gate_up_proj_bias"), "down_bias": held._parameters.get("down_proj_bias")}
-    side = getattr(mlp, row.shared) if row.shared else None
-    shared = gated(ops, side.gate_proj, side.up_proj, side.down_proj, parts=False) if side is not None else None
-    opening = product(ops, (getattr(mlp, row.shared_gate),)) if row.shared_gate else None
+    shared = _shared(getattr(mlp, row.shared), group, ops) if row.shared else None
+    opening = product(ops, (getattr(mlp, row.shared_gate),)) if row.shared_gate and shared is not None else None
 
     def run(x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
@@ -42,9 +49,25 @@ def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Linear:
         chosen, shares = ops.route(logits, routing, correction)
         beside = joined(shared(flat)) if shared is not None else None
         opened = opening(flat) if opening is not None else None
-        return compute(flat, gate_up, down, chosen, shares, kind, **biases, shared=beside, shared_gate=opened).view_as(x)
+        mixed = compute(flat, gate_up, down, chosen, shares, kind, **biases, shared=beside, shared_gate=opened)
+        return (mixed if group is None else ops.all_reduce(mixed, group)).view_as(x)
 
     return run
+
+
+def _weights(held: Any) -> tuple[Tensor, Tensor, dist.ProcessGroup | None]:
+    """The weights that experts have here, and the processes that have the rest of them."""
+    share = share_of_experts(held)
+    return (held.gate_up_proj, held.down_proj, None) if share is None else (share.gate_up, share.down, share.group)
+
+
+def _shared(side: Any, group: dist.ProcessGroup | None, ops: Ops) -> Product | None:
+    """A shared expert's answer, or this process's part of it; None where it is another's to give."""
+    inner, last = weights_of((side.gate_proj, side.up_proj)), weights_of((side.down_proj,), behind=True)
+    assert inner is not None and last is not None
+    if group is not None and group.rank() and is_plain(side.down_proj):
+        return None
+    return gated(ops, inner[0], inner[1], product(ops, last))
 
 
 def _routing(row: Mixture, router: Any) -> Routing:
@@ -59,8 +82,10 @@ def experts_of(held: Any, ops: Ops) -> Callable[..., Tensor]:
     """Experts without their router: x [T, H], chosen [T, K], their shares [T, K] -> [T, H]. By the backend where they are plain."""
     if ops.experts is None or not are_plain(held):
         return held
-    compute, kind = ops.experts, _expert(Mixture(), held)
-    return lambda x, chosen, shares: compute(x, held.gate_up_proj, held.down_proj, chosen, shares, kind)
+    compute, kind, (gate_up, down, group) = ops.experts, _expert(Mixture(), held), _weights(held)
+    if group is None:
+        return lambda x, chosen, shares: compute(x, gate_up, down, chosen, shares, kind)
+    return lambda x, chosen, shares: ops.all_reduce(compute(x, gate_up, down, chosen, shares, kind), group)
 
 
 def _expert(row: Mixture, held: Any) -> Expert:
@@ -71,17 +96,18 @@ def _expert(row: Mixture, held: Any) -> Expert:
 
 
 def are_plain(held: Any, *, act: bool = True) -> bool:
-    """Whether experts are plain weights of one dtype, with an activation that the op has (or, without `act`, one that is told otherwise),
-    and nobody else having a say in them."""
+    """Whether experts are plain weights of one dtype, or this process's part of such, with an activation that the op has (or, without
+    `act`, one that is told otherwise), and nobody else having a say in them."""
     weights = dict(held.named_parameters())
     if weights.keys() not in (WEIGHTS, WEIGHTS | BIASES) or not is_own(held) or (act and _act(held) not in ACTIVATIONS):
         return False  # quantised ones bring scales
-    plain = all(type(weight) is nn.Parameter for weight in weights.values())  # sharded ones are another kind of tensor
+    plain = all(type(weight) is nn.Parameter for weight in weights.values()) or share_of_experts(held) is not None
     return plain and len({weight.dtype for weight in weights.values()}) == 1 and weights["gate_up_proj"].dtype in FLOATS
 
 
 def is_mixture(row: Mixture, mlp: Any) -> bool:
-    """Whether a feed-forward is the mixture that a row describes, of plain weights, with nobody else having a say in it."""
+    """Whether a feed-forward is the mixture that a row describes, of plain weights or this process's part of them, with nobody else having
+    a say in it."""
     names = {name for name, _ in mlp.named_children()}
     if names != {"experts", row.router, *filter(None, (row.shared, row.shared_gate))} or not is_own(mlp):
         return False
@@ -91,9 +117,19 @@ def is_mixture(row: Mixture, mlp: Any) -> bool:
     if any(type(weight) is not nn.Parameter or weight.dtype != mlp.experts.gate_up_proj.dtype for weight in router.values()):
         return False
     side, opening = (getattr(mlp, name) if name else None for name in (row.shared, row.shared_gate))
-    if side is not None and not (gate_of(side) == SILU and all(map(is_plain, (side.gate_proj, side.up_proj, side.down_proj)))):
+    cut = share_of_experts(mlp.experts) is not None
+    if (cut and row.transposed) or (side is not None and not (gate_of(side) == SILU and _is_addend(side, cut))):
         return False
     return opening is None or is_plain(opening)
+
+
+def _is_addend(side: Any, cut: bool) -> bool:
+    """Whether a shared expert is of plain weights, or, beside experts that are cut, may be so too: its parts add up with theirs."""
+    inner, last = (side.gate_proj, side.up_proj), side.down_proj
+    if all(map(is_plain, (*inner, last))):
+        return True
+    parts = weights_of(inner), weights_of((last,), behind=True)
+    return cut and None not in parts and last.bias is None and not any(map(is_plain, (*inner, last)))
 
 
 def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
@@ -109,7 +145,7 @@ def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
     if ops.experts is not None and (beside if parts.mixture is None else is_mixture(parts.mixture, holder)):
         return False
     weight = holder.experts._parameters.get("gate_up_proj")
-    if weight is None or not weight.is_floating_point():
+    if weight is None or not weight.is_floating_point() or parallel_style(holder.experts) is not None:
         return True
     way = getattr(model.config.get_text_config(), "_experts_implementation", None)
     return way != "batched_mm" and not (way == "grouped_mm" and model.dtype == torch.bfloat16)
@@ -125,5 +161,6 @@ def _act(module: Any, name: str = "act_fn") -> str:
 
 
 def is_own(module: nn.Module) -> bool:
-    """Whether nobody else has a say in what a feed-forward or its parts compute."""
-    return not any(is_foreign(each) for each in module.modules() if type(each) is not nn.Linear)
+    """Whether nobody else has a say in what a feed-forward or its parts compute, beside transformers, which may have cut experts."""
+    parts = (each for each in module.modules() if type(each) is not nn.Linear)
+    return not any(is_foreign(each) for each in parts if parallel_style(each) is not ParallelStyle.EXPERTS)

@@ -18,10 +18,11 @@ from fastspec.generation.state.base import LayerState
 from fastspec.generation.state.recurrent import DeltaState
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import Rates
-from fastspec.patches.hf.compat import NO_ROTATION
+from fastspec.patches.hf.compat import NO_ROTATION, local_part
 from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, norms_heads
+from fastspec.patches.hf.parallel import product_of_shares, share_of, weights_of
 
 
 def layer_parts(
@@ -96,7 +97,7 @@ def _attention(
         qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of(inputs, ops),
         out=product_of((getattr(attn, parts.out),), ops, parts=True), q_norm=norms[0], k_norm=norms[1], interleaved=parts.interleaved,
         norms_values=parts.norms_values, ties_values=ties, owns=owns, offset=parts.offset, sight=sight, rotary=rotary,
-        gated=parts.gated_attention, sinks=getattr(attn, parts.sinks) if parts.sinks else None,
+        gated=parts.gated_attention, sinks=local_part(getattr(attn, parts.sinks)) if parts.sinks else None,
         cap=getattr(attn, parts.cap) if parts.cap and attn.config._attn_implementation != "sdpa" else None,  # which leaves it out
     )  # fmt: skip
 
@@ -146,9 +147,13 @@ def product_of(modules: Sequence[Any], ops: Ops) -> Linear: ...
 @overload
 def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool) -> Product: ...
 def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Product:
-    """Linear layers over one input, their outputs side by side; `parts` as in `product`."""
+    """Linear layers over one input, their outputs side by side; `parts` as in `product`. Of layers that several processes hold, what each
+    puts out where the plan leaves that apart, else the whole."""
     if all(map(is_plain, modules)):
         return product(ops, modules, parts=parts)
+    shares = [share for share in map(share_of, modules) if share is not None]
+    if len(shares) == len(modules):
+        return product_of_shares(shares, ops)
     if len(modules) == 1:
         return modules[0]
     return lambda x: torch.cat([module(x) for module in modules], -1)
@@ -206,11 +211,12 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     """The feed-forward: fused where it is plain and gated by SiLU or GELU, a mixture of experts by the backend's op where it has one."""
     dense = parts.gated_mlp and hasattr(mlp, "gate_proj")
     own = is_own(mlp)
-    if dense and own and all(map(is_plain, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))):
+    inner = weights_of((mlp.gate_proj, mlp.up_proj)) if dense and own else None
+    if inner is not None and weights_of((mlp.down_proj,), behind=True) is not None:
         kind = gate_of(mlp)
         if kind is not None:
-            return gated(ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj, kind)
-        gate, up, down = (product(ops, (layer,)) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+            return gated(ops, inner[0], inner[1], product_of((mlp.down_proj,), ops, parts=True), kind)
+        gate, up, down = (product_of((layer,), ops) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         return lambda x: down(mlp.act_fn(gate(x)) * up(x))
     if parts.gate_up and own and all(map(is_plain, (getattr(mlp, parts.gate_up), mlp.down_proj))):
         kind = gate_of(mlp, "activation_fn")
@@ -226,10 +232,11 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     return run
 
 
-def pack_model(model: Any) -> list[nn.Parameter]:
-    """Pack the query, key, value and the gate and up weights of a model's plain layers; returns the parameters that were moved."""
+def pack_model(model: Any) -> list[Tensor]:
+    """Pack the query, key, value and the gate and up weights of a model's plain layers, or what this process has of them; returns the
+    tensors that were moved."""
     parts = adapter_for(model)
-    moved: list[nn.Parameter] = []
+    moved: list[Tensor] = []
     if parts is None:
         return moved
     for layer in getattr(decoder_of(model), parts.layers):
@@ -244,6 +251,7 @@ def pack_model(model: Any) -> list[nn.Parameter]:
             shared = getattr(mlp, parts.mixture.shared)
             groups.append([shared.gate_proj, shared.up_proj])
         for group in groups:
-            if all(map(is_plain, group)):
-                moved += pack(group)
+            weights = weights_of(group)
+            if weights is not None:
+                moved += pack(weights)
     return moved

@@ -32,6 +32,7 @@ from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of
 from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows
 from fastspec.patches.hf.modes import decoder_of, is_watched, is_wrapped
+from fastspec.patches.hf.parallel import embedding_of
 from fastspec.patches.hf.states import sequence_state
 
 PREFILL_CHUNK = 512
@@ -112,6 +113,7 @@ class HFModel(Target):
         self.hidden_tokens = torch.tensor(named, device=self.lengths.device) if named else None
         self.norm = norm_of(getattr(decoder, parts.norm), ops, parts)
         self.vocabulary = vocabulary_of(self.model, parts, ops)
+        self.embed = embedding_of(getattr(decoder, parts.embed), ops)
 
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows, of at most `capacity` tokens each."""
@@ -285,7 +287,7 @@ class HFModel(Target):
             return self._forward_generic(tokens, nodes, pick)
         if embedded is None:
             tokens = self._shown(tokens)
-            embedded = getattr(decoder_of(self.model), self.adapter.embed)(tokens)
+            embedded = self.embed(tokens)
         if self.adapter.embed_scale:
             embedded = embedded * getattr(decoder_of(self.model), self.adapter.embed_scale)
         return self._forward_adapted(embedded, layer_inputs(self.model, tokens, embedded), nodes, pick)

@@ -20,6 +20,7 @@ from fastspec.patches.hf.compat import (
 )
 from fastspec.patches.hf.families import ADAPTERS, SEQ2SEQ, Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS
+from fastspec.patches.hf.parallel import check_shares
 from fastspec.patches.hf.wrappers import calls_original, where_defined
 
 
@@ -47,9 +48,14 @@ def check_supported(model: Any) -> None:
         raise Unsupported(f"{name} has layers that differ in {', '.join(varied)}; fastspec takes one for all layers of a type")
     if not model.config.is_encoder_decoder and adapter_for(model) is None:
         _check_generic(model, config)
+    check_shares(model)
     devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
     if len(devices) > 1:
-        raise Unsupported(f"{name} is spread over {', '.join(sorted(devices))}; fastspec keeps one KV cache on one device")
+        raise Unsupported(
+            f"{name} is spread over {', '.join(sorted(devices))}; fastspec keeps one KV cache on one device: load it on one "
+            "(device_map='cuda:0'), with layers offloaded to the CPU where it does not fit (device_map='auto' with max_memory of one GPU), "
+            "or cut over processes (tp_plan='auto', under torchrun)"
+        )
 
 
 def _check_generic(model: PreTrainedModel, config: Any) -> None:

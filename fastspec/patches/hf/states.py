@@ -13,7 +13,7 @@ from fastspec.generation.state.recurrent import DeltaState
 from fastspec.generation.state.sequence import SequenceState
 from fastspec.generation.state.window import WindowState, ring_of
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.hf.compat import delta_shape, device_of, kept_by, layer_shapes, recurrent_layers
+from fastspec.patches.hf.compat import delta_shape, device_of, kept_by, layer_shapes, local_heads, recurrent_layers
 
 
 def sequence_state(
@@ -25,8 +25,8 @@ def sequence_state(
     """
     device, dtype, owners = device_of(model), model.dtype, kept_by(model.config)
     keys: list[tuple[Any, ...]] = [
-        ("recurrent",) if recurrent else (span if bounded else None, *shape)
-        for span, shape, recurrent in zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)
+        ("recurrent",) if recurrent else (span if bounded else None, local_heads(model, heads), size)
+        for span, (heads, size), recurrent in zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)
     ]
     of = {key: [layer for layer in dict.fromkeys(owners) if keys[layer] == key] for key in keys}
     made: list[LayerState] = []

@@ -13,7 +13,8 @@ def calls_original(model: nn.Module) -> bool:
 
     Followed by what is really called, since `functools.wraps` lets any decorator look like what it wraps: TRL's forward with a fused LM
     head, which computes its own loss in training alone, and accelerate's conversion of outputs to fp32, which generation does anyway. An
-    autocast region is not followed: what it casts is the modules' own to say. Where accelerate takes its wrappers off again, it goes down
+    autocast region is not followed: what it casts is the modules' own to say. Nor is a forward of transformers' tensor parallelism that
+    changes what comes in or out. Where accelerate takes its wrappers off again, it goes down
     to the function inside the class's own decorators.
     """
     own = [type(model).forward]
@@ -59,4 +60,8 @@ def _called(function: Any) -> Any:
     home = function.__globals__["__name__"], code.co_name
     if home == ("trl.trainer.utils", "_fused_forward"):
         return cells.get("original_forward")
+    if home == ("transformers.distributed.tensor_parallel", "tp_forward"):
+        # Styles that leave inputs and outputs as they are: of a norm within heads, and of a module that has a cut parameter of its own.
+        leaves = "self" not in cells or type(cells["self"]).__name__ in ("LocalParamsParallel", "TensorParallelLayer")
+        return cells["original_forward"] if leaves else None
     return cells.get("model_forward") if home == ("accelerate.utils.operations", "forward") else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ class HeadProgram:
         self.vocabulary = head.lm_head if head.lm_head is not None else target_head
         plain = self.vocabulary is not None and is_plain(self.vocabulary) and self.vocabulary.bias is None
         self.weight = self.vocabulary.weight.detach() if plain else None
+        self.look_up: Callable[[Tensor], Tensor] | None = None
+        """What looks tokens up in place of the bound embedding's own forward, as `vocabulary` may be something else than the bound module:
+        where several processes hold the target together."""
 
     def _norm(self, module: Any) -> Norm:
         return rms(self.ops, module.weight, module.eps)
@@ -52,7 +56,7 @@ class HeadProgram:
                 q_norm=None if attn.q_norm is None else attn.q_norm.weight, k_norm=None if attn.k_norm is None else attn.k_norm.weight,
             ),
             mlp_norm=self._norm(layer.post_attention_layernorm),
-            mlp=gated(self.ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+            mlp=gated(self.ops, mlp.gate_proj, mlp.up_proj, product(self.ops, (mlp.down_proj,), parts=True)),
         )  # fmt: skip
 
     def packed(self) -> tuple[Tensor, Tensor] | None:
@@ -89,7 +93,7 @@ class HeadProgram:
         table = self._table(hidden)
         if table is not None:
             return self._first(self.ops.head_input(tokens, hidden, table, *self._norms()), hidden)
-        embedded = self._embedding()(tokens).to(hidden.dtype)
+        embedded = (self.look_up or self._embedding())(tokens).to(hidden.dtype)
         if self.config.kind == "eagle":
             hidden = self.fc(torch.cat((embedded, hidden), -1))
             return hidden, hidden

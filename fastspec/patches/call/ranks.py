@@ -1,0 +1,95 @@
+"""One call in several processes that hold a model together: the same arguments, the same random numbers, and one clock, the first's.
+
+Every process runs the same rounds, on logits of which all have the same bits; what any of them sees alone must not change how many rounds
+there are, or the sums between them would not meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from fastspec.errors import FastSpecError, Unsupported
+
+Value = TypeVar("Value")
+BY_TEXT = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+"""Criteria that say the same of the same text in every process."""
+
+
+class Ranks:
+    """The processes of a call, whose messages lie on `device`."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+
+    def differ(self, *parts: object) -> bool:
+        """Whether the processes have not all called this with the same tensors and values; waits for the device."""
+        told = hashlib.sha256()
+        for part in parts:
+            told.update(part.cpu().numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode())
+        mine = torch.frombuffer(bytearray(told.digest()), dtype=torch.uint8).to(self.device)
+        all_of_them = mine.new_empty(self.group.size(), len(mine))
+        dist.all_gather_into_tensor(all_of_them.view(-1), mine, group=self.group)
+        return not torch.equal(all_of_them, mine.expand_as(all_of_them))
+
+    def check_arguments(self, ids: Tensor, *parts: object) -> None:
+        """Raise Unsupported, in every process, where they were not called alike; ids [B, T]."""
+        if self.differ(tuple(ids.shape), ids, *parts):
+            raise Unsupported(
+                f"the {self.group.size()} processes that hold the model together called generate with different arguments: each must "
+                "pass the same input_ids, assistant, settings and kinds of streamer, profile and criteria"
+            )
+
+    def check_answers(self, answers: list[list[int]]) -> None:
+        """Raise FastSpecError, in every process, where these differ."""
+        if self.differ(answers):
+            raise FastSpecError(
+                f"the {self.group.size()} processes that hold the model together ended with different tokens: a logits processor, a hook "
+                "or weights differ between them, or the sums between the devices are at fault"
+            )
+
+    def share_random_numbers(self) -> None:
+        """Let all draw what the first process would: its generator's state, of the call's device and of the CPU."""
+        torch.set_rng_state(self.first(torch.get_rng_state()))
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(self.first(torch.cuda.get_rng_state(self.device)), self.device)
+
+    def first(self, mine: Tensor) -> Tensor:
+        """The first process's tensor, of the same shape and dtype as mine, where mine lies."""
+        sent = mine.to(self.device, copy=True)
+        dist.broadcast(sent, group=self.group, group_src=0)
+        return sent.to(mine.device)
+
+    def first_value(self, mine: Value) -> Value:
+        """The first process's value of any kind."""
+        held = [mine]
+        dist.broadcast_object_list(held, group=self.group, group_src=0, device=self.device)
+        return held[0]
+
+    def agreed(self, criteria: Iterable[Any]) -> StoppingCriteriaList:
+        """Criteria of which those that may look at a clock, or at anything else beside the text, say what the first process's say."""
+        return StoppingCriteriaList(each if type(each) in BY_TEXT else FirstSays(each, self) for each in criteria)
+
+
+class FirstSays(StoppingCriteria):
+    """A criterion whose verdict is the first process's."""
+
+    def __init__(self, criterion: Any, ranks: Ranks) -> None:
+        self.criterion, self.ranks = criterion, ranks
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """[B] bool."""
+        verdict = torch.as_tensor(self.criterion(input_ids, scores, **kwargs), device=input_ids.device)
+        return self.ranks.first(verdict.expand(input_ids.shape[0]).to(torch.uint8)).bool()

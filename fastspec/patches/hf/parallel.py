@@ -1,0 +1,181 @@
+"""Models that several processes hold together by transformers' tensor parallelism: what lies here of a layer, and who has the rest.
+
+`from_pretrained(..., tp_plan="auto")` under torchrun makes a planned parameter a DTensor, and puts a forward of its own on the module. A
+pass of fastspec reads the local parts of the weights instead, and issues the sums and joins between the processes by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastspec.errors import Unsupported
+from fastspec.generation.layers.decoder import is_plain, product
+from fastspec.generation.layers.mixers import Linear
+from fastspec.generation.layers.packing import Weights
+from fastspec.generation.ops import Ops
+from fastspec.kernels.parallel.reference import share
+from fastspec.patches.hf.compat import (
+    ParallelStyle,
+    layer_shapes,
+    local_heads,
+    local_part,
+    mesh_of,
+    parallel_style,
+    processes_of,
+)
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The processes that hold a model together, or None where one holds all of it."""
+    if processes_of(model) == 1:
+        return None
+    mesh = next((found for found in map(mesh_of, model.parameters()) if found is not None), None)
+    return None if mesh is None else mesh.get_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this process has of a linear layer: `weight` [M, K] and `bias` [M]. `style` says how it was cut."""
+
+    weight: Tensor
+    bias: Tensor | None
+    style: ParallelStyle
+    group: dist.ProcessGroup
+    wide: int
+    """Outputs of the whole layer where it was cut by outputs, else its inputs."""
+
+    def run(self, ops: Ops) -> Linear:
+        """The layer's product as the plan has it: x [..., K] -> [..., M], of which a `COLUMN` share gives its own part."""
+        if self.style is ParallelStyle.COLUMN:
+            return lambda x: ops.linear(x, self.weight, self.bias)
+        if self.style is ParallelStyle.COLUMN_JOINED:
+            return lambda x: ops.all_gather(ops.linear(x, self.weight, self.bias), self.wide, self.group)
+        reduced = self.reduced(ops)
+        return reduced if self.style is ParallelStyle.ROW else lambda x: reduced(self._own(x))
+
+    def reduced(self, ops: Ops) -> Linear:
+        """The product of a layer that was cut by inputs: this process's part x [..., K] of them -> [..., M], the same for all."""
+        weight, bias, group = self.weight, self.bias, self.group
+        if bias is None:
+            return lambda x: ops.all_reduce(ops.linear(x, weight, None), group)
+        return lambda x: ops.all_reduce(ops.linear(x, weight, None), group) + bias
+
+    def _own(self, x: Tensor) -> Tensor:
+        first = self.group.rank() * share(self.wide, self.group.size())
+        return x[..., first : first + self.weight.shape[1]]
+
+
+def product_of_shares(shares: Sequence[Share], ops: Ops) -> Linear:
+    """Layers over one input, their outputs side by side: the processes' own of them, or, where the plan joins outputs, all of them by one
+    join."""
+    styles, size = {share.style for share in shares}, shares[0].group.size()
+    if len(shares) == 1:
+        return shares[0].run(ops)
+    if styles == {ParallelStyle.COLUMN}:
+        return product(ops, shares)
+    if styles != {ParallelStyle.COLUMN_JOINED} or any(each.wide % size for each in shares):
+        runs = [each.run(ops) for each in shares]
+        return lambda x: torch.cat([run(x) for run in runs], -1)
+    own, group, wide = product(ops, shares), shares[0].group, sum(each.wide for each in shares)
+    places = torch.arange(wide, device=shares[0].weight.device).view(size, -1).split([each.wide // size for each in shares], 1)
+    order = torch.cat([place.flatten() for place in places])
+    return lambda x: ops.all_gather(own(x), wide, group).index_select(-1, order)
+
+
+def share_of(module: nn.Module) -> Share | None:
+    """What this process has of a linear layer that transformers has cut, or None of any other module."""
+    style = parallel_style(module)
+    if style is None or not isinstance(module, nn.Linear) or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    mesh = mesh_of(module.weight)
+    if mesh is None or style is ParallelStyle.OTHER:
+        return None
+    by_outputs = style in (ParallelStyle.COLUMN, ParallelStyle.COLUMN_JOINED)
+    bias = None if module.bias is None else local_part(module.bias)
+    return Share(local_part(module.weight), bias, style, mesh.get_group(), module.out_features if by_outputs else module.in_features)
+
+
+def weights_of(modules: Sequence[Any], *, behind: bool = False) -> Sequence[Weights] | None:
+    """What the ops may read of linear layers: themselves where they are plain, or what this process has of them where each has outputs of
+    its own (or, `behind` such, inputs); else None."""
+    if all(map(is_plain, modules)):
+        return modules
+    shares = [share for share in map(share_of, modules) if share is not None]
+    apart = ParallelStyle.ROW if behind else ParallelStyle.COLUMN
+    return shares if len(shares) == len(modules) and all(share.style is apart for share in shares) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShare:
+    """What this process has of all experts: `gate_up` [E, 2 * I, H] and `down` [E, H, I] of I channels of its own. Its answers are addends
+    of the experts'."""
+
+    gate_up: Tensor
+    down: Tensor
+    group: dist.ProcessGroup
+
+
+def share_of_experts(held: nn.Module) -> ExpertsShare | None:
+    """What this process has of experts without biases that transformers has cut, or None of any other module."""
+    if parallel_style(held) is not ParallelStyle.EXPERTS or held._forward_hooks or held._forward_pre_hooks:
+        return None
+    weights = dict(held.named_parameters())
+    meshes = {mesh_of(weight) for weight in weights.values()}
+    if weights.keys() != {"gate_up_proj", "down_proj"} or None in meshes:
+        return None
+    gate_up, down = (local_part(weights[name]) for name in ("gate_up_proj", "down_proj"))
+    mesh = meshes.pop()
+    return ExpertsShare(gate_up, down, mesh.get_group()) if mesh is not None and gate_up.shape[1] == 2 * down.shape[2] else None
+
+
+def embedding_of(module: nn.Module, ops: Ops) -> Callable[[Tensor], Tensor]:
+    """An embedding's look-up, tokens [...] int64 -> [..., H]: the module itself, or this process's part of it and the others'."""
+    style = parallel_style(module)
+    if style not in (ParallelStyle.EMBEDDING_ROWS, ParallelStyle.EMBEDDING_COLUMNS) or not isinstance(module, nn.Embedding):
+        return module
+    mesh = mesh_of(module.weight)
+    assert mesh is not None
+    group, rows, width = mesh.get_group(), module.num_embeddings, module.embedding_dim
+    own = copy.copy(module)  # of any class: some scale what they look up
+    own.__dict__.pop("forward")
+    own._parameters = {"weight": nn.Parameter(local_part(module.weight), requires_grad=False)}
+    own.padding_idx = None
+    if style is ParallelStyle.EMBEDDING_COLUMNS:
+        return lambda tokens: ops.all_gather(own(tokens), width, group)
+    first, count = group.rank() * share(rows, group.size()), own.weight.shape[0]
+
+    def look_up(tokens: Tensor) -> Tensor:
+        other = (tokens < first) | (tokens >= first + count)
+        return ops.all_reduce(own((tokens - first).clamp(0, count - 1)).masked_fill(other[..., None], 0), group)
+
+    return look_up
+
+
+def check_shares(model: Any) -> None:
+    """Raise `Unsupported`, naming the reason, for a model that is spread over processes in a way that fastspec does not know."""
+    name, size = type(model).__name__, processes_of(model)
+    if size == 1:
+        return
+    if group_of(model) is None:
+        raise Unsupported(
+            f"{name} was loaded over {size} processes, and none of its parameters is a DTensor: fastspec reads what transformers 5.20 and "
+            "later make of tp_plan"
+        )
+    config = getattr(model.config, "distributed_config", None)
+    others = [kind for kind in ("ep_size", "pp_size", "fsdp_size") if (getattr(config, kind, None) or 1) > 1]
+    if others:
+        raise Unsupported(f"{name} was loaded with {' and '.join(others)} above 1; fastspec takes a model that is cut by tp_plan alone")
+    for heads in {heads for heads, _ in layer_shapes(model.config)}:
+        local_heads(model, heads)
+    if model.config.is_encoder_decoder:
+        raise Unsupported(f"{name} is an encoder-decoder model over {size} processes; fastspec takes decoder-only ones")
+    meshes = {mesh for mesh in map(mesh_of, model.parameters()) if mesh is not None}
+    if len(meshes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
+        raise Unsupported(f"{name} is cut over several meshes of processes: load it with tp_plan='auto' and no other parallelism")

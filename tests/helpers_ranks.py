@@ -1,0 +1,237 @@
+"""Two processes that hold tiny models together by transformers' tensor parallelism, over gloo: what each made of the same calls."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers_captured import stand_in
+from helpers_cascade import cascaded
+from helpers_generate import TREE, bigram, prompts, seer, seer1
+from helpers_models import tiny_head, tiny_model
+from helpers_vision import prompts_with_images
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.distributed import DistributedConfig
+
+import fastspec
+from fastspec.generation.layers.packing import joint, unpack
+from fastspec.kernels.linear.reference import experts
+from fastspec.patches.hf.compat import local_part
+from fastspec.patches.hf.layers import pack_model
+
+SMALL = {"num_hidden_layers": 3}
+"""A recurrent family's layers alternate: both kinds."""
+SEEING = "qwen2_5_vl"
+SIZE = 2
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+DRAWN = {"max_new_tokens": 8, "do_sample": True, "temperature": 0.8, "top_k": 30}
+
+
+def first() -> bool:
+    """Whether this is the first of the processes, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+class Taken:
+    """A streamer, which the first process alone may have."""
+
+    def put(self, value: Tensor) -> None:
+        assert value.device.type == "cpu"
+
+    def end(self) -> None:
+        """Nothing is kept."""
+
+
+Loader = Callable[[str], Any]
+
+
+class Even(LogitsProcessor):
+    """A processor that fastspec does not know: it decodes in lockstep."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + (torch.arange(scores.shape[-1]) % 2 == 0)
+
+
+class After(StoppingCriteria):
+    """A criterion that looks at more than the text: it stops a process after 5 calls, or 6."""
+
+    def __init__(self) -> None:
+        self.left = 5 if first() else 6
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.left -= 1
+        return torch.full((len(input_ids),), self.left < 0)
+
+
+def family(load: Loader, kind: str) -> list[Any]:
+    """A family's greedy calls, without drafts and with a tree, and what it says of its mode."""
+    model = load(kind)
+    with fastspec.patched(model, eagle3=tiny_head(model, copy_lm_head=False)):
+        made = [model.generate(**prompts(5, 9), **GREEDY, assistant=each) for each in ("autoregressive", TREE)]
+        return [*made, fastspec.report(model).mode]
+
+
+def drafted(load: Loader, kind: str) -> list[Any]:
+    """Drafts that are accepted, and heads that read the target's embedding and its LM head."""
+    del kind
+    model, whole = load("bigram"), bigram(**SMALL)
+    with fastspec.patched(model, eagle3=seer(whole), eagle=seer1(whole), speculative=bigram(**SMALL)):
+        made = [model.generate(**prompts(5, 9), **GREEDY, assistant=each) for each in ("eagle3", "eagle", "speculative", "nasd")]
+        assert all(call.acceptance_length > 1.5 for call in fastspec.report(model).calls[:3])
+        return made
+
+
+def calls(load: Loader, kind: str) -> list[Any]:
+    """Calls of every other kind; random numbers differ between processes before them."""
+    del kind
+    model = load("llama")
+    made, inputs = [], prompts(5, 9, 7)
+    with fastspec.patched(model, eagle3=tiny_head(model, copy_lm_head=False), speculative=tiny_model("llama", 1, num_hidden_layers=1)):
+        torch.manual_seed(7 if first() else 8)
+        run = partial(model.generate, **inputs)
+        made += [run(**DRAWN, assistant=each) for each in ("autoregressive", "eagle3", "speculative", "nasd")]
+        made += [run(**DRAWN, repetition_penalty=1.2, assistant="eagle3")]
+        made += [run(**DRAWN, logits_processor=LogitsProcessorList([Even()]), assistant="eagle3")]
+        made += [run(**GREEDY, assistant=fastspec.ContinuousBatch(each, rows=2)) for each in ("eagle3", "autoregressive")]
+        made += [run(**GREEDY, assistant=fastspec.Speculative(early_exit=2))]
+        made += [run(**GREEDY, stopping_criteria=[After()], assistant="eagle3")]
+        made += [run(**GREEDY, streamer=Taken() if first() else None, assistant="eagle3")]
+        made += [run(**GREEDY, max_time=1000.0, assistant="eagle3")]
+        made += [run(**GREEDY, assistant=fastspec.Eagle3(total_tokens="auto"))]
+        out = run(**GREEDY, return_dict_in_generate=True, output_scores=True, assistant="eagle3")
+        again = torch.cat((out.sequences, torch.full((3, 1), 11)), 1)
+        mask = torch.cat((inputs["attention_mask"], torch.ones(3, again.shape[1] - inputs["input_ids"].shape[1], dtype=torch.long)), 1)
+        made += [torch.stack(out.scores).argmax(-1)]
+        made += [model.generate(again, attention_mask=mask, past_key_values=out.past_key_values, **GREEDY, assistant="eagle3")]
+    return made
+
+
+def captured(load: Loader, kind: str) -> list[Any]:
+    """Rounds that are replayed as on CUDA, one launched ahead of the host, in engines that the second call finds again."""
+    del kind
+    model, made, inputs = load("bigram"), [], prompts(5, 9, 7)
+    options = {"max_new_tokens": 24, "eos_token_id": None}
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch)
+        with fastspec.patched(model, eagle3=seer(bigram(**SMALL)), speculative=bigram(**SMALL)):
+            for each in ("autoregressive", "eagle3", "nasd", "speculative", fastspec.ContinuousBatch("eagle3", rows=2)):
+                made += [model.generate(**inputs, **options, do_sample=False, assistant=each) for _ in range(2)]
+            torch.manual_seed(7 if first() else 8)
+            made += [model.generate(**inputs, **options, do_sample=True, temperature=0.8, assistant="eagle3") for _ in range(2)]
+            report = fastspec.report(model)
+            assert report.backend == "stand-in" and all(call.replays > 1 for call in report.calls[:4])
+    return made
+
+
+def mixed(load: Loader, kind: str) -> list[Any]:
+    """Captured rounds of a mixture of experts by the op; of cut ones, one sum a layer for the experts and whatever is added to them."""
+    model = load(kind)
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch, experts=experts)
+        with fastspec.patched(model, eagle3=tiny_head(model, copy_lm_head=False)):
+            made = [model.generate(**prompts(5, 9), **GREEDY, assistant=each) for each in ("autoregressive", TREE, "autoregressive")]
+            assert all(call.replays > 1 for call in fastspec.report(model).calls)
+        stand_in(patch, experts=experts, captures=False)
+        with fastspec.patched(model):
+            made += [model.generate(**prompts(5, 9), **GREEDY, assistant="autoregressive")]
+            report, layers = fastspec.report(model), SMALL["num_hidden_layers"]
+        sums = (layers * (3 if kind == "gemma4_experts" else 2) + 1) * (1 + report.last.rounds)
+        assert report.kernels["experts"] and report.kernels.get("all_reduce (torch)", 0) == (sums if dist.is_initialized() else 0)
+        return made
+
+
+def packed(load: Loader, kind: str) -> list[Any]:
+    """Weights that read one input laid together, as on CUDA, and apart again: what lies here of them, and the model's own answers."""
+    del kind
+    model, told = load("llama"), []
+    attn, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
+    groups = (attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)
+    moved = pack_model(model)
+    told += [joint([local_part(each.weight) for each in group]) is not None for group in groups]
+    with fastspec.patched(model):
+        told += [model.generate(**prompts(5, 9), **GREEDY, assistant="autoregressive")]
+        report = fastspec.report(model)
+        sums = (2 * SMALL["num_hidden_layers"] + 1) * (1 + report.last.rounds)  # twice a layer and for the embedding, in every pass
+        told += [report.kernels.get("all_reduce", 0) == (sums if dist.is_initialized() else 0)]
+    told += [model.generate(**prompts(5, 9), **GREEDY)]
+    for each in moved:
+        unpack(each)
+    told += [joint([local_part(each.weight) for each in group]) is None for group in groups]
+    return [*told, model.generate(**prompts(5, 9), **GREEDY)]
+
+
+def seen(load: Loader, kind: str) -> list[Any]:
+    """A vision-language model's prompts, of tokens alone and with images."""
+    del kind
+    model = load(SEEING)
+    with fastspec.patched(model):
+        inputs = prompts(5, 9), prompts_with_images(model, ((2, 3), (4, 1)))
+        made = [model.generate(**each, **GREEDY, assistant=name) for each in inputs for name in ("autoregressive", "nasd")]
+        return [*made, fastspec.report(model).mode]
+
+
+def refusals(load: Loader, kind: str) -> list[str]:
+    """What processes that were called differently hear, and calls that are refused."""
+    del kind
+    model = cascaded([tiny_model("llama", 1, num_hidden_layers=1), load("llama")])
+    told = [_why(lambda: model.generate(**prompts(5), **GREEDY, assistant="cascade"))]
+    told += [_why(lambda: model.generate(**prompts(5, 9, seed=dist.get_rank()), **GREEDY, assistant="nasd"))]
+    told += [_why(lambda: model.generate(**prompts(5), **GREEDY, assistant=fastspec.Nasd(gamma=3 if first() else 4)))]
+    told += [_why(partial(fastspec.continuous, model, "nasd"))]
+    with fastspec.profile(model) if dist.get_rank() else nullcontext():
+        told += [_why(lambda: model.generate(**prompts(5), **GREEDY, assistant="nasd"))]
+    older, many, more = tiny_model("llama", **SMALL), load("llama"), load("llama")
+    older._tp_size, many._tp_size = 2, 4
+    more.config.distributed_config = DistributedConfig(tp_size=SIZE, fsdp_size=2, tp_plan="auto")
+    return [*told, *(_why(partial(fastspec.patch, each)) for each in (older, many, more))]
+
+
+def _why(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except fastspec.FastSpecError as error:
+        return str(error)
+    return "nothing"
+
+
+def whole(folder: Path) -> Loader:
+    """Loads models whole."""
+    return lambda name: _kind(name).from_pretrained(folder / name, dtype=torch.float32).eval()
+
+
+def cut(folder: Path) -> Loader:
+    """Loads models over the processes."""
+    config = DistributedConfig(tp_size=SIZE, tp_plan="auto")
+    return lambda name: _kind(name).from_pretrained(folder / name, dtype=torch.float32, distributed_config=config).eval()
+
+
+def _kind(name: str) -> Any:
+    return AutoModelForImageTextToText if name == SEEING else AutoModelForCausalLM
+
+
+def work(rank: int, folder: Path, jobs: list[tuple[str, Callable[[Loader, str], Any], str]]) -> None:
+    """One of the processes: every job's result, or what was raised, as `rank.pt` in the folder."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE)}
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), SIZE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=datetime.timedelta(seconds=60))
+    found: dict[str, Any] = {}
+    for name, run, kind in jobs:
+        try:
+            found[name] = run(cut(folder), kind)
+        except Exception:
+            found[name] = traceback.format_exc()
+        torch.save(found, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,156 @@
+"""A model that two processes hold together by tensor parallelism says what it says in one, in both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers_generate import bigram
+from helpers_models import FAMILIES as ADAPTED
+from helpers_models import tiny_model
+from helpers_ranks import SEEING, SIZE, SMALL, calls, captured, drafted, family, mixed, packed, refusals, seen, whole, work
+from helpers_vision import seeing
+from torch import multiprocessing
+
+import fastspec
+from fastspec.kernels.parallel import symmetric
+from fastspec.kernels.parallel.symmetric import way_of
+from fastspec.patches.hf.families import check_supported
+
+GENERIC = ("cohere2",)
+ALIKE = ("mistral", "ministral", "cwm", "seed_oss", "gemma", "arcee", "olmo3", "qwen3_moe", "qwen2_moe", "glm4_moe", "qwen3_5_moe_text")
+"""Families that another one stands for here."""
+FAMILIES = [kind for kind in (*ADAPTED, *GENERIC) if kind not in ALIKE]
+OTHERS = [kind for kind in ADAPTED if kind in ALIKE]
+KINDS = [(run.__name__, run, "") for run in (calls, drafted, packed, captured, seen, refusals)]
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "layer_types": ["full_attention"] * 3,
+    "global_head_dim": 16, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+MIXTURES = ("qwen2_moe", "glm4_moe", "gemma4_experts")
+"""A shared expert that all have whole, one that is cut, and experts beside a dense feed-forward."""
+JOBS = [*KINDS, *((kind, family, kind) for kind in FAMILIES), *((f"{kind}, mixed", mixed, kind) for kind in MIXTURES)]
+Made = tuple[Path, list[dict[str, Any]]]
+
+
+def run_both(folder: Path, kinds: list[str], jobs: list[Any]) -> Made:
+    """The folder of the models, and what each of the two processes made of all jobs."""
+    for kind in kinds:
+        model = tiny_model("gemma4_text", **SMALL, **GEMMA4_EXPERTS) if kind == "gemma4_experts" else tiny_model(kind, **SMALL)
+        model.save_pretrained(folder / kind)
+    bigram(**SMALL).save_pretrained(folder / "bigram")
+    seeing(SEEING).save_pretrained(folder / SEEING)
+    multiprocessing.spawn(work, args=(folder, jobs), nprocs=SIZE)
+    return folder, [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Of every kind of call and of family."""
+    return run_both(tmp_path_factory.mktemp("ranks"), [*FAMILIES, *MIXTURES], JOBS)
+
+
+def compare(both: Made, name: str, run: Any, kind: str = "") -> list[Any]:
+    """Every process's results of a job, of which all must be those of one process that holds the model alone; returns these."""
+    folder, found = both
+    torch.manual_seed(0)
+    expected = run(whole(folder), kind)
+    for rank in range(SIZE):
+        made = found[rank][name]
+        assert isinstance(made, list), made
+        for index, (mine, alone) in enumerate(zip(made, expected, strict=True)):
+            assert torch.equal(mine, alone) if isinstance(alone, torch.Tensor) else mine == alone, (rank, index)
+    return expected
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_says_the_same(both: Made, kind: str) -> None:
+    *_, mode = compare(both, kind, family, kind)
+    assert mode.startswith("generic" if kind in GENERIC else "adapter")
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_are_cut_within_captured_rounds(both: Made, kind: str) -> None:
+    compare(both, f"{kind}, mixed", mixed, kind)
+
+
+@pytest.mark.slow
+def test_the_other_families_say_the_same(tmp_path: Path) -> None:
+    made = run_both(tmp_path, OTHERS, [(kind, family, kind) for kind in OTHERS])
+    for kind in OTHERS:
+        compare(made, kind, family, kind)
+
+
+def test_prompts_with_images_say_the_same(both: Made) -> None:
+    compare(both, "seen", seen)
+
+
+def test_drafts_are_accepted(both: Made) -> None:
+    compare(both, "drafted", drafted)
+
+
+def test_calls_of_every_kind_say_the_same(both: Made) -> None:
+    compare(both, "calls", calls)
+
+
+def test_captured_rounds_say_the_same(both: Made) -> None:
+    compare(both, "captured", captured)
+
+
+def test_what_each_has_of_weights_can_lie_together(both: Made) -> None:
+    first, _, *told = compare(both, "packed", packed)
+    assert first is True and all(each is True or isinstance(each, torch.Tensor) for each in told)
+
+
+def test_a_model_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `device_map="auto"` lays one over GPUs."""
+    model = tiny_model("llama", **SMALL)
+    monkeypatch.setattr(model, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda", index)) for index in range(2)]))
+    with pytest.raises(fastspec.Unsupported, match=r"spread over cuda:0, cuda:1; .*\(tp_plan='auto', under torchrun\)"):
+        check_supported(model)
+
+
+@pytest.mark.parametrize(
+    "nbytes, dtype, way",
+    [
+        (8192, torch.bfloat16, "one-shot"), (512 * 1024, torch.float32, "one-shot"), (512 * 1024 + 16, torch.bfloat16, "two-shot"),
+        (8 * 2**20, torch.bfloat16, "two-shot"), (8 * 2**20 + 16, torch.bfloat16, "library"), (8200, torch.float32, "library"),
+        (8192, torch.float16, "library"),
+    ],
+)  # fmt: skip
+def test_the_way_of_a_sum(nbytes: int, dtype: torch.dtype, way: str) -> None:
+    assert way_of(nbytes, dtype, True) == way
+    assert way_of(nbytes, dtype, False) == "library"
+
+
+@pytest.mark.parametrize(
+    "told, reachable",
+    [
+        ([("a", 0, [0, 1]), ("a", 1, [0, 1])], True), ([("a", 1, [0, 1]), ("a", 0, [0, 1])], True),
+        ([("a", 0, [0, 1]), ("b", 1, [0, 1])], False), ([("a", 0, [0]), ("a", 0, [0])], False), ([("a", 0, [0, 1]), ("a", 1, [1])], False),
+    ],
+    ids=["one host", "another order", "two hosts", "each sees one device", "one does not reach the other"],
+)  # fmt: skip
+def test_all_processes_find_the_same_way(told: list[Any], reachable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of CUDA is made up; what every process hears is the same, and so is what it makes of it."""
+    for rank, (_, device, peers) in enumerate(told):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda mine=device: mine)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, other, peers=peers: other in peers)
+        monkeypatch.setattr(symmetric.dist, "all_gather_object", lambda heard, mine, group: heard.__setitem__(slice(None), told))
+        assert symmetric._reachable.__wrapped__(SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)) is reachable
+
+
+def test_what_is_refused_by_name(both: Made) -> None:
+    _, found = both
+    for rank in range(SIZE):
+        cascade, seeds, settings, opened, profiles, older, many, more = found[rank]["refusals"]
+        differently = seeds, settings, profiles
+        assert all("different arguments" in each for each in differently)
+        assert "cascade" in cascade and "2 hold this LlamaForCausalLM" in cascade
+        assert "2 processes hold this LlamaForCausalLM, and prompts come to each at a time of its own" in opened
+        assert "none of its parameters is a DTensor" in older
+        assert "2 key heads, which 4 processes cannot divide" in many and "fsdp_size above 1" in more
