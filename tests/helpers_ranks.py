@@ -26,6 +26,7 @@ from transformers.distributed import DistributedConfig
 import fastspec
 from fastspec.generation.layers.packing import joint, unpack
 from fastspec.kernels.linear.reference import experts
+from fastspec.kernels.parallel import reference
 from fastspec.patches.hf.compat import local_part
 from fastspec.patches.hf.layers import pack_model
 
@@ -113,6 +114,35 @@ def calls(load: Loader, kind: str) -> list[Any]:
         mask = torch.cat((inputs["attention_mask"], torch.ones(3, again.shape[1] - inputs["input_ids"].shape[1], dtype=torch.long)), 1)
         made += [torch.stack(out.scores).argmax(-1)]
         made += [model.generate(again, attention_mask=mask, past_key_values=out.past_key_values, **GREEDY, assistant="eagle3")]
+    return made
+
+
+def narrow(load: Loader, kind: str) -> list[Any]:
+    """What is joined of logits, by the kind of call: keys alone where only the likeliest tokens are read."""
+    del kind
+    model, inputs, made = load("llama"), prompts(5, 9), []
+    joined: list[torch.dtype] = []
+    gather = reference.all_gather
+
+    def spy(x: Tensor, *rest: Any) -> Tensor:
+        joined.append(x.dtype)
+        return gather(x, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch, all_gather=spy, captures=False)
+        with fastspec.patched(model, eagle3=tiny_head(model, copy_lm_head=False), speculative=tiny_model("llama", 1, num_hidden_layers=1)):
+            torch.manual_seed(7)
+            for assistant, more in (
+                *((each, {}) for each in ("autoregressive", "eagle3", "speculative", "nasd", fastspec.ContinuousBatch("eagle3", rows=1))),
+                ("eagle3", {"do_sample": True}), ("eagle3", {"return_dict_in_generate": True, "output_logits": True}),
+                ("eagle3", {"repetition_penalty": 1.2}), ("eagle3", {"min_new_tokens": 3}),
+            ):  # fmt: skip
+                joined.clear()
+                out = model.generate(**inputs, **GREEDY | more, assistant=assistant)
+                made += [out if isinstance(out, Tensor) else out.sequences]
+                dtypes = set(joined)
+                whole = more or assistant == "nasd"
+                assert dtypes == ({torch.float32 if whole else torch.int64} if dist.is_initialized() else set()), (assistant, more, dtypes)
     return made
 
 

@@ -11,7 +11,7 @@ import torch
 from helpers_generate import bigram
 from helpers_models import FAMILIES as ADAPTED
 from helpers_models import tiny_model
-from helpers_ranks import SEEING, SIZE, SMALL, calls, captured, drafted, family, mixed, packed, refusals, seen, whole, work
+from helpers_ranks import SEEING, SIZE, SMALL, calls, captured, drafted, family, mixed, narrow, packed, refusals, seen, whole, work
 from helpers_vision import seeing
 from torch import multiprocessing
 
@@ -25,7 +25,7 @@ ALIKE = ("mistral", "ministral", "cwm", "seed_oss", "gemma", "arcee", "olmo3", "
 """Families that another one stands for here."""
 FAMILIES = [kind for kind in (*ADAPTED, *GENERIC) if kind not in ALIKE]
 OTHERS = [kind for kind in ADAPTED if kind in ALIKE]
-KINDS = [(run.__name__, run, "") for run in (calls, drafted, packed, captured, seen, refusals)]
+KINDS = [(run.__name__, run, "") for run in (calls, drafted, narrow, packed, captured, seen, refusals)]
 GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "layer_types": ["full_attention"] * 3,
     "global_head_dim": 16, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0,
@@ -94,6 +94,10 @@ def test_drafts_are_accepted(both: Made) -> None:
 
 def test_calls_of_every_kind_say_the_same(both: Made) -> None:
     compare(both, "calls", calls)
+
+
+def test_of_logits_the_likeliest_are_joined(both: Made) -> None:
+    compare(both, "narrow", narrow)
 
 
 def test_captured_rounds_say_the_same(both: Made) -> None:

@@ -50,6 +50,8 @@ class Traits:
     """Where `propose` and `observe` run."""
     reusable: bool = False
     """Whether `open` begins a later call of the same kind. A drafter that is not is made anew for every call."""
+    reads_logits: bool = True
+    """Whether `observe` reads the target's logits, or the drafter does elsewhere; else it may be given keys of the likeliest tokens."""
 
 
 class Drafter(ABC):

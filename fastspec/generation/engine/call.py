@@ -59,6 +59,12 @@ class Request:
         """Let a target stand behind the prompts -> logits of their last tokens [B, V] and the features of all [B, T, F]."""
         return target.prefill(self.prompts, self.counts) if self.prefill is None else self.prefill(target)
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether more of the target's logits is asked for than which tokens they make the likeliest."""
+        kept = self.keep_scores or self.keep_logits or self.measure
+        return kept or any(each is not None for each in (self.process_at, self.steps, self.watch))
+
     def begins(self) -> Request:
         """The same of the prompts that it begins with."""
         if self.rows is None:

@@ -33,6 +33,25 @@ def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -
     return torch.stack(path, 1), accepted, picks[row, node]
 
 
+LAST_ID = 2**31 - 1
+
+
+def best_key(scores: Tensor, best: Tensor, first: int) -> Tensor:
+    """What a part of a vocabulary, of which the first token is `first`, has to say of the likeliest token: scores [..., M] in at most 32
+    bits, best [...] the place of the highest of them -> [...] int64.
+
+    The highest of all parts' keys is that of the highest score, and of equal ones that of the lowest token: `key_token` reads it.
+    """
+    bits = (scores.gather(-1, best[..., None])[..., 0].float() + 0.0).view(torch.int32)  # -0.0 is 0.0
+    ordered = bits ^ ((bits >> 31) & LAST_ID)
+    return (ordered.long() << 32) | (LAST_ID - first - best)
+
+
+def key_token(keys: Tensor) -> Tensor:
+    """The token [...] of the highest of keys [..., R]."""
+    return LAST_ID - (keys.amax(-1) & LAST_ID)
+
+
 def categorical(logits: Tensor, uniform: Tensor) -> Tensor:
     """One draw per row of logits [..., V] by inversion with uniform [...] in [0, 1): never a token of probability 0."""
     mass = torch.softmax(logits.float(), dim=-1).double().cumsum(-1)

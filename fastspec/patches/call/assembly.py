@@ -65,6 +65,8 @@ class Assembly:
     bounded: bool
     ranks: Ranks | None = None
     """The processes that hold the model together."""
+    likeliest: bool = False
+    """Whether the call reads no more of the target's logits than which tokens they make the likeliest."""
 
     @property
     def device(self) -> torch.device:
@@ -128,7 +130,7 @@ class Assembly:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
         drawn = signature(self.processors) if self.process is not None else None
         weights = tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
-        measured = self.answers, self.measures, self.pad_token, self.bounded
+        measured = self.answers, self.measures, self.pad_token, self.bounded, self.likeliest
         key = self.decoding, self.rows, self.sample, drawn, self.settings, measured, weights
         try:
             hash(key)
@@ -143,7 +145,7 @@ class Assembly:
         nodes = max(nodes, *CHUNKS.get(self.device.type, CHUNKS["cuda"])) if self.answers else nodes
         target = language_model(
             self.model, self.source, rows=rows, capacity=self.capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops,
-            bounded=self.bounded,
+            bounded=self.bounded, likeliest=self.likeliest and (drafter is None or not drafter.traits.reads_logits),
         )  # fmt: skip
         if drafter is not None:
             drafter.bind(target)

@@ -165,6 +165,7 @@ class Call:
             settings=self._settings(self.request.keep_scores), answers=self.given.answers is not None, measures=self.given.measure,
             pad_token=None if steps is None else steps.pad_token, past=self.past, keep=self.keep[:, : self.past_length],
             shift=self.shift, bounded=self._is_bounded(), ranks=self.ranks,
+            likeliest=not config.do_sample and process_all is None and not self.request.reads_logits,
         )  # fmt: skip
         if self.ranks is not None:
             self._agree(self.ranks)

@@ -17,9 +17,10 @@ from fastspec.patches.hf.trust import check_trust
 
 def language_model(
     model: Any, source: Source | None, *, rows: int, capacity: int, tail: int, taps: Any, ops: Ops, drafts: bool = False,
-    bounded: bool = True,
+    bounded: bool = True, likeliest: bool = False,
 ) -> HFModel:  # fmt: skip
-    """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts` and `bounded` as for `HFModel`.
+    """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts`, `bounded` and `likeliest` as for
+    `HFModel`.
 
     Raises Unsupported for a model that has no adapter, or one of its decoder alone, and cannot be relied on (`fastspec.patches.hf.trust`).
     """
@@ -38,4 +39,6 @@ def language_model(
         check_trust(model, adapter=adapter)
     if source is not None:
         return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
-    return HFModel(model, adapter, rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops, drafts=drafts, bounded=bounded)
+    return HFModel(
+        model, adapter, rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops, drafts=drafts, bounded=bounded, likeliest=likeliest
+    )

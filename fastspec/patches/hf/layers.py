@@ -18,11 +18,14 @@ from fastspec.generation.state.base import LayerState
 from fastspec.generation.state.recurrent import DeltaState
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import Rates
-from fastspec.patches.hf.compat import NO_ROTATION, local_part
+from fastspec.patches.hf.compat import NO_ROTATION, ParallelStyle, local_part
 from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, norms_heads
 from fastspec.patches.hf.parallel import product_of_shares, share_of, weights_of
+
+KEYED = torch.float32, torch.float16, torch.bfloat16
+"""Logits that a key of a likeliest token holds whole."""
 
 
 def layer_parts(
@@ -182,17 +185,26 @@ def times(factor: float, norm: Norm) -> Norm:
     return scaled
 
 
-def vocabulary_of(model: Any, parts: Adapter, ops: Ops) -> Linear:
-    """The LM head, hidden states [..., H] -> logits [..., V], scaled or soft-capped where the family does so."""
-    product, config = product_of((getattr(model, parts.lm_head),), ops), model.config.get_text_config()
+def vocabulary_of(model: Any, parts: Adapter, ops: Ops, *, likeliest: bool = False) -> Linear:
+    """The LM head, hidden states [..., H] -> logits [..., V], scaled or soft-capped where the family does so; with `likeliest`, of one that
+    several processes hold, the keys of each one's likeliest token [..., R] int64."""
+    lm_head, config = getattr(model, parts.lm_head), model.config.get_text_config()
     scales = not is_wrapped(model) or model.config.model_type in parts.scaled_around
     names = parts.final_cap, parts.logit_scale if scales else "", parts.logit_divisor if scales else ""
     cap, factor, divisor = (getattr(config, name) if name else None for name in names)
-    if divisor is not None:
-        return lambda hidden: product(hidden) / divisor
-    if factor is not None:
-        return lambda hidden: product(hidden) * factor
-    return product if cap is None else lambda hidden: cap * torch.tanh(product(hidden) / cap)
+
+    def told(logits: Tensor) -> Tensor:
+        if divisor is not None:
+            return logits / divisor
+        if factor is not None:
+            return logits * factor
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    share = share_of(lm_head) if likeliest else None
+    if share is not None and share.style is ParallelStyle.COLUMN_JOINED and share.weight.dtype in KEYED:
+        return share.likeliest(ops, told)
+    product = product_of((lm_head,), ops)
+    return lambda hidden: told(product(hidden))
 
 
 def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:

@@ -49,14 +49,15 @@ class HFModel(Target):
 
     With `drafts` its tokens are nothing but drafts: texts may go past what the model reads exactly.
     Where it is `bounded`, layers that see a span of the text keep no more of it than that.
+    With `likeliest` nobody reads more of the logits than the likeliest tokens, see `Target.score`.
     `early` = (target, k) makes the target's own first k layers, its final norm and its LM head a model on the target's cache.
     """
 
     def __init__(
         self, model: Any, adapter: Adapter | None, *, rows: int, capacity: int, tail: int, taps: tuple[int, ...] | None, ops: Ops,
-        early: tuple[HFModel, int] | None = None, drafts: bool = False, bounded: bool = True,
+        early: tuple[HFModel, int] | None = None, drafts: bool = False, bounded: bool = True, likeliest: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self.adapter, self.taps, self.ops = model, adapter, taps, ops
+        self.model, self.adapter, self.taps, self.ops, self.likeliest = model, adapter, taps, ops, likeliest
         self.last_position = rope_bound(model.config)
         self.rows = position_rows(model) if adapter is None else None
         self.spans = layer_spans(model.config.get_text_config(), layer_count(model.config))
@@ -112,7 +113,7 @@ class HFModel(Target):
         named = [token for token in named if token is not None]
         self.hidden_tokens = torch.tensor(named, device=self.lengths.device) if named else None
         self.norm = norm_of(getattr(decoder, parts.norm), ops, parts)
-        self.vocabulary = vocabulary_of(self.model, parts, ops)
+        self.vocabulary = vocabulary_of(self.model, parts, ops, likeliest=self.likeliest)
         self.embed = embedding_of(getattr(decoder, parts.embed), ops)
 
     def open(self, capacity: int) -> None:

@@ -21,6 +21,7 @@ from fastspec.generation.layers.mixers import Linear
 from fastspec.generation.layers.packing import Weights
 from fastspec.generation.ops import Ops
 from fastspec.kernels.parallel.reference import share
+from fastspec.kernels.verification.reference import best_key
 from fastspec.patches.hf.compat import (
     ParallelStyle,
     layer_shapes,
@@ -59,6 +60,17 @@ class Share:
             return lambda x: ops.all_gather(ops.linear(x, self.weight, self.bias), self.wide, self.group)
         reduced = self.reduced(ops)
         return reduced if self.style is ParallelStyle.ROW else lambda x: reduced(self._own(x))
+
+    def likeliest(self, ops: Ops, change: Callable[[Tensor], Tensor]) -> Linear:
+        """Of a layer whose outputs the plan joins, the keys [..., R] of every process's likeliest output, after `change`."""
+        group, weight, bias, size = self.group, self.weight, self.bias, self.group.size()
+        first = group.rank() * share(self.wide, size)
+
+        def keys(x: Tensor) -> Tensor:
+            own = change(ops.linear(x, weight, bias))
+            return ops.all_gather(best_key(own, ops.pick(own, None), first)[..., None], size, group)
+
+        return keys
 
     def reduced(self, ops: Ops) -> Linear:
         """The product of a layer that was cut by inputs: this process's part x [..., K] of them -> [..., M], the same for all."""

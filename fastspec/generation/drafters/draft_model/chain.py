@@ -52,7 +52,7 @@ class ChainDrafter(Drafter):
     and a tail of `length.unread`. Where `early` makes a draft model of the target, `draft` is None, and the cache is the target's.
     """
 
-    traits = Traits(reusable=True)
+    traits = Traits(reusable=True, reads_logits=False)
 
     def __init__(
         self, draft: Target | None, length: Length, *, branches: int, vocab: int, draft_vocab: int, ops: Ops, process: Process | None,

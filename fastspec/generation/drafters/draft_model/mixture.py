@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fastspec.generation.drafters.base import MixingDrafter, Process
+from fastspec.generation.drafters.base import MixingDrafter, Process, Traits
 from fastspec.generation.drafters.draft_model.chain import ChainDrafter
 from fastspec.generation.drafters.policy import Length
 from fastspec.generation.ops import Ops
@@ -32,6 +32,8 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
     distribution at the nodes of its tree. Both return log pi in place of the target's processed scores. The cache needs room for `gamma` +
     2 tokens more than the call has, and a tail of 2 nodes.
     """
+
+    traits = Traits(reusable=True)
 
     def __init__(self, draft: Target, gamma: int, blend: Blend, *, vocab: int, draft_vocab: int, ops: Ops) -> None:
         super().__init__(draft, Length(gamma), branches=1, vocab=vocab, draft_vocab=draft_vocab, ops=ops, process=None)

@@ -28,7 +28,7 @@ class Rereading(Drafter):
     the draft model's ids of target tokens that mean the same. A text that does not encode or outgrows `room` is not drafted for.
     """
 
-    traits = Traits(reusable=True)
+    traits = Traits(reusable=True, reads_logits=False)
 
     def __init__(
         self, draft: Target, length: Length, *, room: int, tokenizer: Tokenizer, draft_tokenizer: Tokenizer, known: dict[int, int],

@@ -41,7 +41,7 @@ class StagedDrafter(Drafter):
     of every stage above, stages + 1 - k at most. Between rounds a cache holds the beginning of the text and nothing else.
     """
 
-    traits = Traits(reusable=True)
+    traits = Traits(reusable=True, reads_logits=False)
 
     def __init__(
         self, models: Sequence[Target], gamma: int, *, vocab: int, vocabs: Sequence[int], ops: Ops, process: Process | None

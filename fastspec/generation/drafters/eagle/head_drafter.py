@@ -28,7 +28,7 @@ class HeadDrafter(Drafter):
     head's own states and live in the provisional tail, `grown` slots of it, from which nothing is kept.
     """
 
-    traits = Traits(Place.DEVICE, reusable=True)
+    traits = Traits(Place.DEVICE, reusable=True, reads_logits=False)
 
     def __init__(self, head: EagleHead, *, nodes: int, max_path: int, grown: int, rows: int, capacity: int, ops: Ops) -> None:
         config = head.config

@@ -1,0 +1,25 @@
+"""The likeliest token of a vocabulary in parts, each of which says one key."""
+
+from __future__ import annotations
+
+import torch
+from helpers_examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastspec.generation.verify import choose
+from fastspec.kernels.verification.reference import best_key
+from fastspec.patches.backends import TORCH
+
+VALUES = st.sampled_from([-torch.inf, -1e30, -2.5, -1.0, -0.0, 0.0, 1e-40, 1.0, 2.5, 1e30, torch.inf])
+
+
+@given(st.lists(VALUES, min_size=2, max_size=65), st.integers(1, 7), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+@examples(60)
+def test_the_highest_key_is_the_first_of_the_highest_scores(values: list[float], parts: int, dtype: torch.dtype) -> None:
+    scores = torch.tensor(values).to(dtype)[None, None]
+    keys, first = [], 0
+    for part in scores.chunk(parts, -1):
+        keys.append(best_key(part, part.argmax(-1), first))
+        first += part.shape[-1]
+    assert torch.equal(choose(torch.stack(keys, -1), None, TORCH), scores.argmax(-1))
