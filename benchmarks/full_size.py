@@ -37,6 +37,8 @@ ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-8b": ("llama", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                            "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5}),
+    "llama-70b": ("llama", {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+                            "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5}),
     "qwen3-8b": ("qwen3", {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
                            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6}),
     "mixtral-8x7b": ("mixtral", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

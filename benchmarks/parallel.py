@@ -1,0 +1,192 @@
+"""Times of a model that several GPUs hold together, with random weights: the sums between them, and rounds beside transformers' own
+decoding with `tp_plan` in the same run.
+
+Every row of `what` "sum" is one way to add up `rows` rows of `width`, checked first and then timed inside a CUDA graph of 64 of them (off
+CUDA one by one); "gather" joins logits, or keys of the likeliest tokens. Every row of `what` "round" is one of `full_size.py`, over
+`processes` of them; its `read_bytes` and `kept_bytes` are those that one process reads. Rounds of one process are the first's, while the
+others wait.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --shapes llama-8b,llama-70b --out rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from full_size import SHAPES, kept_bytes, make_head, make_model, ours, peer, read_bandwidth
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import fastspec
+from fastspec.bench.device import versions
+from fastspec.bench.report import quantiles
+from fastspec.kernels.parallel import reference, symmetric
+from fastspec.patches.assistants.speculative import read_parameters
+from fastspec.patches.hf.compat import local_part, processes_of
+
+ROWS = (1, 8, 16, 61, 128, 512)
+SUMS = 64
+REPEATS = 30
+
+
+def make_cut(name: str, dtype: torch.dtype, processes: int) -> Any:
+    """A model of a shape with random weights over so many processes."""
+    kind, sizes = SHAPES[name]
+    config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=131072, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    wanted, device, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=processes, tp_plan="auto"))
+    model = model.maybe_distribute_model(model, wanted, mesh).to_empty(device=device).eval().requires_grad_(False)
+    model.tie_weights()
+    for parameter in map(local_part, model.parameters()):
+        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def ways(group: dist.ProcessGroup, x: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The ways to sum a message, by name."""
+    found: dict[str, Callable[[Tensor], Tensor]] = {"library": lambda y: reference.all_reduce(y, group)}
+    if x.is_cuda and x.nbytes <= symmetric.TWO_SHOT_BYTES:
+        space = symmetric._space(group, x.device).view(x.dtype)[: x.numel()]
+        name = group.group_name
+
+        def one_shot(y: Tensor) -> Tensor:
+            return torch.ops.symm_mem.one_shot_all_reduce_copy(space, y.view(-1), "sum", name).view_as(y)
+
+        def two_shot(y: Tensor) -> Tensor:
+            space.copy_(y.view(-1))
+            return torch.ops.symm_mem.two_shot_all_reduce_out(space, "sum", name, torch.empty_like(space)).view_as(y)
+
+        found |= {"one-shot": one_shot, "two-shot": two_shot, "chosen": lambda y: symmetric.all_reduce(y, group)}
+    return found
+
+
+def microseconds(run: Callable[[], Any], device: torch.device) -> list[float]:
+    """Microseconds of one of SUMS runs in a graph, or, off CUDA, of each by itself: the 20, 50 and 80 % quantiles."""
+    if device.type != "cuda":
+        times = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            run()
+            times.append(1e6 * (time.perf_counter() - start))
+        return quantiles(times)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(SUMS):
+            run()
+    graph.replay()
+    times = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / SUMS)
+    return quantiles(times)
+
+
+def sums(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, width: int, vocabulary: int) -> list[dict[str, Any]]:
+    """Rows of sums and joins. Raises RuntimeError for a sum that is wrong."""
+    found = []
+    for rows in ROWS:
+        x = torch.randint(-8, 9, (rows, width), generator=torch.Generator().manual_seed(rows)).to(device, dtype)  # sums are exact
+        mine = x * (group.rank() + 1)
+        for name, run in ways(group, mine).items():
+            if not torch.equal(run(mine.clone()), x * sum(range(1, group.size() + 1))):
+                raise RuntimeError(f"the sum of {rows} rows by {name} is wrong")
+            scratch = torch.zeros_like(mine)
+            times = microseconds(partial(run, scratch), device)
+            found.append({"what": "sum", "method": name, "rows": rows, "width": width, "us": times[1], "us_quantiles": times})
+        part = torch.zeros(rows, reference.share(vocabulary, group.size()), device=device, dtype=dtype)
+        keys = torch.zeros(rows, 1, device=device, dtype=torch.long)
+        for name, sent, width in (("logits", part, vocabulary), ("keys", keys, group.size())):
+            times = microseconds(partial(reference.all_gather, sent, width, group), device)
+            found.append({"what": "gather", "method": name, "rows": rows, "width": width, "us": times[1], "us_quantiles": times})
+    return found
+
+
+def rounds(model: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of rounds of one model: transformers' own, plain ones, and those with a head that every process has whole."""
+    found = [{"method": "transformers", **peer(model, ids, min(args.tokens, 24))}]
+    torch.manual_seed(1)
+    head = make_head(model, args.draft_vocab)
+    big = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60)
+    with fastspec.patched(model, eagle3=head, backend=args.backend):
+        for method in args.methods.split(","):
+            assistant = big if method == "eagle3" and ids.is_cuda else method
+            found.append({"method": method, **ours(model, ids, assistant, args.tokens)})
+    read = sum(local_part(parameter).nbytes for parameter in read_parameters(model))
+    kept = kept_bytes(model, args.prefix, 1) // processes_of(model)
+    return [{"what": "round", "read_bytes": read, "kept_bytes": kept, **row} for row in found]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
+    parser.add_argument("--processes", default="1,all", help="1, all or both: how many hold the model")
+    parser.add_argument("--methods", default="autoregressive,eagle3")
+    parser.add_argument("--prefix", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--no-sums", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    cuda = torch.cuda.is_available()
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(minutes=30))
+    group, dtype = dist.group.WORLD, getattr(torch, args.dtype)
+    assert group is not None
+    bandwidth = read_bandwidth(device.type)
+    shared = {"device": torch.cuda.get_device_name() if cuda else "cpu", "dtype": args.dtype, **versions()}
+
+    def write(rows: list[dict[str, Any]], **more: Any) -> None:
+        for row in ({**shared, **more, **row} for row in rows):
+            if bandwidth and "read_bytes" in row:
+                row["floor_ms"] = round(1e3 * (row["read_bytes"] + row["kept_bytes"]) / bandwidth, 4)
+            if rank == 0:
+                print(json.dumps({name: value for name, value in row.items() if name not in shared}), flush=True)
+                if args.out:
+                    with args.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
+
+    for name in args.shapes.split(","):
+        config = AutoConfig.for_model(SHAPES[name][0], **SHAPES[name][1])
+        ids = torch.randint(10, config.vocab_size, (1, args.prefix), generator=torch.Generator().manual_seed(0)).to(device)
+        if not args.no_sums:
+            write(sums(group, device, dtype, config.hidden_size, config.vocab_size), shape=name, processes=group.size())
+        for count in args.processes.split(","):
+            if count == "all" or rank == 0:
+                torch.manual_seed(rank)
+                model = make_cut(name, dtype, group.size()) if count == "all" else make_model(name, device.type, dtype)
+                rows = rounds(model, ids, args)
+                write(rows, shape=name, processes=group.size() if count == "all" else 1, prefix=args.prefix)
+                del model
+            if cuda:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
