@@ -33,7 +33,7 @@ from fastspec.bench.device import versions
 from fastspec.bench.report import quantiles
 from fastspec.kernels.parallel import reference, symmetric
 from fastspec.patches.assistants.speculative import read_parameters
-from fastspec.patches.hf.compat import local_part, processes_of
+from fastspec.patches.hf.shards import local_part, processes_of
 
 ROWS = (1, 8, 16, 61, 128, 512)
 SUMS = 64

@@ -27,8 +27,8 @@ import fastspec
 from fastspec.generation.layers.packing import joint, unpack
 from fastspec.kernels.linear.reference import experts
 from fastspec.kernels.parallel import reference
-from fastspec.patches.hf.compat import local_part
 from fastspec.patches.hf.layers import pack_model
+from fastspec.patches.hf.shards import local_part
 
 SMALL = {"num_hidden_layers": 3}
 """A recurrent family's layers alternate: both kinds."""

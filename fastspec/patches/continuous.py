@@ -26,9 +26,10 @@ from fastspec.patches.call.assembly import Assembly
 from fastspec.patches.call.inputs import sees_ahead
 from fastspec.patches.call.refusals import refuse_overrides
 from fastspec.patches.call.single import Single, prepare
-from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, position_limit, processes_of, unpack_weights, unwrapped
+from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, position_limit, unpack_weights, unwrapped
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.parallel import group_of
+from fastspec.patches.hf.shards import processes_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 
 LONGEST = 8192

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastspec.generation.engine.engine import Engine
-from fastspec.patches.hf.compat import local_part
+from fastspec.patches.hf.shards import local_part
 
 KEPT = 4
 

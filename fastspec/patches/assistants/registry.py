@@ -24,8 +24,9 @@ from fastspec.generation.ops import Ops
 from fastspec.patches.assistants.binding import moved, refreshed
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
-from fastspec.patches.hf.compat import device_of, parallel_style
+from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.parallel import embedding_of, share_of
+from fastspec.patches.hf.shards import parallel_style
 
 FUSED_BYTES = 20e6
 """The largest head, in bytes of its own weights, that is drafted with in one launch at batch 1, where the fused drafter can run it. On an

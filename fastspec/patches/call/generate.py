@@ -13,8 +13,9 @@ from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
-from fastspec.patches.hf.compat import drop_capturing_hooks, own_stop_strings, plain_decoding, processes_of, unpack_weights
+from fastspec.patches.hf.compat import drop_capturing_hooks, own_stop_strings, plain_decoding, unpack_weights
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
+from fastspec.patches.hf.shards import processes_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 
 

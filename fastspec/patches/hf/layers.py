@@ -18,11 +18,12 @@ from fastspec.generation.state.base import LayerState
 from fastspec.generation.state.recurrent import DeltaState
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import Rates
-from fastspec.patches.hf.compat import NO_ROTATION, ParallelStyle, local_part
+from fastspec.patches.hf.compat import NO_ROTATION
 from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, norms_heads
 from fastspec.patches.hf.parallel import product_of_shares, share_of, weights_of
+from fastspec.patches.hf.shards import ParallelStyle, local_part
 
 KEYED = torch.float32, torch.float16, torch.bfloat16
 """Logits that a key of a likeliest token holds whole."""

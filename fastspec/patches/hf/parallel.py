@@ -22,15 +22,8 @@ from fastspec.generation.layers.packing import Weights
 from fastspec.generation.ops import Ops
 from fastspec.kernels.parallel.reference import share
 from fastspec.kernels.verification.reference import best_key
-from fastspec.patches.hf.compat import (
-    ParallelStyle,
-    layer_shapes,
-    local_heads,
-    local_part,
-    mesh_of,
-    parallel_style,
-    processes_of,
-)
+from fastspec.patches.hf.compat import layer_shapes
+from fastspec.patches.hf.shards import ParallelStyle, local_heads, local_part, mesh_of, parallel_style, processes_of
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:

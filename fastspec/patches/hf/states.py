@@ -13,7 +13,8 @@ from fastspec.generation.state.recurrent import DeltaState
 from fastspec.generation.state.sequence import SequenceState
 from fastspec.generation.state.window import WindowState, ring_of
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.hf.compat import delta_shape, device_of, kept_by, layer_shapes, local_heads, recurrent_layers
+from fastspec.patches.hf.compat import delta_shape, device_of, kept_by, layer_shapes, recurrent_layers
+from fastspec.patches.hf.shards import local_heads
 
 
 def sequence_state(
