@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +109,13 @@ def test_captured_rounds_say_the_same(both: Made) -> None:
 def test_what_each_has_of_weights_can_lie_together(both: Made) -> None:
     first, _, *told = compare(both, "packed", packed)
     assert first is True and all(each is True or isinstance(each, torch.Tensor) for each in told)
+
+
+def test_whole_models_need_nothing_of_transformers_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which older versions do not have."""
+    monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)
+    shards = runpy.run_module("fastspec.patches.hf.shards")
+    assert shards["local_heads"](tiny_model("llama", **SMALL), 2) == 2
 
 
 def test_a_model_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
 from fastspec.errors import Unsupported
 
@@ -65,7 +64,11 @@ def processes_of(model: Any) -> int:
 def local_heads(model: Any, heads: int) -> int:
     """How many of a layer's key heads this process keeps. Raises Unsupported where they cannot be divided."""
     size = processes_of(model)
-    found = heads if size == 1 else get_kv_heads_per_rank(model.tp_plan, heads, size)
+    if size == 1:
+        return heads
+    from transformers.distributed.tensor_parallel import get_kv_heads_per_rank  # since 5.20 or so; whole models need none
+
+    found = get_kv_heads_per_rank(model.tp_plan, heads, size)
     if found is None:
         raise Unsupported(
             f"{type(model).__name__} has {heads} key heads, which {size} processes cannot divide: load it over a number of processes that "
