@@ -177,7 +177,7 @@ def check_shares(model: Any) -> None:
     others = [kind for kind in ("ep_size", "pp_size", "fsdp_size") if (getattr(config, kind, None) or 1) > 1]
     if others:
         raise Unsupported(f"{name} was loaded with {' and '.join(others)} above 1; fastspec takes a model that is cut by tp_plan alone")
-    for heads in {heads for heads, _ in layer_shapes(model.config)}:
+    for heads in {heads for heads, *_ in layer_shapes(model.config)}:
         local_heads(model, heads)
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{name} is an encoder-decoder model over {size} processes; fastspec takes decoder-only ones")

@@ -26,8 +26,8 @@ def sequence_state(
     """
     device, dtype, owners = device_of(model), model.dtype, kept_by(model.config)
     keys: list[tuple[Any, ...]] = [
-        ("recurrent",) if recurrent else (span if bounded else None, local_heads(model, heads), size)
-        for span, (heads, size), recurrent in zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)
+        ("recurrent",) if recurrent else (span if bounded else None, local_heads(model, heads), *sizes)
+        for span, (heads, *sizes), recurrent in zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)
     ]
     of = {key: [layer for layer in dict.fromkeys(owners) if keys[layer] == key] for key in keys}
     made: list[LayerState] = []
