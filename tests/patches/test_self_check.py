@@ -26,6 +26,7 @@ CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
 HALVES = [pytest.param("cpu", torch.float16, marks=CPU.marks)]  # bf16 is wrong in the interpreter
 HALVES += [pytest.param("cuda", dtype, marks=CUDA.marks) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+OTHERS_NEEDED = {"all_reduce"}  # of several processes: one alone has nothing to add up
 OPS = [field.name for field in fields(TORCH) if callable(getattr(REFERENCE, field.name))]
 
 
@@ -40,7 +41,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_every_op_that_has_a_kernel_has_a_row():
     ops = triton_ops()
-    wanted = {name for name in OPS if has_kernel(ops, name)}
+    wanted = {name for name in OPS if has_kernel(ops, name)} - OTHERS_NEEDED
     assert {check.op for check in CHECKS} == wanted and len(wanted) > 25
     assert {field.name for field in fields(ops)} - set(OPS) == {"name", "fused", "most_children", "most_candidates", "captures"}
     assert len({check.name for check in CHECKS}) == len(CHECKS)
