@@ -63,9 +63,10 @@ CLIENTS = {
     "langchain-huggingface": ("langchain-huggingface", "langchain_huggingface"), "torchao": ("torchao", "torchao"),
     "optimum-quanto": ("optimum-quanto", "quanto"), "bitsandbytes": ("bitsandbytes", "BitsAndBytesConfig"),
     "compressed-tensors": ("compressed-tensors", "compressed-tensors"), "DDP": ("torch", "DistributedDataParallel"),
-    "FSDP2": ("torch", "fully_shard"),
+    "FSDP2": ("torch", "fully_shard"), "openai": ("openai", "from openai import OpenAI"), "Ray Serve": ("ray", "ray[serve]"),
 }  # fmt: skip
-"""Rows of the page's table -> the distribution whose version is told, and a word of the row's snippet."""
+"""Rows of the page's table -> the distribution whose version is told, and a word of the row's snippet, here or on the page of servers."""
+SERVING = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text(encoding="utf-8")
 
 
 def test_the_table_has_what_is_installed_and_shown():
@@ -73,5 +74,5 @@ def test_the_table_has_what_is_installed_and_shown():
     assert rows.keys() == CLIENTS.keys()
     assert rows == {name: version(distribution).split("+")[0] for name, (distribution, _) in CLIENTS.items()}
     for name, (_, word) in CLIENTS.items():
-        assert any(word in text for text in SNIPPETS), name
+        assert any(word in text for text in [*SNIPPETS, SERVING]), name
     assert all(shown(word) for word in ("SFTTrainer", "GRPOTrainer", "import TextIteratorStreamer"))

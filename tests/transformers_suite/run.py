@@ -27,7 +27,7 @@ import transformers
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3", "gemma4", "gpt_oss", "olmo3", "glm4_moe",
-    "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen2_5_vl", "qwen3_vl", "llava", "mistral3",
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "llava", "mistral3",
 )  # fmt: skip
 SETTINGS = ("unpatched", "autoregressive", "nasd", "eagle3", "early_exit")
 INPUTS = {"as they are": (), "padded on the left": ("--left-padding",)}
@@ -49,7 +49,10 @@ def run(checkout: Path, family: str, setting: str, options: tuple[str, ...], com
         done = subprocess.run(command, cwd=checkout, env=os.environ | held, capture_output=True, text=True)
         if not out.exists():
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode} and no outcome:\n{done.stdout}\n{done.stderr}")
-        return json.loads(out.read_text())
+        outcome = json.loads(out.read_text())
+        if not outcome["tests"]:
+            raise SystemExit(f"{' '.join(command)} ran no test:\n{done.stdout}\n{done.stderr}")
+        return outcome
 
 
 def summary(outcome: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
