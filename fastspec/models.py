@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from functools import lru_cache
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from fastspec.errors import Unsupported
@@ -18,6 +23,7 @@ SMOLLM2_HEADS = (("eagle3", SMOLLM2), ("eagle", f"{SMOLLM2}-eagle"), ("eagle2", 
 """The assistants that ship with a head for it."""
 FOUND_BY = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir")
 """Options of `from_pretrained` that say where a model is found, for its configuration too."""
+_READING = Lock()
 SHIPPED = {SMOLLM2: SMOLLM2_HEADS}
 """Model -> its assistants' heads in the package."""
 
@@ -56,12 +62,13 @@ def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None,
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     source, packed = source_of(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **packed)
-        given = {name: options[name] for name in FOUND_BY if name in options}  # a GGUF is slow to read, and holds a decoder alone
-        both = not packed and AutoConfig.from_pretrained(source, **given).is_encoder_decoder
-        kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
-        model = kind.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
-    except (OSError, ValueError) as error:
+        with _read_once(bool(packed)):
+            tokenizer = AutoTokenizer.from_pretrained(source, **packed)
+            given = {name: options[name] for name in FOUND_BY if name in options}  # a GGUF holds a decoder alone
+            both = not packed and AutoConfig.from_pretrained(source, **given).is_encoder_decoder
+            kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
+            model = kind.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
+    except (OSError, ValueError, struct.error) as error:  # the last for a GGUF that was cut off
         raise Unsupported(f"could not load the model {name!r}: {error}") from error
     placed = {"device_map", "quantization_config"} & set(options)
     return (model if placed else model.to(device)).eval(), tokenizer
@@ -86,7 +93,7 @@ def load_config(name: str) -> Any:
     source, packed = source_of(name)
     try:
         return AutoConfig.from_pretrained(source, **packed)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, struct.error) as error:
         raise Unsupported(f"could not read the configuration of {name!r}: {error}") from error
 
 
@@ -112,3 +119,20 @@ def _unpack(packed: dict[str, Any]) -> dict[str, Any]:
 
     config = getattr(transformers, "GgufConfig", None)
     return {"quantization_config": config(dequantize=True)} if packed and config else {}
+
+
+@contextmanager
+def _read_once(packed: bool) -> Iterator[None]:
+    """Keep a GGUF's header while a model is loaded from it: transformers reads it for the tokenizer, the configuration and the weights, and
+    its table of names once for every module, each in seconds of Python. Loads in other threads wait. Nothing where it is not `packed`."""
+    if not packed or importlib.util.find_spec("gguf") is None:  # transformers says what is missing
+        yield
+        return
+    gguf: Any = importlib.import_module("gguf")
+    with _READING:
+        kept = gguf.GGUFReader, gguf.get_tensor_name_map
+        gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, kept)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader, gguf.get_tensor_name_map = kept
