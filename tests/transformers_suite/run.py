@@ -55,14 +55,19 @@ def run(checkout: Path, family: str, setting: str, options: tuple[str, ...], com
         return outcome
 
 
+FOLDERS = re.compile(r"^\S*/(?=(?:transformers|torch|tests|fastspec)/)")
+"""What an error's place begins with on one machine alone."""
+
+
 def summary(outcome: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """A row of the results: counts, and the tests that do not pass as they do unpatched, with their errors."""
     tests, wanted = outcome["tests"], plain["tests"]
     lost = [name for name, result in wanted.items() if result == "passed" and tests.get(name) != "passed"]
-    broken = {name: outcome["errors"].get(name, tests.get(name, "did not run")) for name in lost}
+    errors = {name: FOLDERS.sub("", error) for name, error in outcome["errors"].items()}
+    broken = {name: errors.get(name, tests.get(name, "did not run")) for name in lost}
     row: dict[str, Any] = dict(Counter(tests.values())) | {"broken": broken}
     if outcome is plain:
-        return row | {"failed tests": outcome["errors"], "skipped tests": sorted(name for name in tests if tests[name] == "skipped")}
+        return row | {"failed tests": errors, "skipped tests": sorted(name for name in tests if tests[name] == "skipped")}
     return row | {name: outcome[name] for name in ("counts", "left to transformers", "refused at patch")}
 
 
