@@ -145,6 +145,9 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         yield f"rope_cache in pairs, {rows} rows", lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(
             q, t, t, n, k, k, n, interleaved=True
         )
+        yield f"rope_cache with a factor, {rows} rows", lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(
+            q, t, t, n, k, k, n, factor=floats(4096, dtype=torch.float32)
+        )
         for extent in (1024, 16384):
             words = None if rows == 1 else whole(1, rows, 1)
             layout = tree_layout.attention_layout(whole(1), words, rows, rows, extent, group)

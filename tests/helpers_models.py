@@ -50,6 +50,11 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 64, "tie_word_embeddings": False},
     "exaone4": {"sliding_window": 64},
     "ministral": {"head_dim": 16, "sliding_window": 64},
+    "ministral3": {
+        "head_dim": 16, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.7,
+        },
+    },
     "cwm": {"head_dim": 16, "sliding_window": 64},
     "seed_oss": {"head_dim": 16},
     "glm4_moe": {**GROUPED_EXPERTS, "use_qk_norm": True},

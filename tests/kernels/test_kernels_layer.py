@@ -134,14 +134,15 @@ NODES = {"cpu": [1, 3], "cuda": [1, 7, 61, 65]}
 @given(
     data=st.data(), seed=SEEDS, part=st.sampled_from([1.0, 0.5, 0.25]), norm=st.booleans(), batch=st.integers(1, 2),
     offset=st.sampled_from([None, 0.0, 1.0]), norms_values=st.booleans(), ties_values=st.booleans(),
-    owns=st.sampled_from([True, True, False]), interleaved=st.booleans(),
+    owns=st.sampled_from([True, True, False]), interleaved=st.booleans(), scaled=st.booleans(),
 )  # fmt: skip
 @DRAWN
-def test_rope_cache(device, data, seed, part, norm, batch, offset, norms_values, ties_values, owns, interleaved):
+def test_rope_cache(device, data, seed, part, norm, batch, offset, norms_values, ties_values, owns, interleaved, scaled):
     generator = torch.Generator().manual_seed(seed)
     dtype, table_dtype = drawn(data, device, DTYPES), drawn(data, device, DTYPES)
     q_heads, kv_heads = drawn(data, device, HEADS)
-    kv_heads, more = kv_heads if owns else 0, (False, norms_values, ties_values, interleaved)
+    factor = (torch.rand(50, generator=generator) + 0.5).to(device) if scaled else None
+    kv_heads, more = kv_heads if owns else 0, (False, norms_values, ties_values, interleaved, factor)
     size, nodes = drawn(data, device, HEAD_SIZES), drawn(data, device, NODES)
     slots_total, half = 2 * nodes + 3, max(1, int(size * part) // 2)
     width, pad = (q_heads + (1 if ties_values else 2) * kv_heads) * size, data.draw(st.sampled_from([0, 5, 16]))
@@ -166,8 +167,8 @@ def test_rope_cache(device, data, seed, part, norm, batch, offset, norms_values,
     assert bool(torch.stack(buffers)[:, [0, 2]].isnan().all()) and torch.equal(k_cache.isnan(), wanted[0].isnan())
     # Errors of fp32 move a rounding across a tie, by a unit: the rotation's (in fp32 itself two products' and a sum's, on either side),
     # and with a norm those of the normed channel and of its product with the weight (in fp32 the scale's few units). All are relative
-    # to the pair of channels that a rotation mixes.
-    ulps = {(False, False): 1.0, (False, True): 3.0, (True, False): 2.0, (True, True): 8.0}[dtype == torch.float32, norm]
+    # to the pair of channels that a rotation mixes. A factor behind it rounds once more.
+    ulps = {(False, False): 1.0, (False, True): 3.0, (True, False): 2.0, (True, True): 8.0}[dtype == torch.float32, norm] + scaled
     unit = torch.finfo(dtype).eps
     for actual, reference in ((q, expected), (k_cache, wanted[0])):
         assert actual.shape == reference.shape
@@ -239,6 +240,8 @@ def test_what_the_kernels_refuse():
         rope_cache(torch.zeros(2, 3, 16), x[0], x[0], index, cache, cache, index)
     with pytest.raises(ValueError, match="R / 2"):
         rope_cache(torch.zeros(2, 3, 24), x[0], x[0], index, cache, cache, index)
+    with pytest.raises(ValueError, match=r"factor is torch.float32 \[2\]; torch.float32 \[3\]"):
+        rope_cache(torch.zeros(2, 3, 24), x[0, :, :4], x[0, :, :4], index, cache, cache, index, factor=torch.ones(2))
     with pytest.raises(ValueError, match="both must be"):
         kv_block_copy(cache[None], cache[None], index, index[:, :2])
     with pytest.raises(ValueError, match="must be contiguous"):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers_models import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,6 +15,7 @@ from transformers.models.ernie4_5.modeling_ernie4_5 import apply_rotary_pos_emb 
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from fastspec.generation.tree import TokenTree, Verdict
@@ -23,6 +25,7 @@ from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.verification import reference as verification_reference
+from fastspec.patches.hf.rotary import position_factor
 
 SIZES = st.sampled_from([1, 2, 7, 63, 65, 130])
 SEEDS = st.integers(0, 2**31)
@@ -307,6 +310,24 @@ def test_rope_cache_rotates_as_transformers_does_and_fills_the_slots(nodes, size
         assert torch.equal(q[..., :size], wanted[0].transpose(1, 2)) and torch.equal(q[..., size:], wide[0][..., size:])
         assert torch.equal(k[row, :, slots][..., :size], wanted[1].transpose(1, 2)) and torch.equal(v[row, :, slots], wide[2])
         assert int(torch.isfinite(k[:, 0, :, 0]).sum()) == 2 * nodes
+
+
+def test_queries_are_scaled_by_their_positions_as_transformers_does():
+    generator = torch.Generator().manual_seed(0)
+    model = tiny_model("ministral3")
+    positions = torch.tensor([[3, 15, 16, 90]])
+    rope = model.config.rope_parameters
+    scale = get_llama_4_attn_scale(positions, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+    assert scale.flatten().unique().numel() == 3
+    q, k, v = (torch.randn(1, 4, count, 16, generator=generator) for count in (4, 2, 2))
+    cos, sin = model.model.rotary_emb(q, torch.arange(100)[None])
+    wanted = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *model.model.rotary_emb(q, positions))[0] * scale
+    caches = torch.zeros(2, 1, 2, 4, 16)
+    found = layer_reference.rope_cache(
+        torch.cat([each.flatten(2) for each in (q, k, v)], -1), cos[0, :, :8], sin[0, :, :8], positions, *caches,
+        torch.arange(4)[None], factor=position_factor(model, 100),
+    )  # fmt: skip
+    assert torch.equal(found, wanted.transpose(1, 2))
 
 
 @given(st.sampled_from([1, 7, 64]), st.booleans(), SEEDS)

@@ -65,6 +65,19 @@ def test_a_single_prompt_without_padding(kind: str) -> None:
                 free(model, text, NEW, assistant=fastspec.ContinuousBatch("nasd", rows=1))
 
 
+def test_a_mistral_3_around_a_ministral_3() -> None:
+    """As the released ones are; the images take its texts past the positions of a first training, behind which queries grow."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}
+    model = seeing("mistral3", model_type="ministral3", rope_parameters=rope)
+    inputs = prompts_with_images(model, AROUND)
+    expected = free(model, inputs, NEW)
+    assert inputs["input_ids"].shape[1] > 16 and expected != free(seeing("mistral3"), inputs, NEW)
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        assert fastspec.report(model).mode == "adapter ministral3"
+        for assistant in ("nasd", TREE):
+            assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "llava"])
 def test_early_layers_draft_behind_images(kind: str) -> None:
     """They count positions as the whole model does, which images may have moved."""

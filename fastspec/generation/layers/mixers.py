@@ -36,12 +36,20 @@ class Sight(NamedTuple):
 EVERYTHING = Sight()
 
 
+class Rotary(NamedTuple):
+    """Tables by position: cos, sin [P, R / 2], and what queries are multiplied by [P] fp32, where that depends on where they stand."""
+
+    cos: Tensor
+    sin: Tensor
+    factor: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Nodes:
     """Where the nodes of one pass stand: rotary tables, positions and slots [B, N] int64, and the attention's layouts."""
 
-    rotary: Mapping[str | None, tuple[Tensor, Tensor]]
-    """Tables cos, sin [P, R / 2] by the kind of layer; None: of all layers."""
+    rotary: Mapping[str | None, Rotary]
+    """By the kind of layer; None: of all layers."""
     positions: Tensor
     slots: Mapping[int | None, Tensor]
     """By how many slots a state goes round in, None: it does not."""
@@ -99,11 +107,11 @@ class FullAttention(SequenceMixer):
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
         """See `SequenceMixer`."""
         k, v = self.state.k[self.index], self.state.v[self.index]
-        qkv = self.qkv(x)
+        qkv, (cos, sin, factor) = self.qkv(x), nodes.rotary[self.rotary]
         written = (k, v) if self.owns else (k[:, :0], v[:, :0])
         q = self.ops.rope_cache(
-            qkv, *nodes.rotary[self.rotary], nodes.positions, *written, nodes.slots[self.state.ring], self.q_norm, self.k_norm, self.eps,
-            self.offset, self.gated, self.norms_values, self.ties_values, self.interleaved,
+            qkv, cos, sin, nodes.positions, *written, nodes.slots[self.state.ring], self.q_norm, self.k_norm, self.eps, self.offset,
+            self.gated, self.norms_values, self.ties_values, self.interleaved, factor,
         )  # fmt: skip
         mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.sight], self.scale, sinks=self.sinks, cap=self.cap)
         return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))

@@ -34,7 +34,7 @@ def rms_norm(
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float | None = None, gated: bool = False,
-    norms_values: bool = False, ties_values: bool = False, interleaved: bool = False,
+    norms_values: bool = False, ties_values: bool = False, interleaved: bool = False, factor: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D].
 
@@ -44,7 +44,8 @@ def rope_cache(
     weights of an RMS norm over each head, with `rms_norm`'s numerics and its `offset`, before the rotation. With `gated` every head's
     queries are followed by D gates, which `gate_heads` reads: qkv is [B, N, (2 * Hq + 2 * Hkv) * D]. With `ties_values` qkv holds queries
     and keys, and values are the keys before all else; with `norms_values` they are normed without a weight, rounded once. Hkv may be 0:
-    queries alone are rotated.
+    queries alone are rotated. `factor` [P], a table by position, is rounded to the queries' dtype and multiplies them once they are rotated
+    and rounded.
     """
     kv_heads, size = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.unflatten(-1, (-1, size))
@@ -58,7 +59,7 @@ def rope_cache(
     c, s = cos[positions][:, :, None].float(), sin[positions][:, :, None].float()
     q, k = _rotate(q, c, s, interleaved), _rotate(k, c, s, interleaved)
     cache_write(k_cache, v_cache, k, v, slots)
-    return q
+    return q if factor is None else q * factor[positions][:, :, None, None].to(q.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

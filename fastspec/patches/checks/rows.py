@@ -80,7 +80,7 @@ def norm(residual: bool = False, offset: float | None = None) -> Callable[[Draw]
     return make
 
 
-def rope(norms: bool) -> Callable[[Draw], Inputs]:
+def rope(norms: bool, scaled: bool = False) -> Callable[[Draw], Inputs]:
     def make(draw: Draw) -> Inputs:
         size, rows, nodes = 16, 2, 3
         angles = draw.uniform(32, size // 2) * 6
@@ -88,7 +88,8 @@ def rope(norms: bool) -> Callable[[Draw], Inputs]:
         slots = draw.fixed([[4, 5, 6], [9, 10, 11]])
         k, v = (draw.floats(rows, 2, 32, size) for _ in "kv")
         weights = (draw.floats(size), draw.floats(size), 1e-6) if norms else ()
-        return (draw.floats(rows, nodes, (4 + 2 * 2) * size), angles.cos(), angles.sin(), positions, k, v, slots, *weights), {}
+        more = {"factor": draw.uniform(32) + 0.5} if scaled else {}
+        return (draw.floats(rows, nodes, (4 + 2 * 2) * size), angles.cos(), angles.sin(), positions, k, v, slots, *weights), more
 
     return make
 
@@ -298,6 +299,7 @@ CHECKS: tuple[Check, ...] = (
     Check("rms_norm", "of a sum, with an offset", norm(residual=True, offset=1.0)),
     Check("rope_cache", "plain", rope(norms=False)),
     Check("rope_cache", "norms", rope(norms=True)),
+    Check("rope_cache", "a factor by position", rope(norms=False, scaled=True)),
     Check("gate_heads", "plain", gates),
     Check("gated_norm", "plain", gated),
     Check("route", "softmax", routing(Routing(4, normalised=True)), by_expert),

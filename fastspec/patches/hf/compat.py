@@ -280,42 +280,6 @@ def device_of(model: Any) -> torch.device:
     return next((torch.device(device) for device in found if device is not None), model.device)
 
 
-NO_ROTATION = "none"
-
-
-def rope_tables(
-    rotary: Any, model: Any, count: int, kind: str | None = None, *, once: bool = False, twice: bool = False
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """cos and sin [count, R / 2] of the first positions, in the model's dtype, as its rotary module makes them, for a kind of layers where
-    these have frequencies of their own; of NO_ROTATION those that leave everything as it is.
-
-    Transformers' modules repeat each angle for both halves of a head, unless they give it `once`, or `twice` in a row.
-    """
-    device = device_of(model)
-    if rotary is None:  # nothing is rotated: the fewest channels that a table can have stay as they are
-        return torch.ones(count, 1, dtype=model.dtype, device=device), torch.zeros(count, 1, dtype=model.dtype, device=device)
-    places = torch.arange(count, device=device)[None]
-    if _has_sections(rotary, model.config.get_text_config()):
-        places = places.expand(3, 1, -1)  # of text all three are the same
-    given = torch.zeros(1, dtype=model.dtype, device=device), places
-    cos, sin = rotary(*given) if kind in (None, NO_ROTATION) else rotary(*given, kind)
-    cos, sin = (table[0] if table.dim() == 4 else table for table in (cos, sin))
-    if kind == NO_ROTATION:
-        cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-    if twice:
-        return cos[0, :, ::2].contiguous(), sin[0, :, ::2].contiguous()
-    half = cos.shape[-1] if once else cos.shape[-1] // 2
-    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-
-
-def _has_sections(rotary: Any, config: Any) -> bool:
-    """Whether a rotary module takes three positions of a token, in time, height and width, each for a section of a head.
-
-    Its forward takes one position for all three since transformers 5.20; until then it did not.
-    """
-    return hasattr(rotary, "mrope_section") or "mrope_section" in (getattr(config, "rope_parameters", None) or {})
-
-
 CAPTURING_FLAG = "_output_capturing_hooks_installed"
 """The attribute by which transformers remembers that its capturing hooks are on a model; it goes with the three below."""
 

@@ -42,6 +42,8 @@ class Adapter:
     """Whether it gives each angle twice in a row."""
     interleaved: bool = False
     """Whether neighbouring channels are rotated with each other; in the others those of the two halves of a head."""
+    position_factor: bool = False
+    """Whether queries are multiplied by a factor that grows with the logarithm of their position (`llama_4_scaling_beta`)."""
     rotates: str = ""
     """The attribute of an attention that says whether it rotates at all, where some do not."""
     rotates_all: str = ""
@@ -137,6 +139,7 @@ ADAPTERS = {
         Adapter("mixtral", gated_mlp=False, mixture=Mixture(rounded=False)),
         Adapter("glm4_moe", qk_norm=True, normed_if="use_qk_norm", mixture=GLM4_EXPERTS),
         Adapter("ministral"),
+        Adapter("ministral3", position_factor=True),
         Adapter("qwen2_moe", mixture=SHARED_EXPERT),
         Adapter("seed_oss"),
         Adapter("cwm"),

@@ -18,11 +18,11 @@ from fastspec.generation.state.base import LayerState
 from fastspec.generation.state.recurrent import DeltaState
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import Rates
-from fastspec.patches.hf.compat import NO_ROTATION
 from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, norms_heads
 from fastspec.patches.hf.parallel import product_of_shares, share_of, weights_of
+from fastspec.patches.hf.rotary import NO_ROTATION
 from fastspec.patches.hf.shards import ParallelStyle, local_part
 
 KEYED = torch.float32, torch.float16, torch.bfloat16
@@ -135,7 +135,7 @@ def _by_kind(net: Any) -> Tensor:
 
 
 def rotary_kinds(parts: Adapter, layers: Sequence[Any], config: Any) -> list[str | None]:
-    """Which rotary tables each layer takes, as `rope_tables` names them."""
+    """Which rotary tables each layer takes, as `rotary_tables` names them."""
     kinds = config.layer_types[: len(layers)] if parts.rotary_by_kind else [None] * len(layers)
     attention = [getattr(layer, parts.attention, None) for layer in layers]
     turning = [attn is None or not parts.rotates or _rotates(parts, attn) for attn in attention]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.layers.decoder import LayerParts, is_plain
-from fastspec.generation.layers.mixers import Nodes, Sight, Summed
+from fastspec.generation.layers.mixers import Nodes, Rotary, Sight, Summed
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
@@ -25,7 +25,6 @@ from fastspec.patches.hf.compat import (
     layer_shapes,
     recurrent_layers,
     rope_bound,
-    rope_tables,
 )
 from fastspec.patches.hf.experts import waits_for_host
 from fastspec.patches.hf.families import Adapter
@@ -33,6 +32,7 @@ from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocab
 from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows
 from fastspec.patches.hf.modes import decoder_of, is_watched, is_wrapped
 from fastspec.patches.hf.parallel import embedding_of
+from fastspec.patches.hf.rotary import rotary_tables
 from fastspec.patches.hf.states import sequence_state
 
 PREFILL_CHUNK = 512
@@ -86,7 +86,7 @@ class HFModel(Target):
             self.shift = early[0].shift
         """[B] what is added to the number of a token for its position, where images in front of it took more or fewer positions than
         tokens."""
-        self.tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+        self.tables: dict[str | None, Rotary] = {}
         self.layers: list[LayerParts] = []
         self.captures = ops.captures and adapter is not None and self._can_capture(adapter)
         self.chunks: CapturedByShape[tuple[Tensor, Tensor]] | None = CapturedByShape() if self.captures else None
@@ -185,10 +185,8 @@ class HFModel(Target):
         """Make room for this many committed tokens; returns how many of them are in bounds."""
         committed = self.state.reserve(committed)
         count = self._positions() + (0 if self.shift is None else SHIFT_ROOM)
-        if self.adapter is not None and (not self.tables or len(self.tables[self.kinds[0]][0]) < count):
-            rotary = getattr(decoder_of(self.model), self.adapter.rotary)
-            once, twice = self.adapter.angles_once, self.adapter.angles_twice
-            self.tables = {kind: rope_tables(rotary, self.model, count, kind, once=once, twice=twice) for kind in self.kinds}
+        if self.adapter is not None and (not self.tables or len(self.tables[self.kinds[0]].cos) < count):
+            self.tables = rotary_tables(self.model, self.adapter, self.kinds, count)
         return committed
 
     def _positions(self) -> int:

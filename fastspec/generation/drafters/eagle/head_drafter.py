@@ -11,7 +11,7 @@ from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.drafters.base import Drafter, Place, Traits
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.drafters.eagle.program import HeadProgram
-from fastspec.generation.layers.mixers import EVERYTHING, Nodes
+from fastspec.generation.layers.mixers import EVERYTHING, Nodes, Rotary
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.sequence import SequenceState
@@ -121,4 +121,4 @@ class HeadDrafter(Drafter):
         self.ops.keep_last(*found, counts, self.last, self.readout, self.state.lengths, self.state.bound)
 
     def _step(self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object) -> tuple[Tensor, Tensor]:
-        return self.program.step(x, residual, Nodes({None: self.tables}, positions, {None: slots}, {EVERYTHING: layout}))
+        return self.program.step(x, residual, Nodes({None: Rotary(*self.tables)}, positions, {None: slots}, {EVERYTHING: layout}))
