@@ -70,6 +70,18 @@ def test_texts_outgrow_windows_and_chunks(kind: str, device: str) -> None:
     assert expected != free(wide(model), inputs, new)  # the window matters
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "gpt_oss", "llama4_text"])
+def test_a_row_may_be_much_shorter_than_the_others(kind: str, device: str) -> None:
+    """Than what a ring has room for beside the window: what fills the row up must not go round it."""
+    model = windowed(kind).to(device)
+    inputs = {name: each.to(device) for name, each in prompts(3, 2 * LEAST_RING if device == "cuda" else 45, 17).items()}
+    expected = free(model, inputs, 6)
+    with fastspec.patched(model, eagle3=tiny_head(model).to(device)):
+        for assistant in ("autoregressive", TREE, fastspec.ContinuousBatch("nasd", rows=2)):
+            assert free(model, inputs, 6, assistant=assistant) == expected, assistant
+
+
 def wide(model: Any) -> Any:
     """The model with windows that no text goes past."""
     fastspec.unpatch(model)

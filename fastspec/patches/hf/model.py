@@ -156,7 +156,8 @@ class HFModel(Target):
             width = part.shape[1]
             self.reserve(done + begin + width)
             want = counts - 1 - begin
-            inputs = part, start + begin, want.clamp(0, width - 1), (want + 1).clamp(0, width)
+            base = start + counts.clamp(max=begin)  # what fills a shorter row up goes right behind its end: a ring holds no more
+            inputs = part, base, want.clamp(0, width - 1), (want + 1).clamp(0, width)
             if self.chunks is None:
                 logits, feats = self._chunk(*inputs, done + begin + width)
             else:
