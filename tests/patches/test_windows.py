@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_captured import stand_in
 from helpers_generate import SHALLOW, free, prompts
 from helpers_models import tiny_head, tiny_model
 from torch import Tensor
@@ -80,6 +81,18 @@ def test_a_row_may_be_much_shorter_than_the_others(kind: str, device: str) -> No
     with fastspec.patched(model, eagle3=tiny_head(model).to(device)):
         for assistant in ("autoregressive", TREE, fastspec.ContinuousBatch("nasd", rows=2)):
             assert free(model, inputs, 6, assistant=assistant) == expected, assistant
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
+def test_padded_chunks_end_where_the_buffers_of_a_ring_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that are captured are padded, to more than a text has slots for; also of a turn that begins in the middle of them."""
+    stand_in(monkeypatch)
+    model = windowed(kind)
+    expected, turns = free(model, ROWS, NEW), conversation(model, (5, 11), {})
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        for assistant in ("autoregressive", TREE):
+            assert free(model, ROWS, NEW, assistant=assistant) == expected, assistant
+            assert conversation(model, (5, 11), {"assistant": assistant}) == turns, assistant
 
 
 def wide(model: Any) -> Any:

@@ -178,8 +178,8 @@ class HFModel(Target):
         steps = base[:, None] + torch.arange(width, device=tokens.device)
         layouts = self._layouts(base, None, width, self.state.slots if extent is None else extent)
         row = torch.arange(tokens.shape[0], device=tokens.device)
-        # A padded chunk may reach behind the buffers: the last slot is never committed.
-        positions, slots = steps.clamp(max=self._positions() - 1), self._wrapped(steps) | {None: steps.clamp(max=self.state.slots - 1)}
+        # A padded chunk may reach behind the buffers, those of rings too: the last slot is never committed.
+        positions, slots = steps.clamp(max=self._positions() - 1), self._wrapped(steps.clamp(max=self.state.slots - 1))
         return self._forward(tokens, Nodes(self.tables, self._shifted(positions), slots, layouts, counts=counts), (row, want))
 
     def reserve(self, committed: int) -> int:
