@@ -159,6 +159,8 @@ def bench(
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Timed answers to every prompt; the one of median time makes the row.")] = 1,
     warmup: Annotated[int | None, typer.Option(min=0, help="Untimed answers before; else 2 on CUDA for what compiles.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Another engine beside, in a process of its own: vllm.")] = None,
+    peer_python: Annotated[str | None, typer.Option(help="The Python that has the engine; by default this one.")] = None,
     out: Annotated[Path | None, typer.Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
     print_output: Annotated[bool, typer.Option("--print-output", help="Print every method's answers.")] = False,
@@ -168,6 +170,7 @@ def bench(
 ) -> None:
     """Measure assistants beside transformers' own methods, outputs compared; without prompts on bundled ones. See docs/performance.md."""
     from fastspec.bench import run_bench
+    from fastspec.bench.peers import Peer
     from fastspec.bench.report import (
         differing,
         print_differences,
@@ -183,12 +186,14 @@ def bench(
         raise typer.BadParameter("its tables are printed, and --json prints one object alone: give one of the two", param_hint="--profile")
     console = Console(highlight=False, stderr=as_json)
     profiles: dict[str, Any] = {}
+    failures: list[str] = []
+    engines = [Peer(name, peer_python or sys.executable) for name in peer or ()]
     names = [name.strip() for name in methods.split(",")] if methods else None
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), writer(out) as write:
         rows = run_bench(
             prompts=prompts or (), texts=prompt or (), model=model, heads=head or None, draft_model=draft_model, early_exit=early_exit,
             methods=names, each=each, max_new_tokens=max_new_tokens, dtype=dtype, device=device, backend=backend, batch=batch, runs=runs,
-            warmup=warmup, on_row=write, on_profile=profiles.__setitem__ if profile else None,
+            warmup=warmup, peers=engines, on_failure=failures.append, on_row=write, on_profile=profiles.__setitem__ if profile else None,
             say=lambda line: console.print(line, style="dim", markup=False),
         )  # fmt: skip
     if as_json:
@@ -200,6 +205,10 @@ def bench(
             print_texts(rows, console, compare)
         print_report(rows, console)
         print_profiles(profiles, out.parent if out else Path(), console)
+    for failure in failures:
+        console.print(failure, style="bold red", markup=False)
+    if failures:
+        raise typer.Exit(1)
     if rows[0]["dtype"] == "float32" and differing(rows) and not allow_different:
         raise typer.Exit(1)
 

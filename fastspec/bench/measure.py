@@ -27,9 +27,10 @@ class Answer:
 
 def on_part(
     part: list[Prompt], methods: list[Method], tokenizer: Any, max_new_tokens: int, floor_ms: float, untimed: int = 0,
-    warmup: int | None = None, runs: int = 1,
+    warmup: int | None = None, runs: int = 1, bases: list[Answer] | None = None,
 ) -> Iterator[Row]:  # fmt: skip
-    """The rows of one batch of prompts; the first method is the baseline that the others are compared with.
+    """The rows of one batch of prompts; the first method is the baseline that the others are compared with, and its answer is put behind
+    `bases`.
 
     Every method answers `warmup` times before it is measured (None: `untimed` times where it compiles or captures), then `runs` times, of
     which the call of median time makes the row.
@@ -39,14 +40,24 @@ def on_part(
         for _ in range(warmup if warmup is not None else untimed if method.compiles else 0):
             ask(method, part, max_new_tokens)
         answers = sorted((ask(method, part, max_new_tokens) for _ in range(runs)), key=lambda answer: answer.seconds)
-        base = base or answers[(runs - 1) // 2]
+        if base is None:
+            base = answers[(runs - 1) // 2]
+            if bases is not None:
+                bases.append(base)
         other = next((answer for answer in answers if answer.tokens != base.tokens), None)  # one that differs must not go unseen
         answer = other or answers[(runs - 1) // 2]
-        yield {
-            "category": part[0].category, "ids": [prompt.id for prompt in part], "method": method.name, **method.drafted_by,
-            "batch": len(part), "runs": runs, "prompt_tokens": sum(len(prompt.ids) for prompt in part), **figures(answer, base, floor_ms),
-            "texts": [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answer.tokens],
-        }  # fmt: skip
+        yield row_of(part, method.name, method.drafted_by, answer, base, floor_ms, tokenizer, runs)
+
+
+def row_of(
+    part: list[Prompt], name: str, drafted_by: Row, answer: Answer, base: Answer, floor_ms: float, tokenizer: Any, runs: int
+) -> Row:  # fmt: skip
+    """The row of a method's answer to a batch of prompts, beside the baseline's."""
+    return {
+        "category": part[0].category, "ids": [prompt.id for prompt in part], "method": name, **drafted_by,
+        "batch": len(part), "runs": runs, "prompt_tokens": sum(len(prompt.ids) for prompt in part), **figures(answer, base, floor_ms),
+        "texts": [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answer.tokens],
+    }  # fmt: skip
 
 
 def figures(answer: Answer, base: Answer, floor_ms: float) -> Row:
@@ -60,7 +71,7 @@ def figures(answer: Answer, base: Answer, floor_ms: float) -> Row:
     return {
         "new_tokens": new, "seconds": round(answer.seconds, 4), "tokens_per_second": round(speed, 2),
         "ratio": round(speed / base_speed, 3), "identical": all(at is None for at in parted), "first_difference": parted,
-        "acceptance_length": round(stats.acceptance_length, 3) if stats.rounds else None,
+        "acceptance_length": round(stats.acceptance_length, 3) if stats.row_rounds else None,
         "accepted_counts": stats.lengths, "acceptance_by_position": [round(share, 3) for share in stats.acceptance_by_position],
         "rounds": stats.rounds, "prefill_ms": round(1e3 * prefill, 2), "ms_per_round": round(per_round, 3) if per_round else None,
         "phases_ms": {name: round(1e3 * seconds / stats.rounds, 3) for name, seconds in phases.items() if stats.rounds},

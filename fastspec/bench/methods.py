@@ -19,12 +19,19 @@ BASELINE = "transformers"
 LOOKUP, ASSISTED, COMPILED = "prompt-lookup", "assisted", "static-compile"
 PEERS = (BASELINE, LOOKUP, ASSISTED, COMPILED)
 """What transformers itself offers: plain `generate`, n-gram lookup, a draft model or early exit, a static cache with a compiled forward."""
+ENGINES = ("vllm",)
+"""Other libraries, which answer in processes of their own."""
 LOOKUP_TOKENS = 10
 HEAD, DRAFT = "--head", "--draft-model or --early-exit"
 SUPPLIED = {"eagle3": HEAD, "eagle2": HEAD, "eagle": HEAD, "speculative": DRAFT, ASSISTED: DRAFT}
 """The options that give a method what it needs."""
 READERS = {"eagle3": ("eagle3",), "eagle": ("eagle", "eagle2")}
 """Kind of head -> the assistants that read it."""
+
+
+def is_peer(name: str) -> bool:
+    """Whether a row's method is somebody else's."""
+    return name in PEERS or name.startswith(ENGINES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastspec.bench.methods import BASELINE, PEERS
+from fastspec.bench.methods import BASELINE, is_peer
 from fastspec.bench.prompts import Row
 from fastspec.errors import Unsupported
 
@@ -96,7 +96,7 @@ def print_profiles(profiles: Mapping[str, Profile], folder: Path, console: Conso
 
 def differing(rows: Iterable[Row], peers: bool = False) -> list[Row]:
     """Rows of assistants (or of peers) whose answer is not that of transformers' plain generate."""
-    return [row for row in rows if not row["identical"] and (row["method"] in PEERS) == peers]
+    return [row for row in rows if not row["identical"] and is_peer(row["method"]) == peers]
 
 
 def print_report(rows: Sequence[Row], console: Console) -> None:
@@ -130,7 +130,7 @@ def print_differences(rows: Sequence[Row], console: Console) -> None:
     """Say where an answer is not transformers' own: an error in fp32, where rounding explains none of it; a note in lower precision."""
     exact = rows[0]["dtype"] == "float32"
     for row in (*differing(rows), *differing(rows, peers=True)):
-        loud = exact and row["method"] not in PEERS
+        loud = exact and not is_peer(row["method"])
         at = next(index for index in row["first_difference"] if index is not None)
         line = f"{row['method']} differs from transformers on {row['category']} {', '.join(row['ids'])} from new token {at + 1} on"
         console.print(f"{'ERROR: ' if loud else 'note: '}{line}", style="bold red" if loud else "yellow", markup=False)

@@ -5,18 +5,21 @@ A prompt is answered by one method after another before the next prompt comes, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fastspec
 from fastspec.bench.device import Floor, environment
-from fastspec.bench.measure import ask, on_part
-from fastspec.bench.methods import Method, check_names, choose, read_drafters, twin
+from fastspec.bench.measure import Answer, ask, on_part, row_of
+from fastspec.bench.methods import Drafters, Method, check_names, choose, read_drafters, twin
+from fastspec.bench.peers import Job, Peer, PeerFailed, answers, ids_of, medians, ways
 from fastspec.bench.prompts import BUNDLED, Prompt, Row, Say, encode_rows, make_batches, read_rows, rows_of
 from fastspec.devices import choose_device
 from fastspec.errors import Unsupported
-from fastspec.models import SMOLLM2, load_model
+from fastspec.models import SMOLLM2, load_model, source_of
 
 if TYPE_CHECKING:
     from fastspec.generation.profile import Profile
@@ -44,6 +47,8 @@ def run_bench(
     batch: int = 1,
     runs: int = 1,
     warmup: int | None = None,
+    peers: Sequence[Peer] = (),
+    on_failure: Callable[[str], object] | None = None,
     say: Say | None = None,
     on_row: Callable[[Row], object] | None = None,
     on_profile: Callable[[str, Profile], object] | None = None,
@@ -62,6 +67,10 @@ def run_bench(
 
     Every method answers a batch `runs` times, and the call of median time makes its row; before these `warmup` times (None: on CUDA twice,
     methods that compile or capture). Of runs that differ, one that differs from `transformers` makes the row.
+
+    `peers` are other engines, which answer the same prompts after all methods, when the model has left the device; one that is not
+    installed is left out with a word to `say`. What one that fails wrote last is given to `on_failure`, or raised as PeerFailed once all
+    have answered.
 
     A row's `floor_share` is the time of reading the weights once, at the bandwidth measured here, over the time of a round. Loading and
     one warm-up call per method, on the longest prompts, are not timed. Raises Unsupported for bad arguments, an unknown method and one that
@@ -84,6 +93,7 @@ def run_bench(
     drafters = read_drafters(heads, draft_model, early_exit, model, target, tokenizer)
     parts = make_batches(encode_rows(asked, tokenizer, target, each, max_new_tokens, say), batch)
     fastspec.patch(target, **drafters.resources, backend=backend)
+    bases: list[Answer] = []
     try:
         chosen = choose(methods, plain, target, drafters, batch, say)
         floor = Floor.of(target)
@@ -93,7 +103,7 @@ def run_bench(
         rows, untimed = [], UNTIMED if target.device.type == "cuda" else 0
         for number, part in enumerate(parts, 1):
             say(f"{number}/{len(parts)}: {part[0].category}")
-            for row in on_part(part, chosen, tokenizer, max_new_tokens, floor.milliseconds, untimed, warmup, runs):
+            for row in on_part(part, chosen, tokenizer, max_new_tokens, floor.milliseconds, untimed, warmup, runs, bases):
                 rows.append(row | where)
                 if on_row is not None:
                     on_row(rows[-1])
@@ -104,9 +114,65 @@ def run_bench(
                     with fastspec.profile(target) as profile:
                         ask(method, parts[0], max_new_tokens)
                     on_profile(method.name, profile)
-        return rows
     finally:
         fastspec.unpatch(target)
+    failures = []
+    for peer in peers:
+        try:
+            for row in by_peer(peer, model, target, tokenizer, drafters, parts, bases, max_new_tokens, runs, say):
+                rows.append(row | where)
+                if on_row is not None:
+                    on_row(rows[-1])
+        except PeerFailed as error:
+            failures.append(str(error))
+    for failure in failures:
+        if on_failure is None:
+            raise PeerFailed(failure)
+        on_failure(failure)
+    return rows
+
+
+def by_peer(
+    peer: Peer, name: str, target: Any, tokenizer: Any, drafters: Drafters, parts: list[list[Prompt]], bases: list[Answer],
+    max_new_tokens: int, runs: int, say: Say,
+) -> Iterator[Row]:  # fmt: skip
+    """The rows of an engine, which has the device to itself: the model goes to the CPU."""
+    import torch
+
+    if not peer.is_installed():
+        say(f"left out: {peer.engine}: it is not installed for {peer.python}; another Python that has it can be named with --peer-python")
+        return
+    target.to("cpu")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    from fastspec.patches.heads import find_head
+
+    head, config = drafters.heads.get("eagle3"), target.generation_config
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    with saved(name, target, tokenizer) as folder:
+        job = Job(
+            folder, str(target.dtype).removeprefix("torch."), [ids_of(part) for part in parts], max_new_tokens,
+            ends=[token for token in ends if token is not None], head=None if head is None else str(find_head(head)), runs=runs,
+        )  # fmt: skip
+        for way in ways(peer, head):
+            say(f"{way.name}: {len(parts)} x {len(parts[0])} prompts")
+            told, found = answers(peer, job, way)
+            drafted_by = {"head": head if way.chain else None, "draft_model": None, "early_exit": None}
+            for part, base, answer in zip(parts, bases, medians(found), strict=True):
+                yield row_of(part, way.name, drafted_by, answer, base, 0.0, tokenizer, runs) | told | {"prefill_ms": None}
+
+
+@contextlib.contextmanager
+def saved(name: str, target: Any, tokenizer: Any) -> Iterator[str]:
+    """A folder or a hub id from which another library loads a model; what came from a GGUF is written out in its dtype meanwhile."""
+    source, packed = source_of(name)
+    if not packed:
+        yield source
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        target.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        yield folder
 
 
 def warm_up(methods: list[Method], parts: list[list[Prompt]], tokens: int, say: Say) -> None:

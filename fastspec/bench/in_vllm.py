@@ -1,0 +1,64 @@
+"""vLLM's answers to a bench's prompts, in a process and, if need be, an environment of its own: `python in_vllm.py JOB OUT`.
+
+JOB is a JSON object: `options` of `vllm.LLM`, `batches` of prompts as token ids, `max_new_tokens`, `ends` (end tokens), `exact_length`
+(answers go on behind end tokens), and for every batch so many calls before the timed ones (`warmup`) and timed ones (`runs`). The first
+line of OUT says which `version` answers, every other one is a timed call's answer to a batch: `batch`, `call`, `tokens`, `seconds`, and of
+drafts `drafts` (how often any were made, summed over the rows), `accepted`, `accepted_at` (by position). Only vLLM and Python's own library
+are imported here.
+"""
+
+import json
+import os
+import sys
+import time
+
+DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
+
+
+def main(job_path: str, out_path: str) -> None:
+    """Answer every batch, one after another."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import vllm
+
+    with open(job_path, encoding="utf-8") as file:
+        job = json.load(file)
+    counts = "speculative_config" in job["options"]
+    engine = vllm.LLM(**job["options"], disable_log_stats=not counts)
+    new, exact = job["max_new_tokens"], job["exact_length"]
+    settings = vllm.SamplingParams(
+        temperature=0.0, max_tokens=new, min_tokens=new if exact else 0, ignore_eos=exact, stop_token_ids=[] if exact else job["ends"],
+        detokenize=False,
+    )  # fmt: skip
+    with open(out_path, "w", encoding="utf-8") as out:
+        print(json.dumps({"version": vllm.__version__}), file=out, flush=True)
+        for number, batch in enumerate(job["batches"]):
+            prompts = [{"prompt_token_ids": ids} for ids in batch]
+            for call in range(-job["warmup"], job["runs"]):
+                before, start = drafted(engine) if counts else {}, time.perf_counter()
+                done = engine.generate(prompts, settings, use_tqdm=False)
+                seconds = time.perf_counter() - start
+                after = drafted(engine) if counts else {}
+                answer = {"call": call, "batch": number, "tokens": [list(each.outputs[0].token_ids) for each in done], "seconds": seconds}
+                answer |= {"drafts": 0, "accepted": 0, "accepted_at": []} | minus(after, before)
+                if call >= 0:
+                    print(json.dumps(answer), file=out, flush=True)
+
+
+def drafted(engine):
+    """What the engine has counted of drafts since it began."""
+    found = {metric.name: metric for metric in engine.get_metrics()}
+    return {
+        "drafts": found[DRAFTS].value, "accepted": found[ACCEPTED].value, "accepted_at": list(found[f"{ACCEPTED}_per_pos"].values),
+    }  # fmt: skip
+
+
+def minus(after, before):
+    """Counts between two looks."""
+    return {
+        name: [b - a for a, b in zip(before[name], count, strict=True)] if isinstance(count, list) else count - before[name]
+        for name, count in after.items()
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,146 @@
+"""Engines beside fastspec: the same prompts, as token ids, to another library in a process of its own.
+
+An engine runs after fastspec has left the device, once without drafts and once for every length of chain with the same EAGLE-3 head.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastspec.bench.measure import Answer
+from fastspec.bench.methods import ENGINES
+from fastspec.bench.prompts import Row
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.stats import Stats
+
+WORKERS = {engine: Path(__file__).with_name(f"in_{engine}.py") for engine in ENGINES}
+"""Engine -> the script that answers for it."""
+CHAINS = (3, 5)
+"""Drafts of a chain; vLLM has no trees."""
+MEMORY = 0.8
+"""Of the device, for weights, keys and values."""
+SEQUENCES = 256
+"""That it decodes together at the most; further prompts wait."""
+SPARE = 16
+"""Positions behind prompt and answer."""
+TOLD = 12
+"""Lines of an engine that failed that are told."""
+
+
+class PeerFailed(FastSpecError):
+    """Another engine did not answer; the error says what it wrote last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine, and the Python that has it; by default the one that runs here."""
+
+    engine: str
+    python: str = sys.executable
+
+    def __post_init__(self) -> None:
+        if self.engine not in WORKERS:
+            raise Unsupported(f"peer {self.engine!r} is unknown: accepted are {', '.join(WORKERS)}")
+
+    def is_installed(self) -> bool:
+        """Whether that Python finds the engine, which is not imported."""
+        look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({self.engine!r}) is None)"
+        try:
+            return subprocess.run([self.python, "-c", look], capture_output=True).returncode == 0
+        except OSError as error:
+            raise Unsupported(f"could not start {self.python}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an engine decodes: plainly, or with chains of so many drafts of a head."""
+
+    name: str
+    chain: int | None = None
+
+
+def ways(peer: Peer, head: str | None) -> list[Way]:
+    """Those to be measured."""
+    return [Way(peer.engine)] + [Way(f"{peer.engine}-eagle3-{chain}", chain) for chain in CHAINS if head is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What an engine is asked. `batches` are prompts as token ids; with `dummy` weights the model is a configuration alone."""
+
+    model: str
+    dtype: str
+    batches: Sequence[Sequence[Sequence[int]]]
+    max_new_tokens: int
+    ends: Sequence[int] = ()
+    exact_length: bool = False
+    head: str | None = None
+    dummy: bool = False
+    warmup: int = 1
+    runs: int = 1
+
+    def options(self, way: Way) -> dict[str, Any]:
+        """Of `vllm.LLM`: its own compilation and CUDA graphs; no prefixes are kept from call to call, which repeats would find."""
+        longest = max(len(ids) for batch in self.batches for ids in batch)
+        options: dict[str, Any] = {
+            "model": self.model, "dtype": self.dtype, "max_model_len": longest + self.max_new_tokens + SPARE, "seed": 0,
+            "max_num_seqs": min(SEQUENCES, max(map(len, self.batches))), "enable_prefix_caching": False, "gpu_memory_utilization": MEMORY,
+            "skip_tokenizer_init": True,
+        }  # fmt: skip
+        if self.dummy:
+            options["load_format"] = "dummy"
+        if way.chain is not None:
+            options["speculative_config"] = {"method": "eagle3", "model": self.head, "num_speculative_tokens": way.chain}
+        return options
+
+
+def answers(peer: Peer, job: Job, way: Way) -> tuple[Row, list[list[Answer]]]:
+    """What an engine says of itself, and its timed answers to every batch. Raises PeerFailed."""
+    asked: dict[str, Any] = {
+        "options": job.options(way), "batches": [[list(ids) for ids in batch] for batch in job.batches], "ends": list(job.ends),
+        "max_new_tokens": job.max_new_tokens, "exact_length": job.exact_length, "warmup": job.warmup, "runs": job.runs,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path, out, log = (Path(folder) / name for name in ("job.json", "out.jsonl", "log.txt"))
+        path.write_text(json.dumps(asked), encoding="utf-8")
+        with log.open("wb") as file:
+            command = [peer.python, str(WORKERS[peer.engine]), str(path), str(out)]
+            status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=folder).returncode
+        said = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
+        if status or len(said) != 1 + len(job.batches) * job.runs:
+            last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TOLD:])
+            raise PeerFailed(f"{way.name} ended with status {status} after {max(0, len(said) - 1)} answers:\n{last}")
+    found: list[list[Answer]] = [[] for _ in job.batches]
+    for answer in said[1:]:
+        found[answer["batch"]].append(Answer(answer["tokens"], answer["seconds"], _stats(answer), None))
+    settings = {name: value for name, value in asked["options"].items() if name != "model"}
+    return {"engine_version": said[0]["version"], "engine_settings": settings}, found
+
+
+def _stats(answer: Row) -> Stats:
+    """An engine's counts in the form in which the loop tells of an assistant. It does not say how many rounds its batches shared, nor how
+    long a prompt took."""
+    drafts, accepted, at = answer["drafts"], answer["accepted"], answer["accepted_at"]
+    lengths = [more - less for more, less in zip([drafts, *at], [*at, 0], strict=True)] if drafts else []
+    return Stats(
+        rows=len(answer["tokens"]), row_rounds=drafts, draft_rounds=drafts, accepted=accepted, round_tokens=drafts + accepted,
+        lengths=lengths, seconds=answer["seconds"],
+    )  # fmt: skip
+
+
+def ids_of(part: Sequence[Any]) -> list[list[int]]:
+    """The prompts of a batch as token ids."""
+    return [prompt.ids for prompt in part]
+
+
+def medians(found: Sequence[Sequence[Answer]]) -> Iterator[Answer]:
+    """Of every batch the call of median time."""
+    for each in found:
+        yield sorted(each, key=lambda answer: answer.seconds)[(len(each) - 1) // 2]
