@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastspec
+from fastspec.kernels.linear import measured, reference
 from fastspec.kernels.linear import onednn as cpu
-from fastspec.kernels.linear import reference
 from fastspec.patches.backends import TORCH, TORCH_ONEDNN, choose_backend
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="this torch has no oneDNN")
@@ -75,32 +75,46 @@ def test_a_patched_model_multiplies_through_onednn(monkeypatch):
 @pytest.mark.parametrize("quicker", ["MKL", "oneDNN"])
 def test_the_quicker_library_multiplies_and_is_asked_for_once(quicker, monkeypatch):
     """For each size of weight and group of rows; small products are MKL's without a measurement, many rows oneDNN's."""
-    measured, multiplied, product = [], [], cpu.through_onednn
-    monkeypatch.setattr(cpu, "_FASTER", {})
-    monkeypatch.setattr(cpu, "_times", lambda rows, weight: measured.append(len(rows)) or ((1.0, 2.0) if quicker == "MKL" else (2.0, 1.0)))
-    monkeypatch.setattr(cpu, "through_onednn", lambda rows, *rest: multiplied.append(len(rows)) or product(rows, *rest))
+    timed, multiplied, product = [], [], cpu.through_onednn
+
+    def onednn(rows: Tensor, *rest: Tensor | None) -> Tensor:
+        multiplied.append(len(rows))
+        return product(rows, *rest)
+
+    monkeypatch.setattr(cpu, "through_onednn", onednn)
+    monkeypatch.setattr(cpu, "MEASURED", measured.Measured(torch.nn.functional.linear, onednn))
+    monkeypatch.setattr(measured, "times", lambda _, rows, weight: timed.append(len(rows)) or ([1, 2] if quicker == "MKL" else [2, 1]))
     with torch.no_grad():
         weight, small = torch.randn(1100, 1000), torch.randn(100, 1000)
         for rows in (1, 5, 7, 8, 1, 5):
             got = cpu.linear(torch.ones(rows, 1000), weight, None)
             torch.testing.assert_close(got, weight.sum(1).expand(rows, -1), rtol=1e-4, atol=1e-4)
-        assert measured == [1, 5] and multiplied == ([] if quicker == "MKL" else [1, 5, 7, 8, 1, 5])
+        assert timed == [1, 5] and multiplied == ([] if quicker == "MKL" else [1, 5, 7, 8, 1, 5])
         cpu.linear(torch.ones(8, 1000), small, None)
-        assert measured == [1, 5] and len(multiplied) in (0, 6)
+        assert timed == [1, 5] and len(multiplied) in (0, 6)
         cpu.linear(torch.ones(65, 1000), weight, None)
-        assert measured == [1, 5] and multiplied[-1] == 65
+        assert timed == [1, 5] and multiplied[-1] == 65
 
 
 def test_a_long_product_is_timed_once(monkeypatch):
     """And a short one behind a run that warms up."""
     runs = []
-    monkeypatch.setattr(cpu, "through_onednn", lambda *_: runs.append(1))
-    monkeypatch.setattr(cpu, "perf_counter", iter(range(1000)).__next__)
-    with torch.no_grad():
-        assert cpu._times(torch.ones(1, 4), torch.ones(3, 4)) == (1, 1) and len(runs) == 1
-        monkeypatch.setattr(cpu, "perf_counter", iter(i * 1e-6 for i in range(1000)).__next__)
-        cpu._times(torch.ones(1, 4), torch.ones(3, 4))
-    assert len(runs) == 1 + 1 + cpu.REPEATS
+    ways = (lambda *_: None, lambda *_: runs.append(1))
+    monkeypatch.setattr(measured, "COLD", 48)  # a weight's own size: no copies
+    monkeypatch.setattr(measured, "perf_counter", iter(range(1000)).__next__)
+    assert measured.times(ways, torch.ones(1, 4), torch.ones(3, 4)) == [1, 1] and len(runs) == 1
+    monkeypatch.setattr(measured, "perf_counter", iter(i * 1e-6 for i in range(1000)).__next__)
+    measured.times(ways, torch.ones(1, 4), torch.ones(3, 4))
+    assert len(runs) == 1 + 1 + measured.REPEATS
+
+
+def test_a_weight_that_a_cache_holds_is_timed_as_one_that_comes_from_memory(monkeypatch):
+    """In every turn all copies are multiplied, each once, and none of them is the weight itself."""
+    monkeypatch.setattr(measured, "COLD", 5 * 48)
+    weight, seen = torch.ones(3, 4), []
+    measured.times((lambda rows, each, bias: seen.append(each.data_ptr()),), torch.ones(1, 4), weight)
+    turn = seen[:5]
+    assert len(set(turn)) == 5 and weight.data_ptr() not in turn and seen == turn * (1 + measured.REPEATS)
 
 
 def _counting(calls: list):

@@ -1,25 +1,19 @@
 """The linear layer on the CPU, by whichever of torch's two libraries is quicker on this machine: MKL, which torch gives fp32 products to,
 or oneDNN. Which one it is depends on the processor and on the number of rows: for a few rows one may take three times as long as the
-other, and for a single row the other way round. So it is measured, once for each size of a weight and of a group of rows."""
+other, and for a single row the other way round. So it is measured
+(`measured.py`), once for each size of a weight and of a group of rows."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from time import perf_counter
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastspec.kernels.linear.measured import Measured
+
 FEW_ROWS = 64
 SMALL = 2**20
 """Multiplications below which oneDNN's own overhead, some 20 us a call, outweighs what it could gain."""
-REPEATS, ENOUGH = 3, 0.03
-"""Timed runs of each library behind one that warms up, and the seconds of a pair of runs that decides alone."""
-_FASTER: dict[tuple[torch.Size, int, int], bool] = {}
-"""(weight's shape, rows rounded up to a power of two, threads) -> whether oneDNN is quicker."""
-
-
 def available() -> bool:
     """Whether this torch carries oneDNN and the operator that takes a plain weight. Delete when `F.linear` takes this path itself."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -35,9 +29,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not fp32 or x.device.type != "cpu" or x.numel() == 0 or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) * weight.numel() < SMALL or not (len(rows) > FEW_ROWS or is_faster(rows, weight)):
+    if len(rows) * weight.numel() < SMALL:
         return F.linear(x, weight, bias)
-    return through_onednn(rows, weight, bias).view(*x.shape[:-1], -1)
+    multiply = through_onednn if len(rows) > FEW_ROWS else MEASURED.fastest(rows, weight)
+    return multiply(rows, weight, bias).view(*x.shape[:-1], -1)
 
 
 def through_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -50,25 +45,4 @@ def through_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias
 
 
-def is_faster(rows: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN multiplies such rows [R, K] by such a weight [M, K] more quickly than MKL here, measured when it is first asked."""
-    key = weight.shape, 1 << (len(rows) - 1).bit_length(), torch.get_num_threads()
-    if key not in _FASTER:
-        mkl, onednn = _times(rows, weight)
-        _FASTER[key] = onednn < mkl
-    return _FASTER[key]
-
-
-def _times(rows: Tensor, weight: Tensor) -> tuple[float, float]:
-    """Seconds of a product through MKL and through oneDNN, the shortest of some runs in turn."""
-    ways: tuple[Callable[[Tensor, Tensor, None], Tensor], ...] = (F.linear, through_onednn)
-    best = [float("inf")] * 2
-    for turn in range(1 + REPEATS):
-        for index, multiply in enumerate(ways):
-            start = perf_counter()
-            multiply(rows, weight, None)
-            spent = perf_counter() - start
-            best[index] = spent if turn == 1 else min(best[index], spent)  # the first turn warms up
-        if sum(best) > ENOUGH:
-            break
-    return best[0], best[1]
+MEASURED = Measured(F.linear, through_onednn)
