@@ -1,11 +1,15 @@
 """Which tree suits a device: tokens per second of `eagle3` over tree shapes, one row of JSON per shape and prompt.
 
     python benchmarks/cpu_tree.py --prompts mt_bench.jsonl humaneval.jsonl --each 3 --shapes 6,3,2 16,3,4 --out rows.jsonl
+    python benchmarks/cpu_tree.py --backend cpp --runs 3 --out rows.jsonl                             # the demo's prompts
 
 A shape is total_tokens,depth,top_k. A prompt file has `prompt` or `turns` in each row; `--each` takes the first rows of every file. Each
 prompt's output is first compared with transformers' own generate, in the same run; a row whose output differs says so. Every shape is
 timed on a prompt before the next prompt comes, so that a machine's slow spell hits all shapes. The lines printed give the median over
 prompts and the tokens per second over all of them, which is what `DEFAULT_TREES` is chosen by.
+
+An AVX-512 processor is held to AVX2 by ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment;
+`isa` in the rows is what torch uses.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import torch
 import transformers
 
 import fastspec
-from fastspec.demo import encode
+from fastspec.demo import PROMPTS, encode
 from fastspec.models import SMOLLM2, load_model
 from fastspec.training.data import read_prompts
 
@@ -43,10 +47,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
-    parser.add_argument("--prompts", nargs="+", required=True, type=Path, help="jsonl files")
+    parser.add_argument("--prompts", nargs="+", default=[], type=Path, help="jsonl files; without any, the demo's prompts")
     parser.add_argument("--each", type=int, default=3, help="prompts to take from each file")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--runs", type=int, default=1, help="how often every prompt is answered by every method")
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
     options = parser.parse_args()
 
@@ -55,16 +61,17 @@ def main() -> None:
     where = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "dtype": str(model.dtype), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": transformers.__version__, "isa": torch.backends.cpu.get_cpu_capability() if device == "cpu" else None,
     }  # fmt: skip
     prompts = [(path.stem, encode(tokenizer, text(row), device)) for path in options.prompts for row in read_prompts(path)[: options.each]]
+    prompts = prompts or [("demo", encode(tokenizer, prompt, device)) for _, prompt in PROMPTS]
     shapes = [fastspec.Eagle3(**dict(zip(KEYS, map(int, shape.split(",")), strict=True))) for shape in options.shapes]
-    fastspec.patch(model, eagle3=options.head)
+    fastspec.patch(model, eagle3=options.head, backend=options.backend)
     where["backend"] = fastspec.report(model).backend
     methods = [None, fastspec.Autoregressive(), *shapes]
     for method in methods:
         measure(model, prompts[0][1], method, 8)
-    rows = [row | where for prompt in prompts for row in on_prompt(model, *prompt, methods, options.tokens)]
+    rows = [row | where for prompt in prompts * options.runs for row in on_prompt(model, *prompt, methods, options.tokens)]
     if options.out:
         with options.out.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -11,5 +11,6 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; by default CUDA where there is a device.")]
 Backend = Annotated[
-    Literal["auto", "torch", "triton"], typer.Option(help="Kernels: auto (the device's), torch, or triton (CUDA). See docs/patching.md.")
+    Literal["auto", "torch", "cpp", "triton"],
+    typer.Option(help="Kernels: auto (the device's), torch, cpp (the CPU, with a compiler), or triton (CUDA). See docs/patching.md."),
 ]

@@ -83,7 +83,7 @@ def main(capability: int, shape: str, assistant: str) -> None:
 
     JITFunction.run = run
     capture.Captured = schedule.Captured = Programs
-    ops = replace(triton_ops(), captures=True)
+    ops = replace(triton_ops(), captures=True, packs=True)
     api.choose_backend = session.choose_backend = lambda *args, **options: ops
     model = full_size.make_model(shape, "cpu", torch.bfloat16)
     fastspec.patch(model, eagle3=full_size.make_head(model, 32000))

@@ -69,6 +69,7 @@ def stand_in(monkeypatch: Any, **more: Any) -> None:
     """Let every model have a backend of plain torch that captures, with `more` ops."""
     for module in (capture, schedule):
         monkeypatch.setattr(module, "Captured", Stand)
-    ops = replace(TORCH, name="stand-in", **{"captures": True, **more})
+    captures = more.pop("captures", True)
+    ops = replace(TORCH, name="stand-in", captures=captures, packs=captures, **more)
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)
     assert drafter.CapturedByShape is hf_model.CapturedByShape is capture.CapturedByShape

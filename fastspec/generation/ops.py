@@ -67,4 +67,6 @@ class Ops:
     most_candidates: int | None = None
     """The most candidates that `tree_build` takes; None: any number."""
     captures: bool = False
-    """Whether passes and rounds are captured as CUDA graphs, and weights that read one input packed."""
+    """Whether passes and rounds are captured as CUDA graphs."""
+    packs: bool = False
+    """Whether weights that read one input are laid one after another, and multiplied as one."""

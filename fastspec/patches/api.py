@@ -46,10 +46,10 @@ def patch(
     `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another tokenizer a tuple
     `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the smaller models of a cascade whose last
     stage is this one: they are patched, where they are not yet, when a call first needs them. `assistant` is the default of every
-    `generate` call that names none: a call that it cannot serve runs transformers' own, with a warning. `backend` is "auto", "triton" or
-    "torch". Only this instance is changed, and nothing in its forward pass; without an assistant it does what it did. On CUDA the weights
-    of layers that read one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
-    values, names and shapes stay.
+    `generate` call that names none: a call that it cannot serve runs transformers' own, with a warning. `backend` is "auto", "triton",
+    "cpp" or "torch". Only this instance is changed, and nothing in its forward pass; without an assistant it does what it did. On CUDA and
+    with "cpp" the weights of layers that read one input (query, key and value; gate and up) are laid one after another: the parameters
+    become views, and their values, names and shapes stay.
 
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fastspec.cache_folder import cache_folder
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import prepare_with
 from fastspec.generation.ops import Ops
@@ -21,6 +22,8 @@ from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import onednn
 from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.native import build
+from fastspec.kernels.native.ops import Native
 from fastspec.kernels.parallel import reference as parallel_reference
 from fastspec.kernels.parallel import symmetric
 from fastspec.kernels.recurrent import reference as recurrent_reference
@@ -67,6 +70,26 @@ TORCH_ONEDNN = replace(
     topk_expand=partial(drafting_reference.topk_expand, product=onednn.linear),
 )  # fmt: skip
 """Plain torch, with the linear layers of the CPU through oneDNN."""
+
+
+@cache
+def cpp_ops() -> Ops:
+    """The C++ kernels of the CPU, compiled first where that was not done on this machine. Raises Unsupported where they cannot be built,
+    and says why."""
+    folder = cache_folder() / "kernels"
+    why = build.missing()
+    if why is None:
+        if not (folder / build.library_name()).exists():
+            notice("compiling the kernels of the CPU, once for this machine")
+        why = build.build(folder)
+    if why is not None:
+        raise Unsupported(f'backend="cpp" cannot be built here: {why}. Patch with backend="auto", which runs without it')
+    native = Native(build.library(folder / build.library_name()))
+    return replace(
+        TORCH, name="cpp", linear=native.linear, gate_up=native.gate_up, rms_norm=native.rms_norm, rope_cache=native.rope_cache,
+        tree_attention=native.tree_attention, pick=native.pick, topk_logprobs=native.topk_logprobs, topk_expand=native.topk_expand,
+        packs=True,
+    )  # fmt: skip
 
 
 @cache
@@ -125,10 +148,11 @@ def triton_ops() -> Ops:
         experts=experts.experts,
         fused=drafter,
         captures=torch.cuda.is_available(),
+        packs=torch.cuda.is_available(),
     )
 
 
-NAMES = ("auto", "torch", "triton")
+NAMES = ("auto", "torch", "cpp", "triton")
 
 
 def choose_backend(name: str, device_type: str, adapted: bool = True) -> Ops:
@@ -143,6 +167,10 @@ def choose_backend(name: str, device_type: str, adapted: bool = True) -> Ops:
     if name == "auto" and device_type == "cuda":
         able = torch.cuda.get_device_capability() >= (8, 0) and find_spec("triton") is not None
         return triton_ops() if adapted and able else TORCH
+    if name == "cpp":
+        if device_type != "cpu":
+            raise Unsupported(f'backend="cpp" is for the CPU, and the model is on {device_type}: use backend="auto"')
+        return cpp_ops()
     if name == "triton":
         if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise Unsupported(f'backend="triton" needs a CUDA device, and the model is on {device_type}: use backend="auto"')

@@ -145,7 +145,7 @@ class PatchSession:
         that compressed-tensors has yet to unpack wait for that."""
         if any(map(is_unpacking_hook, model._forward_pre_hooks.values())):
             return
-        if self.ops(model).captures and not (self.packed and is_packed(self.packed[0])):
+        if self.ops(model).packs and not (self.packed and is_packed(self.packed[0])):
             self.packed += pack_model(model)
 
     def tell_mode(self, model: Any) -> None:

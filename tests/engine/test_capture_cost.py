@@ -40,7 +40,7 @@ def test_a_call_says_what_its_captures_took(monkeypatch) -> None:
     """Three new tokens: the prompt's pass and the first round are first runs, the second round is captured."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", slow)
-    ops = replace(TORCH, name="stand-in", captures=True)
+    ops = replace(TORCH, name="stand-in", captures=True, packs=True)
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)
     model, inputs = tiny_model(), prompts(9)
     options = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": None}

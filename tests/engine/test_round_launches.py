@@ -64,7 +64,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(module, "Captured", Uncaptured)
     held = {field.name: getattr(TORCH, field.name) for field in fields(TORCH)}
     watched = {name: seen.watched(name, op) for name, op in held.items() if callable(op)}
-    ops = replace(TORCH, name="watched", captures=True, **watched)
+    ops = replace(TORCH, name="watched", captures=True, packs=True, **watched)
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)
     run = schedule.WholeGraph._round
 

@@ -87,7 +87,7 @@ def test_a_small_head_is_drafted_with_in_one_launch_at_batch_1(monkeypatch):
     head = tiny_head(model)
     head.bind(model.get_input_embeddings(), model.get_output_embeddings())
     size = sum(weight.nbytes for weight in head.parameters())
-    ops = replace(triton_ops(), captures=True)
+    ops = replace(triton_ops(), captures=True, packs=True)
     for rows, most, fused in ((1, size, True), (1, size - 1, False), (2, size, False)):
         monkeypatch.setattr(assistants, "FUSED_BYTES", most)
         decoding = assistants.EagleDecoding("eagle3", head, TreeShape(4, 1, 2))

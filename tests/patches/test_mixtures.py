@@ -174,7 +174,7 @@ def test_experts_that_ask_the_host_are_not_captured(kind: str, dtype: torch.dtyp
     """Transformers' own modules multiply on the device in bf16 alone; by the op all do."""
 
     def captures(**over: Any) -> bool:
-        ops = replace(TORCH, captures=True, **over)
+        ops = replace(TORCH, captures=True, packs=True, **over)
         return HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=ops).captures
 
     model = tiny_model(kind, **SHALLOW, **(GEMMA4 if kind == "gemma4_text" else {})).to(dtype)
@@ -199,7 +199,7 @@ def test_packed_experts_of_gpt_oss_run_their_own_module_and_are_not_captured() -
     row = MIXTURES["gpt_oss"]
     assert row is not None and not any(is_mixture(row, mlp) for mlp in mixtures(model))
     model = model.to(torch.bfloat16)
-    ops = replace(BY_REFERENCE, captures=True)
+    ops = replace(BY_REFERENCE, captures=True, packs=True)
     assert not HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=ops).captures
 
 

@@ -46,7 +46,7 @@ class Candidates:
 
 def topk_expand(
     hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, out: Candidates | None = None, *,
-    product: Callable[..., Tensor] = linear,
+    product: Callable[..., Tensor] = linear, likeliest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = topk_logprobs,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Expand every node of a frontier by its `count` likeliest tokens, and rank the children.
 
@@ -56,7 +56,7 @@ def topk_expand(
     the next frontier: scores in falling order and indices into the children [B, count], the lower index first among equals.
     `out` receives the children where it is given.
     """
-    logp, ids = topk_logprobs(hidden if weight is None else product(hidden, weight, None), count)
+    logp, ids = likeliest(hidden if weight is None else product(hidden, weight, None), count)
     children = (scores[:, :, None] + logp).flatten(1)
     best, index = stable_topk(children, count)
     tokens = (ids + d2t[ids]).flatten(1)

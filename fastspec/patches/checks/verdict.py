@@ -1,7 +1,8 @@
-"""The self-check: on a device that the kernels were never tested on, each is held against its reference before the first use.
+"""The self-check: on a device that the kernels were never tested on, each is held against its reference before the first use. Those in
+C++, which the machine's own compiler made, are on every machine.
 
-Once for a device's name, a dtype and the versions of torch, triton and fastspec: the verdict is kept in the cache folder. The environment's
-FASTSPEC_SELF_CHECK says "auto" (that), "always" (on every device, in every process) or "never".
+Once for a device's name, a dtype and the versions of torch, triton and fastspec, and for a compiled library: the verdict is kept in the
+cache folder. The environment's FASTSPEC_SELF_CHECK says "auto" (that), "always" (on every device, in every process) or "never".
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fastspec import cache_folder
 from fastspec.devices import device_name
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.ops import Ops
+from fastspec.kernels.native import build
 from fastspec.patches.notices import notice
 
 SETTING = "FASTSPEC_SELF_CHECK"
@@ -44,15 +46,19 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
     Raises FastSpecError with the names of kernels that differ from their references. Nothing else is run in their place.
     """
     wanted = mode()
-    if wanted == "never" or ops.name != "triton":
+    if wanted == "never" or ops.name not in ("triton", "cpp") or (ops.name == "cpp" and dtype is not torch.float32):
         return
-    from fastspec.kernels.launch import MEASURED, PORTABLE
-
     name = device_name(device)
-    if wanted == "auto" and (device.type != "cuda" or name in MEASURED):
-        return
+    if ops.name == "cpp":
+        made = {"library": build.library_name()}
+    else:
+        from fastspec.kernels.launch import MEASURED, PORTABLE
+
+        if wanted == "auto" and (device.type != "cuda" or name in MEASURED):
+            return
+        made = {"portable": str(PORTABLE)}
     dtype = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
-    about = {"device": name, "dtype": str(dtype).removeprefix("torch."), "portable": str(PORTABLE), **cache_folder.versions()}
+    about = {"device": name, "dtype": str(dtype).removeprefix("torch."), **made, **cache_folder.versions()}
     key, path = tuple(about.values()), cache_folder.cache_folder() / FOLDER / cache_folder.file_name(*about.values())
     with _turn:
         if key not in _known:
@@ -60,10 +66,10 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
             _known[key] = _run(ops, dtype, device, about, path) if kept is None else kept
     if _known[key]:
         told = "; ".join(f"{check}: {what}" for check, what in _known[key])
-        made = ", ".join(f"{name} {value}" for name, value in cache_folder.versions().items())
+        versions = ", ".join(f"{name} {value}" for name, value in cache_folder.versions().items())
         raise FastSpecError(
             f"kernels of backend {ops.name!r} do not compute on {name} in {about['dtype']} what their references do: {told}. "
-            f'fastspec.patch(model, backend="torch") runs without them. Please report this with the versions {made}. '
+            f'fastspec.patch(model, backend="torch") runs without them. Please report this with the versions {versions}. '
             f"The verdict is kept in {path}; {SETTING}=always in the environment checks again"
         )
 
@@ -81,14 +87,16 @@ def _read(path: Path, about: dict[str, str]) -> list[list[str]] | None:
 
 
 def _run(ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, str], path: Path) -> list[list[str]]:
-    from fastspec.kernels.ahead import compile_ahead
     from fastspec.patches.checks.compare import launcher, problems
 
     notice(f"checking the kernels on {about['device']}, which they were not tested on, once for this machine")
     began = time.perf_counter()
-    with torch.random.fork_rng(devices=[]):  # what a user's seed draws must not change
-        with suppress(Exception):  # a kernel that does not compile is met, and named, by its own check
-            compile_ahead(launcher(ops, dtype, device), notice)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():  # what a user's seed draws must not change
+        if ops.name == "triton":
+            from fastspec.kernels.ahead import compile_ahead
+
+            with suppress(Exception):  # a kernel that does not compile is met, and named, by its own check
+                compile_ahead(launcher(ops, dtype, device), notice)
         failures = [[check, what] for check, what in problems(ops, dtype, device)]
     row: dict[str, Any] = {"about": about, "failures": failures, "seconds": round(time.perf_counter() - began, 2)}
     cache_folder.write(path, row | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")})

@@ -25,7 +25,7 @@ class HeadProgram:
     def __init__(self, head: EagleHead, ops: Ops, state: FullAttentionState) -> None:
         config = head.config
         self.head, self.ops, self.config, self.state = head, ops, config, state
-        if ops.captures or ops.fused is not None:
+        if ops.packs or ops.fused is not None:
             layer: Any
             for layer in head.layers:
                 attn, mlp = layer.self_attn, layer.mlp

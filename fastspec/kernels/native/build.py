@@ -1,0 +1,98 @@
+"""The C++ kernels of the CPU as a library: compiled once for a machine by the compiler that it has, a second's work, and kept.
+
+The processor's instructions are those that torch uses (`torch.backends.cpu.get_cpu_capability`), so that ATEN_CPU_CAPABILITY=avx2
+holds both to AVX2. OpenMP is the library that torch has loaded, whose threads are the ones that torch's own operations run on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+COMPILERS = "c++", "g++", "clang++"
+COMMON = "-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast"
+FLAGS = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
+    "AVX2": ("-mavx2", "-mfma"),
+}
+"""By torch's name for what the processor has. Others were not tried."""
+P, N, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+SIGNATURES: dict[str, list[type]] = {
+    "linear": [P, P, P, P, N, N, N, N],
+    "rms_norm": [P, N, P, N, P, P, N, P, N, N, N, F, F, N, N],
+    "swiglu": [P, P, N, N, N],
+    "rope_cache": [P] * 10 + [N] * 10 + [F, F, N],
+    "tree_attention": [P] * 5 + [N] * 10 + [F, N],
+    "argmax": [P, P, N, N, N],
+    "topk_logprobs": [P, P, P, N, N, N, N],
+}
+SECONDS = 120
+"""After which a compiler is given up."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler that CXX in the environment names, else the first that is found."""
+    named = os.environ.get("CXX")
+    return shutil.which(named) if named else next((found for name in COMPILERS if (found := shutil.which(name))), None)
+
+
+def missing() -> str | None:
+    """Why the kernels cannot be built here, or None."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"they were tried on Linux and x86-64 alone, and this is {platform.system()} on {platform.machine()}"
+    if torch.backends.cpu.get_cpu_capability() not in FLAGS:
+        return f"they need AVX2, and torch uses {torch.backends.cpu.get_cpu_capability()} on this processor"
+    if compiler() is None:
+        return f"there is no C++ compiler ({', '.join(COMPILERS)}, or what CXX in the environment names)"
+    return None
+
+
+def command(source: Path, out: Path) -> list[str]:
+    """What compiles the library."""
+    found = compiler()
+    assert found is not None
+    return [found, *COMMON, *FLAGS[torch.backends.cpu.get_cpu_capability()], str(source), "-o", str(out)]
+
+
+def library_name() -> str:
+    """The name of the library's file: other sources, instructions or compilers make another."""
+    told = [SOURCE.read_text(encoding="utf-8"), *command(SOURCE, Path("out"))[:-1]]
+    return f"kernels-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:16]}.so"
+
+
+def build(folder: Path) -> str | None:
+    """Compile the library into a folder where it is not there yet -> None, or what went wrong."""
+    path = folder / library_name()
+    if path.exists():
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            out = Path(made) / path.name
+            done = subprocess.run(command(SOURCE, out), capture_output=True, text=True, timeout=SECONDS, check=False)
+            if done.returncode:
+                return f"{compiler()} failed: {done.stderr.strip()[-400:]}"
+            os.replace(out, path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None
+
+
+@cache
+def library(path: Path) -> ctypes.CDLL:
+    """The library, with the types of its functions. Raises OSError where it cannot be loaded."""
+    found = ctypes.CDLL(str(path))
+    for name, types in SIGNATURES.items():
+        function = getattr(found, f"fastspec_{name}")
+        function.argtypes, function.restype = types, None
+    return found

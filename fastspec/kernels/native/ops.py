@@ -1,0 +1,186 @@
+"""The C++ kernels as ops. What they do not take (other dtypes, gradients, rare forms of an op, many rows) the references compute, or
+torch's products: their docstrings say which. Nothing is taken over after an error."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastspec.kernels.attention import reference as attention_reference
+from fastspec.kernels.attention.reference import AttentionLayout
+from fastspec.kernels.drafting import reference as drafting_reference
+from fastspec.kernels.drafting.reference import Candidates
+from fastspec.kernels.layer import reference as layer_reference
+from fastspec.kernels.linear import onednn
+from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.linear.measured import Measured
+from fastspec.kernels.linear.reference import SILU, Gate, Parts, joined
+from fastspec.kernels.verification import reference as verification_reference
+from fastspec.kernels.verification.reference import SamplingSettings
+
+MOST_ROWS = 64
+"""Rows of a product, and nodes whose attention is taken here; more are a prompt's, and torch's own are made for that."""
+MOST_SIZE = 1024
+"""Of a head that is rotated."""
+
+
+def plain(*tensors: Tensor) -> bool:
+    """Whether these are fp32 on the CPU, and need no gradients."""
+    return all(x.dtype is torch.float32 and x.is_cpu for x in tensors) and not torch.is_grad_enabled()
+
+
+def rows_of(x: Tensor) -> Tensor | None:
+    """x [..., H] as [R, H] in place, or None where it does not lie so: a row is contiguous, and rows are evenly apart."""
+    if x.is_contiguous():
+        return x.view(-1, x.shape[-1])
+    apart, count = x.shape[-1], 1
+    for size, stride in zip(x.shape[-2::-1], x.stride()[-2::-1], strict=True):
+        if size > 1 and count > 1 and stride != apart * count:
+            return None
+        apart = stride if size > 1 and count == 1 else apart
+        count *= size
+    return x.as_strided((count, x.shape[-1]), (apart, 1)) if x.stride(-1) == 1 else None
+
+
+def at(x: Tensor | None) -> int | None:
+    """The address of a tensor's first value."""
+    return None if x is None else x.data_ptr()
+
+
+def by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`onednn.through_onednn`, laid out as the kernels read it."""
+    return onednn.through_onednn(rows, weight, bias).contiguous()
+
+
+class Native:
+    """The ops of a library that `build.library` loaded. Each has the signature of its reference."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._linear, self._rms_norm, self._swiglu = library.fastspec_linear, library.fastspec_rms_norm, library.fastspec_swiglu
+        self._rope_cache, self._tree_attention = library.fastspec_rope_cache, library.fastspec_tree_attention
+        self._argmax, self._topk_logprobs = library.fastspec_argmax, library.fastspec_topk_logprobs
+        ways = (F.linear, by_onednn, self.product) if onednn.available() else (F.linear, self.product)
+        self.measured = Measured(*ways)
+
+    def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """rows [R, K] times weight [M, K] transposed, plus bias -> [R, M], by the kernel; all fp32, and contiguous."""
+        count, depth = rows.shape
+        out = torch.empty(count, weight.shape[0])
+        self._linear(
+            rows.data_ptr(), weight.data_ptr(), at(bias), out.data_ptr(), count, weight.shape[0], depth, torch.get_num_threads()
+        )  # fmt: skip
+        return out
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`reference.linear`, by whichever of MKL, oneDNN and the kernel is the quickest here for such a product; of more than 64 rows as
+        `onednn.linear` does, and of what is not fp32 and contiguous by torch."""
+        given = (x, weight) if bias is None else (x, weight, bias)
+        if not plain(*given) or not all(each.is_contiguous() for each in given) or not x.numel():
+            return F.linear(x, weight, bias)
+        rows = x.view(-1, x.shape[-1])
+        if len(rows) > MOST_ROWS:
+            return by_onednn(rows, weight, bias).view(*x.shape[:-1], -1) if onednn.available() else F.linear(x, weight, bias)
+        multiply = self.product if len(rows) * weight.numel() < onednn.SMALL else self.measured.fastest(rows, weight)
+        return multiply(rows, weight, bias).view(*x.shape[:-1], -1)
+
+    def gate_up(self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate = SILU) -> Tensor:
+        """`reference.gate_up`; other gates than SiLU by torch."""
+        both = self.linear(x, weight, bias)
+        if kind != SILU or not plain(both) or not both.is_contiguous():
+            return linear_reference.swiglu(both, kind)
+        out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+        self._swiglu(both.data_ptr(), out.data_ptr(), out.numel() // max(1, out.shape[-1]), out.shape[-1], torch.get_num_threads())
+        return out
+
+    def rms_norm(
+        self, x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None,
+        total: Tensor | None = None, offset: float | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`reference.rms_norm`."""
+        x = joined(x)
+        given = [each for each in (x, weight, residual, out, total) if each is not None]
+        if not plain(*given) or not weight.is_contiguous():
+            return layer_reference.rms_norm(x, weight, eps, residual, out, total, offset)
+        normed = torch.empty(x.shape) if out is None else out
+        summed = total if total is not None else torch.empty(x.shape) if residual is not None else x
+        a, to, kept = rows_of(x), rows_of(normed), rows_of(summed)
+        b = None if residual is None else rows_of(residual)
+        if a is None or to is None or kept is None or (residual is not None and b is None):
+            return layer_reference.rms_norm(x, weight, eps, residual, out, total, offset)
+        self._rms_norm(
+            a.data_ptr(), a.stride(0), at(b), 0 if b is None else b.stride(0), weight.data_ptr(), to.data_ptr(), to.stride(0),
+            kept.data_ptr(), kept.stride(0), len(a), a.shape[1], eps, 0.0 if offset is None else offset, offset is not None,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return normed, summed
+
+    def rope_cache(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float | None = None, gated: bool = False,
+        norms_values: bool = False, ties_values: bool = False, interleaved: bool = False, factor: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`reference.rope_cache`; gated, tied and normed values, interleaved channels, factors and values of another size by torch."""
+        rare = gated or norms_values or ties_values or interleaved or factor is not None or (q_norm is None) != (k_norm is None)
+        heads, size = k_cache.shape[1], k_cache.shape[3]
+        given = [each for each in (qkv, cos, sin, k_cache, v_cache, q_norm, k_norm) if each is not None]
+        lies = k_cache.stride(2) == v_cache.stride(2) == size and k_cache.stride(3) == v_cache.stride(3) == 1
+        if rare or not lies or v_cache.shape != k_cache.shape or size > MOST_SIZE or not plain(*given) or not qkv.is_contiguous():
+            more = gated, norms_values, ties_values, interleaved, factor
+            return layer_reference.rope_cache(qkv, cos, sin, positions, k_cache, v_cache, slots, q_norm, k_norm, eps, offset, *more)
+        batch, nodes = qkv.shape[:2]
+        queries = qkv.shape[2] // size - 2 * heads
+        q = torch.empty(batch, nodes, queries, size)
+        where, to, c, s = positions.contiguous(), slots.contiguous(), cos.contiguous(), sin.contiguous()
+        self._rope_cache(
+            qkv.data_ptr(), c.data_ptr(), s.data_ptr(), where.data_ptr(), to.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+            q.data_ptr(), at(q_norm), at(k_norm), batch, nodes, queries, heads, size, c.shape[-1], k_cache.stride(0), k_cache.stride(1),
+            v_cache.stride(0), v_cache.stride(1), eps, 0.0 if offset is None else offset, offset is not None,
+        )  # fmt: skip
+        return q
+
+    def tree_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, *, sinks: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`reference.tree_attention`; sinks, caps, values of another size and more than 64 nodes by torch."""
+        batch, nodes, heads, size = q.shape
+        lies = k.stride(2) == v.stride(2) == size and k.stride(3) == v.stride(3) == 1 and q.is_contiguous()
+        if sinks is not None or cap is not None or nodes > MOST_ROWS or v.shape != k.shape or not lies or not plain(q, k, v):
+            return attention_reference.tree_attention(q, k, v, layout, scale, sinks=sinks, cap=cap)
+        seen = layout.visible.contiguous()
+        out = torch.empty(q.shape)
+        self._tree_attention(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), seen.data_ptr(), out.data_ptr(), batch, nodes, heads, k.shape[1], size,
+            layout.extent, k.stride(0), k.stride(1), v.stride(0), v.stride(1), scale, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def pick(self, scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None = None) -> Tensor:
+        """`reference.pick`; draws by torch."""
+        if uniform is not None or not plain(scores) or not scores.is_contiguous() or not scores.numel():
+            return verification_reference.pick(scores, uniform, settings)
+        out = torch.empty(scores.shape[:-1], dtype=torch.long)
+        self._argmax(scores.data_ptr(), out.data_ptr(), out.numel(), scores.shape[-1], torch.get_num_threads())
+        return out
+
+    def topk_logprobs(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """`reference.topk_logprobs`, the lower id first among equals; logits that are not numbers are not looked for."""
+        if not plain(logits) or not logits.is_contiguous() or not 0 < count <= logits.shape[-1]:
+            return drafting_reference.topk_logprobs(logits, count)
+        values, ids = torch.empty(*logits.shape[:-1], count), torch.empty(*logits.shape[:-1], count, dtype=torch.long)
+        rows = values.numel() // count
+        self._topk_logprobs(
+            logits.data_ptr(), values.data_ptr(), ids.data_ptr(), rows, logits.shape[-1], count, torch.get_num_threads()
+        )  # fmt: skip
+        return values, ids
+
+    def topk_expand(
+        self, hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, out: Candidates | None = None
+    ) -> tuple[Tensor, ...]:
+        """`reference.topk_expand`."""
+        parts: dict[str, Any] = {"product": self.linear, "likeliest": self.topk_logprobs}
+        return drafting_reference.topk_expand(hidden, weight, scores, count, d2t, out, **parts)

@@ -1,0 +1,212 @@
+"""The C++ kernels of the CPU, held to their references; that a model patched with them says what it says without; how they are built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_generate import TREE, prompts
+from helpers_models import tiny_head, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastspec
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.kernels.drafting import reference as drafting
+from fastspec.kernels.linear import measured
+from fastspec.kernels.native import build
+from fastspec.kernels.native.ops import Native, rows_of
+from fastspec.patches import backends
+from fastspec.patches.checks.compare import problems
+from fastspec.patches.session import session_of
+
+needs_compiler = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+FP32, CPU = torch.float32, torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def native() -> Native:
+    return backends.cpp_ops().linear.__self__
+
+
+@needs_compiler
+def test_every_kernel_is_its_reference_on_the_rows_of_the_self_check():
+    with torch.no_grad():
+        assert list(problems(backends.cpp_ops(), FP32, CPU)) == []
+
+
+@needs_compiler
+@given(
+    st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64]), st.integers(1, 70), st.integers(1, 70), st.booleans(),
+    st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_a_product_is_right_within_the_rounding_of_a_sum(native, rows, inner, outer, biased, seed):
+    torch.manual_seed(seed)
+    x, weight, bias = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(outer) if biased else None
+    want = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # A sum of `inner` fp32 products is off by at most inner * eps of the sum of their magnitudes.
+    bound = (inner + 1) * 2**-23 * (x.abs() @ weight.abs().t() + (0 if bias is None else bias.abs())) + 1e-30
+    with torch.no_grad():
+        assert bool(((native.product(x, weight, bias).double() - want).abs() <= bound.double()).all())
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 8, 16, 33])
+def test_two_threads_give_the_bits_of_one(native, rows):
+    """Every sum is one thread's, in the order that it has alone."""
+    x, weight, threads, found = torch.randn(rows, 67), torch.randn(131, 67), torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            with torch.no_grad():
+                found.append(native.product(x, weight, None))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gemma2", "gpt_oss", "ministral3"])
+def test_a_model_says_the_same_with_them(family):
+    """A plain family, one with norms of heads, and some of which a few ops go to the references."""
+    plain, model = tiny_model(family), tiny_model(family)
+    fastspec.patch(model, eagle3=tiny_head(model), backend="cpp")
+    for inputs in (prompts(9), prompts(4, 9)):
+        want = plain.generate(**inputs, max_new_tokens=20, do_sample=False)
+        for assistant in ("autoregressive", TREE):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=assistant), want)
+    assert fastspec.report(model).backend == "cpp"
+
+
+@needs_compiler
+def test_weights_that_change_are_noticed():
+    """In place, and by a storage of their own; after the unpatch the parameters are the model's alone again."""
+    plain, model = tiny_model(), tiny_model()
+    fastspec.patch(model, eagle3=tiny_head(model), backend="cpp")
+    inputs = prompts(7)
+    said = []
+    for change in ("none", "in place", "replaced"):
+        with torch.no_grad():
+            for one in (plain, model):
+                weight = one.model.layers[2].mlp.up_proj.weight
+                if change == "in place":
+                    weight.mul_(-1.5)
+                if change == "replaced":
+                    weight.data = weight.flip(0).clone()
+        want = plain.generate(**inputs, max_new_tokens=12, do_sample=False)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=TREE), want)
+        said.append(want.tolist())
+    assert said[0] != said[1] != said[2]
+    assert session_of(model).packed
+    fastspec.unpatch(model)
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.numel() * 4
+
+
+@needs_compiler
+def test_other_dtypes_are_computed_as_by_torch():
+    model = tiny_model().bfloat16()
+    said = []
+    for backend in ("torch", "cpp"):
+        fastspec.patch(model, backend=backend)
+        said.append(model.generate(**prompts(7), max_new_tokens=12, do_sample=False, assistant="autoregressive"))
+        fastspec.unpatch(model)
+    assert torch.equal(*said)
+
+
+@needs_compiler
+@pytest.mark.parametrize("quickest", [0, 1, 2])
+def test_the_quickest_way_is_taken(native, quickest, monkeypatch):
+    taken = []
+
+    def way(index):
+        return lambda rows, weight, bias: taken.append(index) or torch.nn.functional.linear(rows, weight, bias)
+
+    monkeypatch.setattr(measured, "times", lambda *_: [1.0 - (index == quickest) for index in range(3)])
+    monkeypatch.setattr(native, "measured", measured.Measured(*map(way, range(3))))
+    with torch.no_grad():
+        x, weight = torch.randn(3, 1000), torch.randn(1100, 1000)
+        assert torch.equal(native.linear(x, weight, None), x @ weight.t()) and taken == [quickest]
+
+
+@needs_compiler
+def test_the_likeliest_is_the_first_of_equals_and_what_is_no_number_is_above_all():
+    pick = backends.cpp_ops().pick
+    x = torch.zeros(4, 1000)
+    x[0, [777, 300, 999]], x[1, 998], x[2, [500, 20]], x[3] = 2.0, torch.inf, torch.nan, -torch.inf
+    with torch.no_grad():
+        assert pick(x, None).tolist() == [300, 998, 20, 0]
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [3, 15, 200, 1001])
+def test_the_likeliest_few_are_in_falling_order_and_the_first_of_equals_come_first(size):
+    logits = torch.randn(5, size)
+    logits[4] = (torch.arange(size) % 3).float()
+    with torch.no_grad():
+        values, ids = backends.cpp_ops().topk_logprobs(logits, 3)
+        want, order = drafting.stable_topk(logits.log_softmax(-1), 3)
+    assert torch.equal(ids, order)
+    torch.testing.assert_close(values, want, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_queries_that_see_nothing_give_zeros():
+    """A row of a batch that has ended may see no slot at all."""
+    from fastspec.kernels.attention.reference import AttentionLayout
+
+    seen = torch.ones(1, 1, 2, 5, dtype=torch.bool)
+    seen[0, 0, 1] = False
+    k = torch.randn(1, 1, 5, 16)
+    with torch.no_grad():
+        out = backends.cpp_ops().tree_attention(torch.randn(1, 2, 1, 16), k, k, AttentionLayout(seen, seen, 5), 0.25)
+    assert bool(out[0, 0].abs().sum() > 0) and bool((out[0, 1] == 0).all())
+
+
+def test_rows_that_are_not_evenly_apart_are_told():
+    x = torch.randn(2, 3, 8)
+    for view in (x, x[..., :4], x[:, 1:2], x[:1, :, 4:], x[0]):
+        rows = rows_of(view)
+        assert rows is not None and torch.equal(rows, view.reshape(-1, view.shape[-1])) and rows.data_ptr() == view.data_ptr()
+    assert rows_of(x[:, :2]) is None and rows_of(x.transpose(1, 2)) is None and rows_of(x.transpose(0, 1)) is None
+
+
+def test_what_keeps_them_from_being_built_is_said(monkeypatch, tmp_path):
+    backends.cpp_ops.cache_clear()
+    monkeypatch.setenv("FASTSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(Unsupported, match="there is no C\\+\\+ compiler"):
+        fastspec.patch(tiny_model(), backend="cpp")
+    with pytest.raises(Unsupported, match="is for the CPU, and the model is on cuda"):
+        backends.choose_backend("cpp", "cuda")
+    failing = tmp_path / "compiler"
+    failing.write_text("#!/bin/sh\necho out of order >&2\nexit 3\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    if build.missing() is None:
+        with pytest.raises(Unsupported, match="failed: out of order"):
+            fastspec.patch(tiny_model(), backend="cpp")
+    assert not list(Path(tmp_path).rglob("*.so"))
+    backends.cpp_ops.cache_clear()
+
+
+@needs_compiler
+def test_they_are_compiled_once(tmp_path, monkeypatch):
+    assert build.build(tmp_path) is None
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    assert build.build(tmp_path) is None and [path.name for path in tmp_path.iterdir()] == [build.library_name()]
+
+
+@needs_compiler
+def test_a_library_is_checked_before_its_first_use_and_a_failure_names_the_kernel(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr("fastspec.patches.checks.verdict._known", {})
+    ops = backends.cpp_ops()
+    wrong = replace(ops, pick=lambda scores, *rest: ops.pick(scores, *rest) + 1)
+    monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: wrong)
+    with pytest.raises(FastSpecError, match=r"backend 'cpp' do not compute .* pick \(the likeliest\)"):
+        fastspec.patch(tiny_model(), backend="cpp")
+    fastspec.patch(tiny_model().bfloat16(), backend="cpp")  # which takes none of them
