@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastspec.kernels.linear import onednn as cpu
+from fastspec.kernels.native import build
+from fastspec.patches.backends import cpp_ops
 
 LAYER = ((576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))
 LM_HEAD = (49152, 576)
@@ -29,6 +31,8 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "torch W @ x^T (MKL), 16 columns": lambda x, w: (w @ F.pad(x, (0, 0, 0, -len(x) % 16)).t().contiguous()).t()[: len(x)],
     "oneDNN": lambda x, w: cpu.through_onednn(x.view(-1, x.shape[-1]), w, None),
 }
+if build.missing() is None:
+    WAYS["C++"] = lambda x, w: cpp_ops().linear.__self__.product(x.view(-1, x.shape[-1]), w, None)
 
 
 def milliseconds(call: Callable[[], object], times: int) -> list[float]:
@@ -53,6 +57,7 @@ def main() -> None:
     torch.manual_seed(0)
     weights = [torch.randn(shape) for _ in range(30) for shape in LAYER] + [torch.randn(LM_HEAD)]
     where = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    where["isa"] = torch.backends.cpu.get_cpu_capability()
     rows = [{"way": "sum of the weights", "rows": 0, "ms": milliseconds(lambda: [w.sum() for w in weights], options.times)}]
     for count in options.rows:
         inputs = {size: torch.randn(count, size) for size in (576, 1536)}
