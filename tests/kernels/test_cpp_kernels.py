@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,13 @@ from fastspec.kernels.linear import measured
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import Native, rows_of
 from fastspec.patches import backends
-from fastspec.patches.checks.compare import problems
+from fastspec.patches.checks.compare import has_kernel, problems
+from fastspec.patches.checks.rows import CHECKS
 from fastspec.patches.session import session_of
 
 needs_compiler = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 FP32, CPU = torch.float32, torch.device("cpu")
+OPS = [field.name for field in fields(backends.TORCH) if callable(getattr(backends.TORCH, field.name))]
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +35,10 @@ def native() -> Native:
 
 @needs_compiler
 def test_every_kernel_is_its_reference_on_the_rows_of_the_self_check():
+    ops = backends.cpp_ops()
+    assert {name for name in OPS if has_kernel(ops, name)} <= {check.op for check in CHECKS}
     with torch.no_grad():
-        assert list(problems(backends.cpp_ops(), FP32, CPU)) == []
+        assert list(problems(ops, FP32, CPU)) == []
 
 
 @needs_compiler

@@ -41,9 +41,9 @@ def folder(tmp_path, monkeypatch):
 
 def test_every_op_that_has_a_kernel_has_a_row():
     ops = triton_ops()
-    wanted = {name for name in OPS if has_kernel(ops, name)} - OTHERS_NEEDED
+    wanted = {name for name in OPS if has_kernel(ops, name)} - OTHERS_NEEDED | {"topk_logprobs"}  # of the C++ kernels alone
     assert {check.op for check in CHECKS} == wanted and len(wanted) > 25
-    assert {field.name for field in fields(ops)} - set(OPS) == {"name", "fused", "most_children", "most_candidates", "captures"}
+    assert {field.name for field in fields(ops)} - set(OPS) == {"name", "fused", "most_children", "most_candidates", "captures", "packs"}
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 

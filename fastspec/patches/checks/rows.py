@@ -273,6 +273,11 @@ def held(draw: Draw) -> Inputs:
     return (draw.floats(2, 6, CHANNELS), draw.floats(2, 4, CHANNELS), draw.fixed([6, 2])), {}
 
 
+def likeliest(draw: Draw) -> Inputs:
+    """Logits that are all different."""
+    return (draw.order(300, 3).to(draw.dtype) / 16, 4), {}
+
+
 LONG = 1100
 """Cache slots that several programs share."""
 CHECKS: tuple[Check, ...] = (
@@ -312,6 +317,7 @@ CHECKS: tuple[Check, ...] = (
     Check("emit", "two rows", emission),
     Check("path_pairs", "two rows", pairs),
     Check("keep_last", "two rows", last_pairs),
+    Check("topk_logprobs", "three rows", likeliest),
     Check("topk_expand", "one node", expansion(1, 4)),
     Check("topk_expand", "6 nodes", expansion(6, 4, below=True)),
     Check("topk_expand", "20 children", expansion(2, 20)),
