@@ -252,9 +252,18 @@ def train(
     heldout: Annotated[str | None, typer.Option(help="jsonl file of prompts, or npz file, for validation.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the texts, 10 by default; 0: as many as `--minutes` allow.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Minutes of training, where time is to end the run.")] = None,
-    kind: Annotated[Literal["eagle3", "eagle"] | None, typer.Option(help="The head's format; eagle: EAGLE-1's and EAGLE-2's.")] = None,
-    draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that an EAGLE-3 head can draft; 10240 by default.")] = None,
+    kind: Annotated[
+        Literal["eagle3", "eagle", "dspark", "dflash", "dflash2"] | None,
+        typer.Option(help="The head's format; eagle: EAGLE-1's and EAGLE-2's; the last three draft a block in one pass."),
+    ] = None,
+    draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that a head can draft; 10240 by default for EAGLE-3.")] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Width of the head's MLP; the target's by default.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of a block head; 2 by default.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Rows of a block, the anchor's among them; 8 by default.")] = None,
+    anchors: Annotated[int | None, typer.Option(help="Blocks of a text in one step; 64 by default.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of a block head's correction; 256 by default.")] = None,
+    mask_token: Annotated[int | None, typer.Option(help="Token in the rows to be drafted; one that no text holds by default.")] = None,
+    loss: Annotated[str | None, typer.Option(help="ce, kl, ce+l1, kl+l1, tv, nla, hybrid or dpace; the kind's own by default.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Longest text, in tokens; longer ones are left out.")] = None,
     ttt_steps: Annotated[int | None, typer.Option(help="Draft steps unrolled in training.")] = None,
@@ -271,7 +280,7 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Seed of shuffling and of the weights.")] = None,
     resume: Annotated[bool | None, typer.Option(help="Take up an interrupted run in the output directory.")] = None,
 ) -> None:
-    """Train an EAGLE head. What is left out keeps the default of `fastspec.training.TrainConfig`; see docs/training.md."""
+    """Train a drafting head. What is left out keeps the default of `fastspec.training.TrainConfig`; see docs/training.md."""
     given = {name: value for name, value in locals().items() if value is not None and value != []}
     from fastspec import training
 

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from fastspec.training.losses import DEFAULT, LOSSES, SOFT_ONLY
+
+BLOCK_KINDS = ("dspark", "dflash", "dflash2")
 ENLARGEMENTS = ("continue_cut", "second_answers", "follow_ups")
 """The fields that add texts, in the order in which they are made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One run that trains an EAGLE head.
+    """One run that trains a drafting head.
 
     `kind` is "eagle3", or "eagle" for the original format that the assistants `eagle` and `eagle2` share: such a head reads the target's
     last hidden state and drafts with the target's LM head, so its `hidden_size` and vocabulary are the target's and it has no `taps`.
+    "dspark", "dflash" and "dflash2" draft `block_size` rows in one pass, of the target's width: `layers` of them, a correction of `rank`
+    (dflash has none), up to `anchors` blocks of a text in one step, and the target's LM head unless `draft_vocab_size` is given, which
+    dflash2 has none of. `mask_token` stands in the rows to be drafted, -1 for the last token that no text holds.
+
+    `loss` is a name of `fastspec.training.losses.LOSSES`, empty for what the kind was published with; `decay` weighs the loss of each
+    draft beside the one before, 0 for 0.8, and for block heads e^(-1/4), or e^(-1/7) from blocks of 12 on.
 
     `target` is a folder, a hub id or a .gguf file; `prompts` a jsonl file (`prompt` or `turns` in each row). `answers` are npz files of
     the target's own answers (`ids`, `lengths`, `tokens`, and `greedy` where it is known), or of whole texts as `Texts.save` writes them;
     empty means that the target answers the prompts first, up to `new_tokens` each, a `sampled_share` of them by sampling. `heldout` is
     a jsonl file of prompts, or an npz of texts, for validation; empty holds 1 % of the texts back. `hidden_size`, `intermediate_size` 0
-    and `taps` empty mean the target's; `draft_vocab_size` 0 means 10,240, and the target's for kind "eagle".
+    and `taps` empty mean the target's; `draft_vocab_size` 0 means 10,240 for kind "eagle3", and the target's for the others.
 
     Three switches enlarge the texts, whichever way they came, within `enlarge_minutes` in all (0 means no bound):
     `continue_cut` lets the target go on, by up to `new_tokens`, where an answer stops without an end token, greedily where the first
@@ -43,6 +53,12 @@ class TrainConfig:
     hidden_size: int = 0
     intermediate_size: int = 0
     taps: tuple[int, ...] = ()
+    layers: int = 0
+    block_size: int = 0
+    anchors: int = 64
+    rank: int = 0
+    mask_token: int = -1
+    loss: str = ""
 
     epochs: float = 10.0
     minutes: float = 0.0
@@ -50,7 +66,7 @@ class TrainConfig:
     length_multiple: int = 64
     max_length: int = 2048
     ttt_steps: int = 7
-    decay: float = 0.8
+    decay: float = 0.0
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.02
     warmup_steps: int = 100
@@ -81,14 +97,13 @@ class TrainConfig:
             raise ValueError("give `prompts` (a jsonl file), or `answers` (npz files of whole texts), to train on")
         if self.follow_ups and not self.prompts:
             raise ValueError("`follow_ups` takes its questions from the prompts: give `prompts` (a jsonl file) too")
-        if self.kind not in ("eagle3", "eagle"):
-            raise ValueError(f'TrainConfig.kind is {self.kind!r}; accepted are "eagle3" and "eagle" (a head for eagle and eagle2)')
-        if self.kind == "eagle" and (self.taps or self.hidden_size or self.draft_vocab_size):
-            given = {name: getattr(self, name) for name in ("taps", "hidden_size", "draft_vocab_size")}
-            raise ValueError(f'heads of kind "eagle" take taps, hidden size and vocabulary from the target: leave out {given}')
+        if self.kind not in DEFAULT:
+            accepted = '"eagle3" and "eagle" (a head for eagle and eagle2), "dspark", "dflash" and "dflash2" (blocks)'
+            raise ValueError(f"TrainConfig.kind is {self.kind!r}; accepted are {accepted}")
+        self._check_kind()
         if self.draft_vocab_size < 0:
             raise ValueError(f"TrainConfig.draft_vocab_size is {self.draft_vocab_size}; it must be 0 (the default size) or more")
-        for name in ("batch_tokens", "length_multiple", "max_length", "ttt_steps", "new_tokens", "shard_texts"):
+        for name in ("batch_tokens", "length_multiple", "max_length", "ttt_steps", "anchors", "new_tokens", "shard_texts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes"):
@@ -102,3 +117,39 @@ class TrainConfig:
             raise ValueError(f'TrainConfig.mixed_precision is {self.mixed_precision!r}; accepted are "no", "bf16" and "fp16"')
         if not 0 <= self.sampled_share <= 1:
             raise ValueError(f"TrainConfig.sampled_share is {self.sampled_share}; it must lie between 0 and 1")
+
+    def _check_kind(self) -> None:
+        """Settings that the kind of head does not have."""
+        block = self.kind in BLOCK_KINDS
+        if self.kind == "eagle" and (self.taps or self.hidden_size or self.draft_vocab_size):
+            given = {name: getattr(self, name) for name in ("taps", "hidden_size", "draft_vocab_size")}
+            raise ValueError(f'heads of kind "eagle" take taps, hidden size and vocabulary from the target: leave out {given}')
+        for name in ("layers", "block_size", "rank"):
+            if getattr(self, name) and not block:
+                kinds = ", ".join(BLOCK_KINDS)
+                raise ValueError(f"TrainConfig.{name} belongs to block heads ({kinds}): leave it out with kind {self.kind!r}")
+            if getattr(self, name) < 0:
+                raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be 0 (the default) or more")
+        if block and self.hidden_size:
+            raise ValueError("block heads have the target's width: leave out hidden_size")
+        if self.kind == "dflash" and self.rank:
+            raise ValueError('kind "dflash" has no correction: leave out rank, or choose "dspark" or "dflash2"')
+        if self.kind == "dflash2" and self.draft_vocab_size:
+            raise ValueError('the selector of kind "dflash2" picks from the whole vocabulary: leave out draft_vocab_size')
+        accepted = tuple(LOSSES) if block else SOFT_ONLY
+        if self.loss_name not in accepted:
+            raise ValueError(f'TrainConfig.loss is {self.loss!r}; kind "{self.kind}" accepts {", ".join(accepted)}')
+        if self.decay < 0:
+            raise ValueError(f"TrainConfig.decay is {self.decay}; it must be 0 (the default) or more")
+
+    @property
+    def loss_name(self) -> str:
+        """The loss that was asked for, or the kind's."""
+        return self.loss or DEFAULT[self.kind]
+
+    @property
+    def slot_decay(self) -> float:
+        """The weight of a draft's loss beside that of the one before."""
+        if self.decay or self.kind not in BLOCK_KINDS:
+            return self.decay or 0.8
+        return math.exp(-1 / 7 if self.block_size >= 12 else -1 / 4)

@@ -134,18 +134,19 @@ def draft_vocabulary(texts: Texts, size: int, vocab_size: int) -> tuple[Tensor, 
 class Batch:
     """ids [B, T] int64, right-padded with 0, and where [M], the flat positions b * T + u (u >= 1) that carry a loss.
 
-    Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer.
+    Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer. `anchors` [B, N] are
+    the positions that blocks are drafted behind, -1 for none, where the head drafts blocks.
     """
 
     ids: Tensor
     where: Tensor
+    anchors: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`; through pinned memory, so that the host does not wait for the device."""
-        if device.type != "cuda":
-            return Batch(self.ids.to(device), self.where.to(device))
-        ids, where = (x.pin_memory().to(device, non_blocking=True) for x in (self.ids, self.where))
-        return Batch(ids, where)
+        pinned = device.type == "cuda"
+        parts = (self.ids, self.where, self.anchors)
+        return Batch(*(None if x is None else (x.pin_memory() if pinned else x).to(device, non_blocking=pinned) for x in parts))  # type: ignore[arg-type]
 
 
 def plan_batches(lengths: np.ndarray, tokens: int, multiple: int, rng: np.random.Generator | None) -> list[np.ndarray]:

@@ -137,10 +137,12 @@ class TargetReader:
         out = self.base(input_ids=ids, output_hidden_states=bool(self.taps), use_cache=False)
         features = torch.cat([out.hidden_states[tap] for tap in self.taps], -1) if self.taps else out.last_hidden_state
         final = out.last_hidden_state.flatten(0, 1)[where]
-        probs, best = [], []
+        probs, inside, best = [], [], []
         for rows in final.split(self.chunk):
             logits = self.lm_head(rows)
             best.append(self.draft_id[logits.argmax(-1)])
             kept = logits if len(self.vocabulary) == logits.shape[-1] else logits[:, self.vocabulary]
+            share = 0 if kept is logits else kept.float().logsumexp(-1) - logits.float().logsumexp(-1)
+            inside.append(torch.exp(share + logits.new_zeros(len(logits), dtype=torch.float32)))
             probs.append(kept.float().softmax(-1).to(rows.dtype))
-        return Teacher(features=features, where=where, probs=torch.cat(probs), best=torch.cat(best))
+        return Teacher(features=features, where=where, probs=torch.cat(probs), inside=torch.cat(inside), best=torch.cat(best))

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,23 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.training.card import model_card
-from fastspec.training.config import TrainConfig
+from fastspec.training.config import BLOCK_KINDS, TrainConfig
 from fastspec.training.data import Batch, Texts, batches, draft_vocabulary, plan_batches
+from fastspec.training.learner import Learner
+from fastspec.training.learner_block import BlockLearner
+from fastspec.training.learner_eagle import EagleLearner
 from fastspec.training.save import save_head
-from fastspec.training.target import TargetReader, head_for, start_from_features, start_from_target
-from fastspec.training.ttt import TrainingTimeTest, chain_lengths
 
 STATE = "state.pt"
 LOG = "log.jsonl"
 DRAFT_VOCABULARY = 10240  # of an EAGLE-3 head, unless said otherwise
 START_BATCHES = 4  # that an EAGLE-1/2 head's start is solved from
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
-IDENTITY = ("batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps")
+IDENTITY = (
+    "batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps",
+    "layers", "block_size", "anchors", "rank", "mask_token", "loss",
+)  # fmt: skip
 """Settings that a resumed run must share with the one it takes up."""
 
 
@@ -73,29 +76,17 @@ class Trainer:
         self.identity |= {"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "processes": accelerator.num_processes}
         state = self._stored()
         if state is None:
-            size = vocab if config.kind == "eagle" else min(config.draft_vocab_size or DRAFT_VOCABULARY, vocab)
-            vocabulary, self.coverage = draft_vocabulary(self.texts, size, vocab)
+            whole = {"eagle3": DRAFT_VOCABULARY}.get(config.kind, vocab)
+            vocabulary, self.coverage = draft_vocabulary(self.texts, min(config.draft_vocab_size or whole, vocab), vocab)
         else:
             vocabulary, self.coverage = state["vocabulary"].cpu(), state["coverage"]
         torch.manual_seed(config.seed)
-        shape = head_for(
-            target,
-            kind=config.kind,
-            draft_vocab_size=len(vocabulary),
-            hidden_size=config.hidden_size or None,
-            intermediate_size=config.intermediate_size or None,
-            taps=config.taps,
-        )
-        self.head = EagleHead(shape)
-        if config.kind == "eagle3":
-            start_from_target(self.head, target, vocabulary)
-        elif state is None:
-            start_from_features(self.head, target, batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple))
+        learner = BlockLearner if config.kind in BLOCK_KINDS else EagleLearner
+        first = None if state is not None else batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple)
+        self.learner: Learner = learner(config, target, vocabulary, self.texts, first)
+        self.head, self.reader = self.learner.head, self.learner.reader
         self.vocabulary = vocabulary
         self.head.to(accelerator.device)
-        self.head.bind(target.get_input_embeddings(), target.get_output_embeddings())
-        self.reader = TargetReader(target, self.head.config.taps, vocabulary)
-        unrolled = TrainingTimeTest(self.head, config.ttt_steps, config.decay, compile=config.compile)
         optimizer = torch.optim.AdamW(self.head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         if state is not None:
             self.head.load_state_dict(state["head"])
@@ -103,7 +94,7 @@ class Trainer:
             self.progress = Progress(**state["progress"])
             if accelerator.scaler is not None:
                 accelerator.scaler.load_state_dict(state["scaler"])
-        self.unrolled, self.optimizer = accelerator.prepare(unrolled, optimizer)
+        self.unrolled, self.optimizer = accelerator.prepare(self.learner.module, optimizer)
         if accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / LOG).write_text("".join(json.dumps(row) + "\n" for row in self.progress.history), encoding="utf-8")
@@ -113,9 +104,10 @@ class Trainer:
         if not (self.config.resume and path.exists()):
             return None
         state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-        other = [name for name, value in self.identity.items() if state["identity"].get(name) != value]
+        begun = {each.name: each.default for each in fields(TrainConfig)} | state["identity"]  # an older run lacks newer settings
+        other = [name for name, value in self.identity.items() if begun[name] != value]
         if other:
-            was = ", ".join(f"{name} {state['identity'].get(name)!r} (now {self.identity[name]!r})" for name in other)
+            was = ", ".join(f"{name} {begun[name]!r} (now {self.identity[name]!r})" for name in other)
             raise Unsupported(f"the run in {self.folder} has {was}: go on with the same, choose another output folder, or set resume=False")
         return state
 
@@ -131,12 +123,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.progress)
         with self.accelerator.autocast():
-            loss, losses, hits = self.unrolled(batch.ids, teacher)
+            loss, losses, hits = self.unrolled(*self.learner.inputs(batch, teacher))
         self.accelerator.backward(loss)
         norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss.detach(), "losses": losses, "accuracy": hits.float().mean(1), "norm": norm}
+        return {"loss": loss.detach(), "losses": losses, "accuracy": hits.float().nanmean(1), "norm": norm}
 
     def run(
         self, limit: float = math.inf, report: Callable[[dict[str, Any]], None] | None = None, tick: Callable[[float], None] | None = None
@@ -157,6 +149,7 @@ class Trainer:
                 p.epoch, p.batch = p.epoch + 1, 0
                 stream = batches(self.texts, self._plan(p.epoch), config.length_multiple)
                 continue
+            batch = self.learner.prepared(batch, (config.seed, p.step, self.accelerator.process_index))
             result = self.step(batch.to(self.accelerator.device))
             tokens = int(batch.ids.numel()) * self.accelerator.num_processes
             seen, p.tokens = seen + tokens, p.tokens + tokens
@@ -215,10 +208,10 @@ class Trainer:
                 file.write(json.dumps(row) + "\n")
 
     def validate(self, texts: Texts | None = None) -> dict[str, Any]:
-        """Teacher-forced acceptance on held-out answers, see `acceptance`."""
+        """Teacher-forced acceptance on held-out answers, see the learner's `acceptance`."""
         texts = self.heldout if texts is None else _usable(texts, self.config.max_length)
         with self.accelerator.autocast():
-            return acceptance(self.head, self.reader, texts, steps=self.config.ttt_steps, limit=self.config.heldout_texts)
+            return self.learner.acceptance(texts, self.config.heldout_texts)
 
     def checkpoint(self) -> None:
         """Write the head (bf16, with its card) and, beside it, what `resume` needs."""
@@ -249,34 +242,3 @@ def _usable(texts: Texts, longest: int) -> Texts:
         return texts
     answers = np.add.reduceat(texts.answer.astype(np.int64), texts.offsets[:-1])
     return texts.select((texts.lengths <= longest) & (answers >= 3))
-
-
-@torch.no_grad()
-def acceptance(
-    head: EagleHead, reader: TargetReader, texts: Texts, *, steps: int = 7, limit: int = 400, ranks: tuple[int, ...] = (1,)
-) -> dict[str, Any]:
-    """How many tokens a round yields (bonus counted), teacher-forced over the target's own answers.
-
-    For each rank r: `chain` as if every draft among the head's r best at its depth were in the tree, and nothing else had to be
-    pruned. Rank 1 is a real chain of `steps` drafts; the others bound what a tree can reach. `accuracy` is per depth, rank 1.
-    """
-    chosen = texts if len(texts) <= limit else texts.select(np.arange(len(texts)) < limit)
-    unrolled = TrainingTimeTest(head, steps, 1.0)
-    device = head.fc.weight.device
-    found: dict[str, Any] = {}
-    for rank in ranks:
-        counts = torch.zeros(steps, device=device, dtype=torch.float64)
-        right = torch.zeros(steps, device=device, dtype=torch.float64)
-        total = 0
-        for batch in batches(chosen, plan_batches(chosen.lengths, 16384, 64, None), 64):
-            batch = batch.to(device)
-            teacher = reader.read(batch.ids, batch.where)
-            _, _, hits = unrolled(batch.ids, teacher, rank)
-            alive, rows = chain_lengths(hits, teacher.where, batch.ids.shape)
-            counts += alive
-            right += hits.sum(1)
-            total += int(rows)
-        found[f"top{rank}"] = round(1 + float(counts.sum()) / max(1, total), 3)
-        if rank == 1:
-            found["accuracy"] = [round(x, 4) for x in (right / max(1, total)).tolist()]
-    return found

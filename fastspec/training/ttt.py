@@ -11,6 +11,7 @@ Letters: B rows, T positions, Hq / Hkv query / key heads, D head_dim, H widths, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.training.losses import LOSSES, Loss, summed_rows
 
 FEATURE_LOSS = 0.1
 """Weight of the feature loss of an EAGLE-1/2 head beside its cross entropy. EAGLE-1 trains one step with weights of 1 and 0.1 instead."""
@@ -128,20 +130,15 @@ class Teacher:
     """What the target says of one batch, for the M positions with a loss.
 
     features [B, T, taps * H_t], or [B, T, H_t] after the final norm where the head has no taps; where [M] flat positions b * T + u,
-    u >= 1; probs [M, V_d] the target's distribution over the draft vocabulary; best [M] the target's most likely token (any of the
-    vocabulary), as a draft id or -1 when it is outside.
+    u >= 1; probs [M, V_d] the target's distribution over the draft vocabulary, renormalised, and inside [M] fp32 the share of the whole
+    that it had; best [M] the target's most likely token (any of the vocabulary), as a draft id or -1 when it is outside.
     """
 
     features: Tensor
     where: Tensor
     probs: Tensor
+    inside: Tensor
     best: Tensor
-
-
-def soft_cross_entropy(logits: Tensor, probs: Tensor, weight: Tensor) -> Tensor:
-    """Sum over rows of weight * cross entropy of softmax(logits) against probs; logits and probs [M, V_d], weight [M]."""
-    wide = logits.float()
-    return ((wide.logsumexp(-1) - (wide * probs).sum(-1)) * weight).sum()
 
 
 def feature_loss(states: Tensor, features: Tensor, weight: Tensor) -> Tensor:
@@ -152,15 +149,17 @@ def feature_loss(states: Tensor, features: Tensor, weight: Tensor) -> Tensor:
 class TrainingTimeTest(nn.Module):
     """The head with its unrolled loss, as one module so that data-parallel wrappers see one forward.
 
-    A step's loss is the cross entropy, for EAGLE-1/2 heads with FEATURE_LOSS times the distance from the features that they stand for.
+    A step's loss is `loss`, by default the cross entropy against the target's distribution, for EAGLE-1/2 heads with FEATURE_LOSS times
+    the distance from the features that they stand for.
     """
 
-    def __init__(self, head: EagleHead, steps: int, decay: float, *, compile: bool = False) -> None:
+    def __init__(self, head: EagleHead, steps: int, decay: float, *, loss: Loss = LOSSES["kl"], compile: bool = False) -> None:
         super().__init__()
         self.head = head
         self.steps = steps
         self.decay = decay
-        self.loss = torch.compile(soft_cross_entropy, dynamic=True) if compile else soft_cross_entropy
+        rows = partial(summed_rows, loss)
+        self.loss = torch.compile(rows, dynamic=True) if compile else rows
 
     def forward(self, ids: Tensor, teacher: Teacher, rank: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         """ids [B, T], right-padded -> the loss; losses of each step [steps]; whether the target's token is among the head's `rank`
@@ -180,7 +179,7 @@ class TrainingTimeTest(nn.Module):
             states = hidden.flatten(0, 1)[rows.clamp(min=0)]
             logits = self.head.logits(states)
             used = weight * inside
-            loss = self.loss(logits, teacher.probs, used) / used.sum().clamp(min=1)
+            loss = self.loss(logits, teacher.probs, teacher.inside, used) / used.sum().clamp(min=1)
             if goal is not None:
                 loss = loss + FEATURE_LOSS * feature_loss(states, goal, used) / used.sum().clamp(min=1)
             total = total + self.decay**step * loss

@@ -139,12 +139,11 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """The gated feed-forward of the Llama family."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
         super().__init__()
-        c = config
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -164,7 +163,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps) if c.kind == "eagle3" or index > 0 else None
         joined = 2 * c.hidden_size if self.joins_embedding else c.hidden_size
         self.self_attn = Attention(c, joined)
-        self.mlp = SwiGLU(c)
+        self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def forward(
