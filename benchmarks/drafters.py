@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from drafters_rounds import Head, Text, Way, decode, rounds_of  # the scripts beside this one
+from drafters_rounds import ANCHORS, Head, Text, Way, decode, rounds_of  # the scripts beside this one
 from drafters_time import predicted
 
 from fastspec.bench.device import environment
@@ -63,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0], choices=(0.0, 1.0))
     parser.add_argument("--batch", type=int, default=40, help="prompts that the target answers at a time")
     parser.add_argument("--width", type=int, default=0, help="nodes of a depth that are expanded; 0: 16, and 10 for EAGLE-3")
+    parser.add_argument("--anchors", type=int, default=ANCHORS, help="positions of a text whose trees grow at once; fewer take less memory")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--check", type=int, default=0, help="prompts of each file to decode round by round as well")
     parser.add_argument("--seed", type=int, default=0)
@@ -87,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
                 }  # fmt: skip
                 ways = ways_of(head, options.width, temperature)
                 pairs = list(zip(prompts, answers, strict=True))
-                for row in on_texts(model, head, pairs, ways):
+                for row in on_texts(model, head, pairs, ways, options.anchors):
                     seconds = round(time.perf_counter() - began, 1)
                     write(shared | row | {"seconds_of_all_ways": seconds} | where, options.out)
                 if temperature == 0 and options.check:
@@ -149,12 +150,14 @@ def generated(model: Any, prompts: list[list[int]], temperature: float, ends: se
     return [row[: last + 1] for row, last in zip(out, lasts, strict=True)]
 
 
-def on_texts(model: Any, head: Head, pairs: list[tuple[list[int], list[int]]], ways: list[Way]) -> Iterator[dict[str, Any]]:
+def on_texts(
+    model: Any, head: Head, pairs: list[tuple[list[int], list[int]]], ways: list[Way], anchors: int
+) -> Iterator[dict[str, Any]]:
     """One row per way over all texts."""
     rounds, tokens = dict.fromkeys((way.name for way in ways), 0.0), dict.fromkeys((way.name for way in ways), 0)
     for prompt, answer in pairs:
         text = Text.read(model, prompt + answer, len(prompt), head.config.taps)
-        for name, (count, yielded) in rounds_of(head, text, ways).items():
+        for name, (count, yielded) in rounds_of(head, text, ways, anchors).items():
             rounds[name] += count
             tokens[name] += yielded
     for way in ways:

@@ -16,8 +16,8 @@ from fastspec.generation.drafters.block.head import BlockHead
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.training.blocks import BlockAttention
 
-ANCHORS = 32
-"""Anchors whose trees grow at once."""
+ANCHORS = 128
+"""Anchors whose trees grow at once, unless said otherwise."""
 
 Head = BlockHead | EagleHead
 
@@ -117,9 +117,11 @@ def rounds_of(head: Head, text: Text, ways: list[Way], anchors_at_once: int = AN
             if way.by == "draws":
                 lengths[way.name].append(chances(drafts(way), tokens, following[:, : way.depth], logprobs[:, : way.depth]))
                 continue
-            shape = (way.by, way.depth, way.width)
+            alike = [w for w in ways if (w.by, w.width) == (way.by, way.width) and not (w.nodes or way.nodes)]
+            longest = max(alike, key=lambda w: w.depth, default=way)  # a shorter chain is the longer one's beginning
+            shape = (way.by, longest.depth, way.width)
             if shape not in grown:
-                grown[shape] = grow(drafts(way), tokens, way.depth, way.width)
+                grown[shape] = grow(drafts(longest), tokens, longest.depth, way.width)
             tree = grown[shape].cut(way.nodes) if way.nodes else grown[shape]
             lengths[way.name].append(accepted(tree, following[:, : way.depth]))
     return {

@@ -23,7 +23,7 @@ class Drafts(Protocol):
 
     def expand(self, level: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Children of the W nodes of depth `level` (0: the anchor) whose tokens are [P, W] and whose parents [P, W] are places among the
-        nodes expanded before -> log-probabilities [P, W, C] fp32 and target ids [P, W, C]."""
+        nodes expanded before -> log-probabilities [P, W, C] fp32 and target ids [P, W, C]; [P, 1, C] where they are the same for all."""
         ...
 
 
@@ -43,11 +43,11 @@ class BlockDrafts:
 
     def expand(self, level: int, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         unary, states = self.unary[:, level], self.states[:, level]
-        if self.marginal:
+        if self.marginal or self.head.config.kind == "dflash":
             scores, ids = unary.float().unsqueeze(-2), None
         else:
             scores, ids = self.head.edges(unary, states, tokens)
-        wide = scores.log_softmax(-1).expand(*tokens.shape, -1)
+        wide = scores.log_softmax(-1)
         every = torch.arange(self.unary.shape[-1], device=tokens.device) if ids is None else ids.unsqueeze(-2)
         return wide, self.head.to_target(every).expand_as(wide)
 
@@ -140,7 +140,7 @@ def grow(drafts: Drafts, anchors: Tensor, depth: int, width: int) -> Grown:
         wide, ids = drafts.expand(level, places, tokens)
         best, at = wide.topk(min(width, wide.shape[-1]), -1)
         scores = (cumulated[..., None] + best).flatten(1)
-        children = ids.gather(-1, at).flatten(1)
+        children = ids.gather(-1, at).expand(-1, tokens.shape[1], -1).flatten(1)
         found.append((children, above.repeat_interleave(best.shape[-1], 1), scores, level + 1))
         cumulated, chosen = scores.topk(min(width, scores.shape[-1]), -1)
         tokens, places, above = children.gather(1, chosen), chosen // best.shape[-1], start + chosen

@@ -9,12 +9,14 @@ tokens (here T), M positions where the target was read, V_d draft vocabulary; Q 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from fastspec.generation.drafters.block.head import BlockHead
@@ -23,6 +25,8 @@ from fastspec.training.ttt import Teacher
 
 MASK_ELEMENTS = 1 << 26
 """Most (query, key) pairs of one attention call; more texts or blocks than that go in pieces."""
+MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of CUDA's attention kernels those that take any mask."""
 LOGITS = 1 << 27
 """Most logits of one piece of the loss, which is computed again in the backward pass."""
 
@@ -74,7 +78,9 @@ class BlockAttention:
             torch.cat((old[texts], new[texts, blocks].flatten(1, 2).to(old.dtype)), 1).repeat_interleave(groups, 2).transpose(1, 2)
             for old, new in ((keys, k), (values, v))
         )
-        out = F.scaled_dot_product_attention(mine.to(keys.dtype), k, v, self._mask(texts, blocks, keys.shape[1], shape[2]))
+        mask = self._mask(texts, blocks, keys.shape[1], shape[2])
+        with sdpa_kernel(MASKED) if mask.is_cuda else nullcontext():
+            out = F.scaled_dot_product_attention(mine.to(keys.dtype), k, v, mask)
         return out.transpose(1, 2).reshape(shape)
 
     def _mask(self, texts: slice, blocks: slice, size: int, rows: int) -> Tensor:
@@ -165,7 +171,7 @@ class BlockTraining(nn.Module):
         flat = (states.flatten(0, 2), *(x.flatten() for x in (places.previous, places.truth, places.teacher, places.known)))
         size = max(1, LOGITS // self.head.config.draft_vocab_size)
         parts = [
-            checkpoint(self._piece, *piece, teacher, use_reentrant=False)
+            checkpoint(self._piece, *piece, teacher, use_reentrant=False, preserve_rng_state=False)
             for piece in zip(*(x.split(size) for x in flat), strict=True)
         ]  # fmt: skip
         return [torch.cat(column).view(places.used.shape) for column in zip(*parts, strict=True)]
