@@ -196,5 +196,6 @@ class BlockTraining(nn.Module):
         right = (logits.detach().gather(-1, truth[:, None]).squeeze(-1) - logits.detach().logsumexp(-1)).exp()
         extra = torch.zeros_like(loss)
         if judged:
-            extra = F.binary_cross_entropy_with_logits(head.confidence(states, previous).float(), alpha.detach(), reduction="none")
+            sure = head.confidence(states, previous).float()
+            extra = F.binary_cross_entropy_with_logits(sure, alpha.detach().clamp(max=1), reduction="none")
         return loss, right, (logits.argmax(-1) == best).float(), extra, torch.ones_like(loss)

@@ -13,6 +13,7 @@ from helpers_training import VOCAB, settings, small_target, small_texts
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+import fastspec
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.drafters.block.checkpoint import from_json, load_block_head
 from fastspec.generation.drafters.block.draft import BlockDrafter
@@ -273,11 +274,15 @@ def test_the_target_reader_says_what_lies_outside_the_draft_vocabulary(material:
 
 def test_a_head_that_is_read_differently_is_refused(material: Material, tmp_path: Path) -> None:
     Trainer(block(tmp_path, "dspark", epochs=0.05), *material, Accelerator(cpu=True)).run()
+    with pytest.raises(CheckpointError, match="drafts a block"):
+        fastspec.patch(material[0], eagle3=tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert from_json(raw, "here").kind == "dspark" and from_json(raw, "here").sample_from_anchor
+    nested = raw["dflash_config"]
     changes = [
-        ({"layer_types": ["sliding_attention"]}, "sliding"), ({"is_causal": True}, "is_causal"), ({"markov_head_type": "rnn"}, "head_type"),
-        ({"dflash_config": raw["dflash_config"] | {"projector_type": "domino"}}, "domino"), ({"num_attention_heads": 3}, "multiple"),
+        ({"layer_types": ["sliding_attention"]}, "sliding"), ({"is_causal": True}, "is_causal"), ({"num_attention_heads": 3}, "multiple"),
+        ({"dflash_config": nested | {"markov_head_type": "rnn"}}, "head_type"),
+        ({"dflash_config": nested | {"projector_type": "domino"}}, "domino"),
         ({"dflash_config": {}}, "mask_token_id"), ({"final_logit_softcapping": 30.0}, "softcapping"),
     ]  # fmt: skip
     for change, message in changes:

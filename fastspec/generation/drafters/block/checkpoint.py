@@ -29,7 +29,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def as_json(config: BlockConfig) -> dict[str, Any]:
-    """The config.json of a head: Qwen3's field names, and beside them those of the format of its kind."""
+    """The config.json of a head: Qwen3's field names, and beside them those of the format of its kind; DSpark's both at the top level, as
+    DeepSpec has them, and in `dflash_config`, as SpecForge has them."""
     c = config
     layer_ids = [tap - 1 for tap in c.taps]
     nested: dict[str, Any] = {
@@ -37,9 +38,9 @@ def as_json(config: BlockConfig) -> dict[str, Any]:
     }  # fmt: skip
     own: dict[str, Any] = {}
     if c.kind == "dspark":
-        nested["projector_type"] = "dspark"
         own = {"markov_rank": c.rank, "markov_head_type": "vanilla", "enable_confidence_head": c.confidence}
         own |= {"confidence_head_with_markov": True} if c.confidence else {}
+        nested |= {"projector_type": "dspark", **own}
     if c.kind == "dflash2":
         nested |= {"conv_kernel_size": 2, "conv_group_size": c.conv_group, "selector_rank": c.rank, "selector_top_k": c.candidates}
     return {

@@ -159,6 +159,11 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
     `raw` is config.json, `published` the keys as stored, `state` the tensors under normalised keys, with embed_tokens and t2d.
     Raises CheckpointError for fields that are missing, out of range or mean something that `EagleHead` cannot do.
     """
+    if "dflash_config" in raw:
+        raise CheckpointError(
+            f"{where}: a head that drafts a block (dflash_config); fastspec trains and measures such heads and does not decode with them. "
+            "It decodes with EAGLE heads: train one with `fastspec train --kind eagle3`"
+        )
     fields = Fields.of(raw, where)
     dialect = dialect_of(fields, published, state)
     notes: list[str] = []
