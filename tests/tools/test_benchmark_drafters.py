@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -70,11 +71,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder / "model")
     save_head(block_head(target, "dflash"), folder / "dflash", "card")
+    texts = small_texts(target, 160, settings(folder))
     for kind, cut in (("dspark", 110), ("dflash2", 0)):
         config = settings(
-            folder / kind, kind=kind, draft_vocab_size=cut, block_size=6, mask_token=3, rank=12, anchors=12, epochs=1.5, learning_rate=1e-2,
+            folder / kind, kind=kind, draft_vocab_size=cut, block_size=6, mask_token=3, rank=12, anchors=12, epochs=2.0, learning_rate=1e-2,
         )  # fmt: skip
-        Trainer(config, target, small_texts(target, 160, config), small_texts(target, 4, config), Accelerator(cpu=True)).run()
+        Trainer(config, target, texts, texts.select(np.arange(160) < 4), Accelerator(cpu=True)).run()
     save_head(tiny_head(target, taps=(1, 2, 4)), folder / "eagle3", "card")
     (folder / "words.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
     return folder
@@ -123,8 +125,8 @@ def test_a_round_that_differs_from_the_simulation_ends_the_run(scripts: Any, sav
 def test_simulated_rounds_of_eagle3_are_the_engines(scripts: Any, tmp_path: Path) -> None:
     """With a head that was trained a little, so that drafts are accepted, and whose attention then has a say in what it drafts."""
     model = small_target()
-    config = settings(tmp_path, epochs=2.0, loss="hybrid", learning_rate=1e-2)
-    trainer = Trainer(config, model, small_texts(model, 160, config), small_texts(model, 4, config), Accelerator(cpu=True))
+    config = settings(tmp_path, epochs=2.5, loss="hybrid", learning_rate=1e-2)
+    trainer = Trainer(config, model, small_texts(model, 120, config), small_texts(model, 4, config), Accelerator(cpu=True))
     trainer.run()
     head = trainer.head.requires_grad_(False)
     torch.manual_seed(0)

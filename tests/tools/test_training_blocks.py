@@ -239,12 +239,12 @@ def test_heads_learn_and_their_files_hold_them(material: Material, tmp_path: Pat
 
 def test_a_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> None:
     """Anchors too are drawn as if nothing had happened."""
-    Trainer(block(tmp_path / "one", "dspark", epochs=0.8), *material, Accelerator(cpu=True)).run()
+    Trainer(block(tmp_path / "one", "dspark", epochs=1.0), *material, Accelerator(cpu=True)).run()
     steps = [0]
     while True:
-        part = Trainer(block(tmp_path / "two", "dspark", epochs=0.8), *material, Accelerator(cpu=True))
+        part = Trainer(block(tmp_path / "two", "dspark", epochs=1.0), *material, Accelerator(cpu=True))
         assert part.progress.step == steps[-1]
-        if part.run(limit=0.1).done(part.config) >= 1:
+        if part.run(limit=0.03).done(part.config) >= 1:
             break
         steps.append(part.progress.step)
     assert len(steps) > 2
@@ -257,7 +257,7 @@ def test_a_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> Non
 
 
 def test_an_eagle3_head_learns_by_overlap(material: Material, tmp_path: Path) -> None:
-    trainer = Trainer(settings(tmp_path, epochs=1.3, loss="hybrid", learning_rate=1e-2), *material, Accelerator(cpu=True))
+    trainer = Trainer(settings(tmp_path, epochs=1.7, loss="hybrid", learning_rate=1e-2), *material, Accelerator(cpu=True))
     before = trainer.validate()["top1"]
     trainer.run()
     assert trainer.validate()["top1"] > before + 0.5
