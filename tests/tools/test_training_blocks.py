@@ -225,7 +225,7 @@ def test_heads_learn_and_their_files_hold_them(material: Material, tmp_path: Pat
     trainer.finish()
     after = trainer.validate()
     assert loss_of(trainer) < 0.8 * loss
-    assert sum(after["accuracy"]) > sum(before["accuracy"]) + 0.3 and after["top1"] > before["top1"] + 0.1
+    assert sum(after["accuracy"]) > sum(before["accuracy"]) + 0.3 and after["top1"] > before["top1"] + 0.05
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert rows[-1]["validation"] == after
     loaded, head = load_block_head(tmp_path), trainer.head
