@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from full_size import SHAPES, make_head, make_model, timed
 
 import fastspec
 from fastspec.bench.device import device_name, versions
-from fastspec.bench.measure import until_end
+from fastspec.bench.measure import left_padded, until_end
 from fastspec.bench.peers import Job, Peer, Way, answers, medians
 from fastspec.bench.prompts import encode_rows, read_rows
 from fastspec.bench.run import saved
@@ -73,13 +73,10 @@ def of_shape(name: str, new: int, cases: Sequence[tuple[int, int]], peer: Peer |
         told, found = answers(peer, plain, Way(THEIRS))
         for (rows, before), answer in zip(cases, medians(found), strict=True):
             yield {"rows": rows, "before": before, "engine": THEIRS, "method": "plain", **speed(answer.seconds, rows * new), **told}
-        whole, first = (
-            Job(str(target), dtype, batches[:1], count, exact_length=True, head=str(drafts), dummy=True, warmup=COMPILES, runs=RUNS)
-            for count in (new, 1)
-        )
-        way = Way(f"{THEIRS}-eagle3-{CHAIN}", CHAIN)
-        told, found = answers(peer, whole, way)
-        (long,), (short,) = medians(found), medians(answers(peer, first, way)[1])
+        twice = [batches[0]] * 2
+        job = Job(str(target), dtype, twice, (new, 1), exact_length=True, head=str(drafts), dummy=True, warmup=COMPILES, runs=RUNS)
+        told, found = answers(peer, job, Way(f"{THEIRS}-eagle3-{CHAIN}", CHAIN))
+        long, short = medians(found)
         rounds = long.stats.row_rounds // len(batches[0])
         spent = 1e3 * (long.seconds - short.seconds) / rounds
         yield {"rows": cases[0][0], "before": cases[0][1], "engine": THEIRS, "method": "eagle3", "drafts": CHAIN,
@@ -125,7 +122,7 @@ def of_prompts(path: Path, name: str, new: int, each: int | None, peer: Peer | N
         batches = [found[at : at + rows] for at in range(0, len(found), rows)]
         seconds, answered, emitted, rounds = 0.0, [], 0, 0
         for batch in batches:
-            inputs = tokenizer.pad({"input_ids": batch}, padding_side="left", return_tensors="pt").to(device)
+            inputs = left_padded(batch, config, device)
             call = partial(model.generate, **inputs, max_new_tokens=new, do_sample=False, assistant=assistant)
             for _ in range(COMPILES if device == "cuda" else 0):
                 call()
@@ -143,16 +140,18 @@ def of_prompts(path: Path, name: str, new: int, each: int | None, peer: Peer | N
     if peer is None:
         return
     with saved(name, model, tokenizer) as folder:
-        for rows in sizes:
-            batches = [found[at : at + rows] for at in range(0, len(found), rows)]
-            job = Job(folder, str(model.dtype).removeprefix("torch."), batches, new, ends, head=str(find_head(name)))
-            for chain in (None, 3, 5):
-                told, made = answers(peer, job, Way(f"{THEIRS}-{chain}", chain))
-                calls = list(medians(made))
-                answered = [row for answer in calls for row in answer.tokens]
-                kept, drafted = (sum(getattr(answer.stats, name) for answer in calls) for name in ("round_tokens", "row_rounds"))
+        parts = {rows: [found[at : at + rows] for at in range(0, len(found), rows)] for rows in sizes}
+        batches = [batch for part in parts.values() for batch in part]
+        job = Job(folder, str(model.dtype).removeprefix("torch."), batches, new, ends, head=str(find_head(name)))
+        for chain in (None, 3, 5):
+            told, made = answers(peer, job, Way(f"{THEIRS}-{chain}", chain))
+            calls = medians(made)
+            for rows, part in parts.items():
+                answered_by = list(islice(calls, len(part)))
+                answered = [row for answer in answered_by for row in answer.tokens]
+                kept, drafted = (sum(getattr(answer.stats, name) for answer in answered_by) for name in ("round_tokens", "row_rounds"))
                 yield {"rows": rows, "engine": THEIRS, "method": "eagle3" if chain else "plain", "drafts": chain,
-                       **told_of(answered, sum(answer.seconds for answer in calls), said["plain"]),
+                       **told_of(answered, sum(answer.seconds for answer in answered_by), said["plain"]),
                        "acceptance_length": round(kept / drafted, 3) if drafted else None, **told}  # fmt: skip
 
 

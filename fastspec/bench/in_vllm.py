@@ -1,10 +1,10 @@
 """vLLM's answers to a bench's prompts, in a process and, if need be, an environment of its own: `python in_vllm.py JOB OUT`.
 
-JOB is a JSON object: `options` of `vllm.LLM`, `batches` of prompts as token ids, `max_new_tokens`, `ends` (end tokens), `exact_length`
-(answers go on behind end tokens), and for every batch so many calls before the timed ones (`warmup`) and timed ones (`runs`). The first
-line of OUT says which `version` answers, every other one is a timed call's answer to a batch: `batch`, `call`, `tokens`, `seconds`, and of
-drafts `drafts` (how often any were made, summed over the rows), `accepted`, `accepted_at` (by position). Only vLLM and Python's own library
-are imported here.
+JOB is a JSON object: `options` of `vllm.LLM`, `batches` of prompts as token ids, `max_new_tokens` of each batch, `ends` (end tokens),
+`exact_length` (answers go on behind end tokens), and for every batch so many calls before the timed ones (`warmup`) and timed ones
+(`runs`). The first line of OUT says which `version` answers, every other one is a timed call's answer to a batch: `batch`, `call`,
+`tokens`, `seconds`, and of drafts `drafts` (how often any were made, summed over the rows), `accepted`, `accepted_at` (by position). Only
+vLLM and Python's own library are imported here.
 """
 
 import json
@@ -24,14 +24,14 @@ def main(job_path: str, out_path: str) -> None:
         job = json.load(file)
     counts = "speculative_config" in job["options"]
     engine = vllm.LLM(**job["options"], disable_log_stats=not counts)
-    new, exact = job["max_new_tokens"], job["exact_length"]
-    settings = vllm.SamplingParams(
-        temperature=0.0, max_tokens=new, min_tokens=new if exact else 0, ignore_eos=exact, stop_token_ids=[] if exact else job["ends"],
-        detokenize=False,
-    )  # fmt: skip
+    exact = job["exact_length"]
     with open(out_path, "w", encoding="utf-8") as out:
         print(json.dumps({"version": vllm.__version__}), file=out, flush=True)
-        for number, batch in enumerate(job["batches"]):
+        for number, (batch, new) in enumerate(zip(job["batches"], job["max_new_tokens"], strict=True)):
+            settings = vllm.SamplingParams(
+                temperature=0.0, max_tokens=new, min_tokens=new if exact else 0, ignore_eos=exact,
+                stop_token_ids=[] if exact else job["ends"], detokenize=False,
+            )  # fmt: skip
             prompts = [{"prompt_token_ids": ids} for ids in batch]
             for call in range(-job["warmup"], job["runs"]):
                 before, start = drafted(engine) if counts else {}, time.perf_counter()

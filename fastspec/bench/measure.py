@@ -86,6 +86,19 @@ def first_difference(ours: list[int], plain: list[int]) -> int | None:
     return next((at for at, (a, b) in enumerate(zip(ours, plain, strict=False)) if a != b), min(len(ours), len(plain)))
 
 
+def left_padded(batch: Sequence[list[int]], config: Any, device: Any) -> dict[str, Any]:
+    """Prompts as what `generate` takes: `input_ids` and `attention_mask` [B, T] and the `pad_token_id` of a generation config, an end token
+    where it has none."""
+    import torch
+
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    pad = next((token for token in (config.pad_token_id, *ends) if token is not None), 0)
+    width = max(map(len, batch))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in batch], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch], device=device)
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": pad}
+
+
 def ask(method: Method, part: list[Prompt], max_new_tokens: int) -> Answer:
     """One timed call on a left-padded batch."""
     import torch
@@ -93,19 +106,15 @@ def ask(method: Method, part: list[Prompt], max_new_tokens: int) -> Answer:
     model = method.model
     config = model.generation_config
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    pad = next((token for token in (config.pad_token_id, *ends) if token is not None), 0)
-    width = max(len(prompt.ids) for prompt in part)
-    ids = torch.tensor([[pad] * (width - len(p.ids)) + p.ids for p in part], device=model.device)
-    mask = torch.tensor([[0] * (width - len(p.ids)) + [1] * len(p.ids) for p in part], device=model.device)
+    inputs = left_padded([prompt.ids for prompt in part], config, model.device)
+    ids = inputs["input_ids"]
     cuda = ids.is_cuda
     if cuda:
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     clock = Clock(len(part))
     extra = {"streamer": clock} if method.peer else {}
-    out = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad, **method.options, **extra
-    )
+    out = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **method.options, **extra)
     if cuda:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - clock.began

@@ -73,12 +73,13 @@ def ways(peer: Peer, head: str | None) -> list[Way]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What an engine is asked. `batches` are prompts as token ids; with `dummy` weights the model is a configuration alone."""
+    """What an engine is asked. `batches` are prompts as token ids, `max_new_tokens` one number for all batches or one for each; with
+    `dummy` weights the model is a configuration alone."""
 
     model: str
     dtype: str
     batches: Sequence[Sequence[Sequence[int]]]
-    max_new_tokens: int
+    max_new_tokens: int | Sequence[int]
     ends: Sequence[int] = ()
     exact_length: bool = False
     head: str | None = None
@@ -86,11 +87,17 @@ class Job:
     warmup: int = 1
     runs: int = 1
 
+    @property
+    def new(self) -> list[int]:
+        """New tokens of every batch, at the most."""
+        each = self.max_new_tokens
+        return [each] * len(self.batches) if isinstance(each, int) else list(each)
+
     def options(self, way: Way) -> dict[str, Any]:
         """Of `vllm.LLM`: its own compilation and CUDA graphs; no prefixes are kept from call to call, which repeats would find."""
         longest = max(len(ids) for batch in self.batches for ids in batch)
         options: dict[str, Any] = {
-            "model": self.model, "dtype": self.dtype, "max_model_len": longest + self.max_new_tokens + SPARE, "seed": 0,
+            "model": self.model, "dtype": self.dtype, "max_model_len": longest + max(self.new) + SPARE, "seed": 0,
             "max_num_seqs": min(SEQUENCES, max(map(len, self.batches))), "enable_prefix_caching": False, "gpu_memory_utilization": MEMORY,
             "skip_tokenizer_init": True,
         }  # fmt: skip
@@ -105,7 +112,7 @@ def answers(peer: Peer, job: Job, way: Way) -> tuple[Row, list[list[Answer]]]:
     """What an engine says of itself, and its timed answers to every batch. Raises PeerFailed."""
     asked: dict[str, Any] = {
         "options": job.options(way), "batches": [[list(ids) for ids in batch] for batch in job.batches], "ends": list(job.ends),
-        "max_new_tokens": job.max_new_tokens, "exact_length": job.exact_length, "warmup": job.warmup, "runs": job.runs,
+        "max_new_tokens": job.new, "exact_length": job.exact_length, "warmup": job.warmup, "runs": job.runs,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path, out, log = (Path(folder) / name for name in ("job.json", "out.jsonl", "log.txt"))

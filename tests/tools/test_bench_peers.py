@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from helpers_models import tiny_head
 from helpers_training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
+import fastspec
 from fastspec.bench import run_bench
 from fastspec.bench.peers import Job, Peer, PeerFailed, Way, answers
 from fastspec.bench.report import differing, summarise
@@ -22,6 +22,7 @@ from fastspec.errors import Unsupported
 from fastspec.training.save import save_head
 
 torch.set_num_threads(1)
+BENCHMARKS, PATCH = Path(__file__).parents[2] / "benchmarks", fastspec.patch
 STAND_IN = '''
 import json, os, types
 __version__ = "0.0.stand-in"
@@ -157,14 +158,29 @@ def test_an_unknown_engine_is_refused() -> None:
         Peer("sglang")
 
 
-@pytest.mark.slow
-def test_the_benchmark_of_both_makes_its_table(saved: Path, tmp_path: Path) -> None:
-    script, out = Path(__file__).parents[2] / "benchmarks" / "peers.py", tmp_path / "rows.jsonl"
-    command = [sys.executable, str(script), "--shapes", "tiny", "--cases", "1x12", "3x9", "--new", "4", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stderr
-    assert [(row["engine"], row["method"], row["rows"]) for row in read(out)] == [
-        (name, *case) for name in ("fastspec", "vllm") for case in (("plain", 1), ("plain", 3), ("eagle3", 1))
+def test_the_two_sides_of_a_shape_and_of_a_file_make_one_table(
+    saved: Path, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    peers = importlib.import_module("peers")
+    monkeypatch.setattr(peers, "find_head", lambda name: str(saved / "head"))
+    monkeypatch.setattr(fastspec, "patch", lambda model, eagle3: PATCH(model, eagle3=str(saved / "head")))
+    out = tmp_path / "rows.jsonl"
+    peers.main(["--shapes", "tiny", "--cases", "1x8", "2x8", "--new", "5", "--out", str(out)])
+    shapes = read(out)
+    assert [(row["engine"], row["method"], row["rows"]) for row in shapes] == [
+        (name, method, rows) for name in ("fastspec", "vllm") for method, rows in (("plain", 1), ("plain", 2), ("eagle3", 1))
     ]
-    done = subprocess.run([sys.executable, str(script), "--table", str(out)], capture_output=True, text=True)
-    assert len(done.stdout.splitlines()) == 2 + 3 and "eagle3, ms a round" in done.stdout
+    calls = [each for each in read(engine) if "prompts" in each]
+    assert [each["max_tokens"] for each in calls] == [5] * 10 + [5] * 5 + [1] * 5 and all(each["ignore_eos"] for each in calls)
+    out.unlink()
+    peers.main(["--prompts", str(saved / "prompts.jsonl"), "--model", str(saved / "model"), "--new", "4", "--out", str(out)])
+    rows = read(out)
+    assert [(row["engine"], row["method"], row["rows"], row.get("drafts")) for row in rows] == [
+        *[("fastspec", method, rows, None) for rows in (1, 2) for method in ("plain", "eagle3")],
+        *[("vllm", "eagle3" if drafts else "plain", rows, drafts) for drafts in (None, 3, 5) for rows in (1, 2)],
+    ]
+    assert all(row["new_tokens"] == 8 for row in rows) and all(row["same"] == 1 for row in rows[:4])
+    capsys.readouterr()
+    peers.main(["--table", str(out)])
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 6  # of every one of vLLM's, ours beside it
