@@ -103,7 +103,7 @@ class Routing:
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """A router's choice: logits [T, E] -> chosen [T, K] int64, in no order of meaning, and their shares [T, K].
 
-    Experts are chosen by their logits, or, with a correction [E] fp32, by the sum of it and their score; shares are of the scores alone.
+    Experts are chosen by their logits, or, with a correction [E], by the fp32 sum of it and their score; shares are of the scores alone.
     The forms are those of Mixtral and Qwen (softmax), gpt-oss (softmax over the chosen: that of all, normalised), DeepSeek-V3 and GLM-4
     (sigmoid, correction, groups, scale) and Llama 4 (sigmoid), as transformers 5.23 has them.
     """

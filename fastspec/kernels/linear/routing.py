@@ -16,6 +16,7 @@ from fastspec.kernels.linear.reference import Routing
 
 WARP_BLOCK = 512
 """Logits that one warp takes."""
+FLOATS = torch.float32, torch.float16, torch.bfloat16
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def _route(
     b_order = b_logits
     if CORRECTED:
         b_score = 1.0 / (1.0 + tl.exp(-b_logits)) if SIGMOID else tl.exp(b_logits - top) / whole
-        b_order = tl.where(m_real, b_score + tl.load(p_correction + o_expert, mask=m_real, other=0.0), -float("inf"))
+        b_order = tl.where(m_real, b_score + tl.load(p_correction + o_expert, mask=m_real, other=0.0).to(tl.float32), -float("inf"))
     if GROUPS > 1:
         b_order = _kept(b_order, GROUP_BLOCK, SIZE_BLOCK, SIZE, KEPT)
     o_choice = tl.arange(0, CHOICE_BLOCK)
@@ -85,13 +86,14 @@ def _route(
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`reference.route`: logits [T, E], correction [E] or None -> chosen [T, K] int64 and their shares [T, K], contiguous.
 
-    Logits are fp32, fp16 or bf16, an expert's next to the other's; the correction is contiguous fp32. Of equal experts the first is chosen.
+    Logits and correction are fp32, fp16 or bf16, an expert's next to the other's. Of equal experts the first is chosen.
     """
     tokens, count = logits.shape
     if logits.stride(1) != 1:
         raise ValueError(f"logits have strides {logits.stride()}: a token's must lie side by side; pass logits.contiguous()")
-    if correction is not None and (correction.shape != (count,) or correction.dtype != torch.float32 or not correction.is_contiguous()):
-        raise ValueError(f"correction is {correction.dtype} {list(correction.shape)}; contiguous float32 [{count}] is accepted")
+    if correction is not None and (correction.shape != (count,) or correction.dtype not in FLOATS or not correction.is_contiguous()):
+        kinds = ", ".join(str(kind).removeprefix("torch.") for kind in FLOATS)
+        raise ValueError(f"correction is {correction.dtype} {list(correction.shape)}; contiguous [{count}] of {kinds} is accepted")
     if count % routing.groups or not 1 <= routing.kept <= routing.groups:
         raise ValueError(f"{count} experts in {routing.groups} groups of which {routing.kept} are kept: groups of equal size are accepted")
     most = count // routing.groups * (routing.kept if routing.groups > 1 else 1)

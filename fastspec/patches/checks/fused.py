@@ -36,6 +36,8 @@ def small_head(draw: Draw) -> EagleHead:
             value = draw.floats(*parameter.shape, scale=scale) if parameter.dim() > 1 else ones
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    assert head.inv_freq is not None
+    head.set_rope(head.inv_freq, head.rope_scale)  # follows the weights, which were not moved
     head.bind(embedding, None)
     return head
 
