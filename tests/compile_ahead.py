@@ -90,7 +90,7 @@ def main(capability: int, shape: str, assistant: str) -> None:
     ids = torch.arange(5, 25)[None]
     chosen = fastspec.Eagle3() if assistant == "eagle3" else assistant
     model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, assistant=chosen)
-    print(json.dumps({"outside": outside}))
+    print(json.dumps({"outside": outside, "process": os.getpid()}))
 
 
 if __name__ == "__main__":

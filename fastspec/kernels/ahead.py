@@ -3,7 +3,8 @@
 Which kernels a program launches, and for which arguments, is found by running it on tensors without data: torch's FakeTensorMode gives
 every operation a result of the right shape and nothing else, and a launch is written down in place of being made. No tensor of the program
 is changed, and what it sets on objects is put back. What Triton's cache on disk lacks is then compiled in forked processes, since Triton
-holds the interpreter's lock while it compiles; they never touch the device. The real run finds all of it in the cache.
+holds the interpreter's lock while it compiles; they never touch the device. Up to Triton 3.6 a C compiler makes what launches a kernel, for
+every kind of arguments: they run it too. The real run finds all of it in the cache.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from typing import Any
 import triton
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
@@ -253,9 +256,11 @@ def _fork(work: Callable[[], None]) -> int:
 
 
 def _work(jobs: Sequence[Job], source: int) -> None:
-    """Take numbers of jobs from a pipe, one at a time, and run them."""
+    """Take numbers of jobs from a pipe, one at a time, and run them; with a kernel comes what launches it."""
     while number := os.read(source, 2):
-        jobs[int.from_bytes(number, "big")].run()
+        made = jobs[int.from_bytes(number, "big")].run()
+        if isinstance(made, CompiledKernel):
+            driver.active.launcher_cls(made.src, made.metadata)
 
 
 def _wait(children: set[int]) -> None:

@@ -49,7 +49,11 @@ def check(rows: list[dict[str, Any]], compiled: int) -> None:
 
 
 def test_a_call_s_kernels_compile_ahead(tmp_path):
-    check(rows_of(tmp_path, "autoregressive"), 12)
+    rows = rows_of(tmp_path / "cache", "autoregressive")
+    check(rows, 12)
+    made = [line.split() for line in (tmp_path / "cache.launchers").read_text().splitlines()]
+    assert len(made) == sum(row["compiled"] for row in rows[:-1])  # and with every kernel what launches it
+    assert str(rows[-1]["process"]) not in {process for process, _ in made}
 
 
 @pytest.mark.slow
