@@ -88,6 +88,9 @@ def compiled(target: int | str, rows: list[dict[str, Any]]) -> None:
     def bound(kernel: JITFunction, grid: Any) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:
             made = kernel.run(*args, grid=grid, warmup=True, **options)
+            for name in re.findall(r"(%\S+) = tt.reshape %\S+ allow_reorder", made.asm["ttgir"]):
+                if re.search(rf'"tt.reduce"\({name}, ', made.asm["ttgir"]):
+                    raise ValueError(f"{kernel.__name__}: the places of a maximum are those of another order")
             used = {} if isinstance(target, str) else usage(made.asm["cubin"])
             rows.append({"kernel": kernel.__name__, "shared": made.metadata.shared, **used})
 
@@ -275,6 +278,8 @@ def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
     for choice, count in zip(chosen, (128, 512, 256), strict=True):
         correction = floats(count, dtype=torch.float32) if choice.sigmoid else None
         yield f"route, {count} experts", lambda r=choice, c=correction, n=count: routing.route(few(60, n), r, c)
+    alone = Routing(1, normalised=True, groups=8, kept=2)
+    yield "route, one of 64 experts in groups", lambda: routing.route(few(60, 64), alone)
 
 
 def main(target: int | str, shapes: list[str], only: str = "") -> None:

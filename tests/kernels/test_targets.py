@@ -45,6 +45,13 @@ def test_a_product_fits_the_smallest_device():
 
 
 @TRITON
+def test_the_choice_of_one_expert_keeps_the_order_of_groups():
+    """Where nothing but reductions read a tensor that was reshaped Triton lays it out as it likes, places of a maximum or not."""
+    (row,) = rows_of(90, "8B", "route, one of 64")
+    assert row["kernel"] == "_route" and "error" not in row
+
+
+@TRITON
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["8B", "135M"])
 @pytest.mark.parametrize("capability", TARGETS)

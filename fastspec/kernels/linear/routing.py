@@ -63,8 +63,8 @@ def _route(
     b_chosen = tl.zeros((CHOICE_BLOCK,), tl.int32)
     b_picked = tl.full((CHOICE_BLOCK,), -float("inf"), tl.float32)
     for k in range(CHOICES):
-        at = tl.argmax(b_order, 0)
-        m_at = o_all == at
+        # Not tl.argmax: of a tensor that was reshaped and that nothing but reductions read, Triton 3.6 mixes up the order.
+        m_at = o_all == tl.min(tl.where(b_order == tl.max(b_order, 0), o_all, GROUP_BLOCK * SIZE_BLOCK), 0)
         expert = tl.minimum(tl.sum(tl.where(m_at, o_expert, 0), 0), EXPERTS - 1)  # in bounds, whatever NaNs compare as
         b_chosen = tl.where(o_choice == k, expert, b_chosen)
         b_picked = tl.where(o_choice == k, tl.sum(tl.where(m_at, b_logits, 0.0), 0), b_picked)
