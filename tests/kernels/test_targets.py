@@ -20,6 +20,7 @@ TRITON = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler i
 def rows_of(capability: int | str, shape: str, only: str = "") -> list[dict]:
     """What the script prints; in a process of its own, since Triton's interpreter is on in this one."""
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "FASTSPEC_PORTABLE")}
+    environment["PYTHONPATH"] = str(SCRIPT.parents[1])
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(capability), shape, *([only] if only else [])], env=environment, capture_output=True, text=True
     )
