@@ -2,6 +2,7 @@
 
     python tests/compile_targets.py 86
     python tests/compile_targets.py gfx942 135M "8 rows"     # an AMD target: no registers are read
+    python tests/compile_targets.py 86 135M,mixers 0/6       # every sixth launch, from the first on
 
 The host functions run as they do on such a device, with tensors on the CPU, and each launch is compiled in place of being run.
 """
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHAPES = {"8B": (4096, 14336, 32, 8, 128, 128256), "135M": (576, 1536, 9, 3, 64, 49152)}
 """name -> hidden size, inner size, query heads, key heads, head size, vocabulary."""
+MIXERS = "mixers"
+"""In place of a shape: recurrent layers and mixtures of experts."""
 
 
 class Absent:
@@ -212,8 +216,6 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         yield f"tree_build, {many} candidates", lambda n=many, s=grown: tree_build.tree_build(
             s, whole(1, n), whole(1, n), whole(n), whole(1), 256 if n > 710 else 60
         )
-    yield from recurrent_launches(dtype) if shape == "8B" else ()
-    yield from mixture_launches(dtype) if shape == "8B" else ()
 
 
 def recurrent_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -283,12 +285,18 @@ def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
 
 
 def main(target: int | str, shapes: list[str], only: str = "") -> None:
-    """Print a row of JSON per launch; one that cannot be compiled says why."""
+    """Print a row of JSON per launch; one that cannot be compiled says why. `only` is part of the name of those that are wanted, or says
+    which of so many equal parts."""
     rows: list[dict[str, Any]] = []
     compiled(target, rows)
+    part = re.fullmatch(r"(\d+)/(\d+)", only)
+    number = 0
     for shape in shapes:
-        for name, call in launches(shape, torch.bfloat16):
-            if only and only not in name:
+        half = torch.bfloat16
+        found = chain(recurrent_launches(half), mixture_launches(half)) if shape == MIXERS else launches(shape, half)
+        for name, call in found:
+            number += 1
+            if (number - 1) % int(part[2]) != int(part[1]) if part else only not in name:
                 continue
             before = len(rows)
             try:
@@ -301,4 +309,4 @@ def main(target: int | str, shapes: list[str], only: str = "") -> None:
 
 if __name__ == "__main__":
     chosen = sys.argv[1] if sys.argv[1] in AMD else int(sys.argv[1])
-    main(chosen, sys.argv[2].split(",") if len(sys.argv) > 2 else list(SHAPES), *sys.argv[3:])
+    main(chosen, sys.argv[2].split(",") if len(sys.argv) > 2 else [*SHAPES, MIXERS], *sys.argv[3:])
