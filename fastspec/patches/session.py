@@ -128,7 +128,7 @@ class PatchSession:
     batches: int = 0
     """Open batches (`fastspec.continuous`), whose threads run the model."""
     packed: list[Tensor] = field(default_factory=list)
-    """Parameters, or what lies here of them, that became views of a packed buffer."""
+    """Parameters, or what lies here of them, that became views of a packed buffer, or were turned in their own."""
 
     def ops(self, model: Any) -> Ops:
         """The backend's kernels for a model as it is now: it may have moved, or been hooked, since it was patched. Raises FastSpecError
@@ -145,8 +145,9 @@ class PatchSession:
         that compressed-tensors has yet to unpack wait for that."""
         if any(map(is_unpacking_hook, model._forward_pre_hooks.values())):
             return
-        if self.ops(model).packs and not (self.packed and is_packed(self.packed[0])):
-            self.packed += pack_model(model)
+        ops = self.ops(model)
+        if ops.packs and not (self.packed and is_packed(self.packed[0])):
+            self.packed += pack_model(model, experts=ops.experts is not None)
 
     def tell_mode(self, model: Any) -> None:
         """Warn once of each reason why a model of a known family runs in generic mode."""

@@ -58,6 +58,7 @@ NODES = "linear._linear_kernel:swiglu parts._parts_kernel tree._attention_kernel
 GROWN = "topk_expand._product_kernel topk_expand._merge_kernel tree_build._tree_build_kernel"
 DRAFT = f"{GROWN} linear._linear_kernel few._few_kernel"
 EXPERTS = "routing._route experts._group experts._gate_up experts._down experts._weighted_sum"
+ONE = "experts_row._inner_row experts_row._down_row"
 FUSED = "fused.draft_kernel tree_build._tree_build_kernel kv_block_copy._kv_block_copy"
 CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...], str]] = {
     "one row": ("llama", WIDE, "autoregressive", (70,), f"{LAYER} {PREFILL} {ROW}"),
@@ -66,10 +67,10 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...], str]] = {
     "two trees": ("llama", WIDE, TREE, (70, 41), f"{LAYER} {PREFILL} {NODES} {DRAFT} head_input._head_input_kernel"),
     "two trees, EAGLE-2": ("llama", WIDE, TREE2, (9, 5), f"{LAYER} {NODES} {DRAFT} next_frontier._next_frontier_kernel"),
     "Gemma 3": ("gemma3_text", {**WIDE, "sliding_window": 16}, "autoregressive", (70,), f"{LAYER} row._row_kernel few._few_kernel"),
-    "Mixtral": ("mixtral", MIXED, "autoregressive", (9,), f"{LAYER} {EXPERTS}"),
-    "Qwen3-MoE": ("qwen3_moe", MIXED, "autoregressive", (9,), f"{LAYER} {EXPERTS}"),
-    "gpt-oss": ("gpt_oss", {**MIXED, "sliding_window": 16}, "autoregressive", (9,), f"{LAYER} {EXPERTS}"),
-    "GLM-4-MoE": ("glm4_moe", {**MIXED, "n_group": 1}, "autoregressive", (9,), f"{LAYER} {EXPERTS}"),
+    "Mixtral": ("mixtral", MIXED, "autoregressive", (9,), f"{LAYER} {EXPERTS} {ONE}"),
+    "Qwen3-MoE": ("qwen3_moe", MIXED, "autoregressive", (9,), f"{LAYER} {EXPERTS} {ONE}"),
+    "gpt-oss": ("gpt_oss", {**MIXED, "sliding_window": 16}, "autoregressive", (9,), f"{LAYER} {EXPERTS} {ONE}"),
+    "GLM-4-MoE": ("glm4_moe", {**MIXED, "n_group": 1}, "autoregressive", (9,), f"{LAYER} {EXPERTS} {ONE}"),
     "two trees, Mixtral": ("mixtral", MIXED, TREE, (9, 5), f"{LAYER} {EXPERTS} {DRAFT}"),
     "one tree": ("llama", WIDE, TREE, (9,), f"{LAYER} {FUSED}"),
 }

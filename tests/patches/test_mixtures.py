@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,37 @@ def test_every_assistant_says_the_same(variant: str, monkeypatch: pytest.MonkeyP
         assert free(model, inputs, assistant=assistant) == expected, assistant
         assert calls
     assert fastspec.report(model).mode == f"adapter {kind}"
+
+
+def test_weights_with_their_outputs_side_by_side_are_turned_and_turned_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a backend that packs: a kernel reads an output's inputs as a line."""
+    model, inputs, lines = stirred("gpt_oss"), prompts(5, 11), set()
+    expected = free(model, inputs)
+    before = {name: (weight.clone(), weight.stride()) for name, weight in model.named_parameters()}
+
+    def spy(x: Tensor, gate_up: Tensor, down: Tensor, *args: Any, **options: Any) -> Tensor:
+        lines.add((gate_up.is_contiguous(), down.is_contiguous()))
+        return reference.experts(x, gate_up, down, *args, **options)
+
+    monkeypatch.setattr(session, "choose_backend", lambda *_, **__: replace(TORCH, experts=spy, packs=True))
+    for assistant in all_assistants(model):
+        assert free(model, inputs, assistant=assistant) == expected, assistant
+    assert lines == {(True, True)}
+    held = mixtures(model)[0].experts
+    assert held.gate_up_proj.shape == (4, 64, 2 * held.intermediate_size) and not held.gate_up_proj.is_contiguous()
+    assert free(model, inputs) == expected == free(copy.deepcopy(model), inputs)
+    model.save_pretrained(tmp_path)
+    assert free(AutoModelForCausalLM.from_pretrained(tmp_path), inputs) == expected
+    fastspec.unpatch(model)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, before[name][0]) and weight.stride() == before[name][1], name
+
+
+def test_a_backend_without_experts_turns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stirred("gpt_oss")
+    monkeypatch.setattr(session, "choose_backend", lambda *_, **__: replace(TORCH, packs=True))
+    with fastspec.patched(model):
+        assert all(weight.is_contiguous() for mlp in mixtures(model) for weight in mlp.parameters())
 
 
 class Doubled(nn.Module):

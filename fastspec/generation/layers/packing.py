@@ -1,6 +1,7 @@
 """Linear layers that read the same input, as one product: their weights lie one after another in one buffer.
 
-The parameters stay the model's own and become views of the buffer, so nothing is held twice. Whether they do is read from the
+The parameters stay the model's own and become views of the buffer, so nothing is held twice. Experts' weights that lie with their outputs
+side by side are turned: a kernel reads those of one output as a line of memory. Whether they do is read from the
 storages whenever a product is made: a model that was moved, cast or copied since has separate weights again, and is multiplied so.
 """
 
@@ -54,12 +55,21 @@ def pack(layers: Sequence[Weights]) -> list[Tensor]:
     return moved
 
 
+def turn(weight: Tensor) -> list[Tensor]:
+    """Lay a weight [..., in, out] so that the inputs of an output are neighbours in memory, which its shape does not show; returns it in a
+    list if it was moved."""
+    if weight.transpose(-1, -2).is_contiguous():
+        return []
+    weight.data = weight.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
+    return [weight]
+
+
 def is_packed(parameter: Tensor) -> bool:
-    """Whether a parameter is a part of a larger storage."""
-    return parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size()
+    """Whether a parameter is a part of a larger storage, or lies turned in its own."""
+    return parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size() or not parameter.is_contiguous()
 
 
 def unpack(parameter: Tensor) -> None:
-    """Give a parameter a storage of its own again."""
+    """Give a parameter a storage of its own again, in the order of its shape."""
     if is_packed(parameter):
-        parameter.data = parameter.detach().clone()
+        parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from fastspec.generation.layers.decoder import LayerParts, Norm, gated, gated_as_one, is_plain, product, rms
 from fastspec.generation.layers.mixers import EVERYTHING, FullAttention, GatedDelta, Linear, Product, Sight, Summed
-from fastspec.generation.layers.packing import pack
+from fastspec.generation.layers.packing import pack, turn
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.base import LayerState
@@ -245,9 +245,9 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     return run
 
 
-def pack_model(model: Any) -> list[Tensor]:
-    """Pack the query, key, value and the gate and up weights of a model's plain layers, or what this process has of them; returns the
-    tensors that were moved."""
+def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:
+    """Pack the query, key, value and the gate and up weights of a model's plain layers, or what this process has of them, and turn the
+    weights of `experts` that lie with their outputs side by side; returns the tensors that were moved."""
     parts = adapter_for(model)
     moved: list[Tensor] = []
     if parts is None:
@@ -263,6 +263,8 @@ def pack_model(model: Any) -> list[Tensor]:
         if parts.mixture is not None and parts.mixture.shared and hasattr(mlp, "experts"):
             shared = getattr(mlp, parts.mixture.shared)
             groups.append([shared.gate_proj, shared.up_proj])
+        if experts and parts.mixture is not None and parts.mixture.transposed and is_mixture(parts.mixture, mlp):
+            moved += [*turn(mlp.experts.gate_up_proj), *turn(mlp.experts.down_proj)]
         for group in groups:
             weights = weights_of(group)
             if weights is not None:
