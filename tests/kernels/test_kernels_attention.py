@@ -365,3 +365,12 @@ def test_hopper_takes_slices_of_a_cache_and_leaves_others(device):
     case.k = case.k.transpose(1, 2).contiguous().transpose(1, 2)
     assert not hopper_attention.fits(case.q, case.k, case.v, 240, 9000)
     case.check()
+
+
+def test_large_tiles_are_for_work_that_fills_the_chip():
+    small, large = kernels._LAUNCHES[2, 64][-2][1], kernels._LAUNCHES[2, 64][-1][1]
+    for prompt in (256, 512):  # with SmolLM2's heads
+        assert kernels._launch(2, 64, prompt * 3, 3, 132) == small
+    assert kernels._launch(2, 64, 512 * 3, 3 * 8, 132) == large  # eight of them
+    assert kernels._launch(2, 128, 256 * 4, 8, 132).block_m == 64 < kernels._launch(2, 128, 512 * 4, 8, 132).block_m  # Llama-3.1-8B's
+    assert kernels._launch(4, 64, 256, 1, 132) == kernels._LAUNCHES[4, 64][-1][1]

@@ -233,7 +233,7 @@ def tree_attention(
         few_attention(q, k, v, out, layout, extent, scale, sinks, cap)
         return out
     on_hopper = span is None and sinks is None and cap is None and hopper.fits(q, k, v, rows, extent)
-    launch = _HOPPER if on_hopper else _launch(q.element_size(), block_d, rows)
+    launch = _HOPPER if on_hopper else _launch(q.element_size(), block_d, rows, pairs, processors(q.device))
     if not on_hopper and span is None and sinks is None and cap is None:
         place = q.dtype, size, group, triton.next_power_of_2(rows), triton.next_power_of_2(extent)
         found = find("tree_attention", q.device, place, (batch, nodes, q.shape[2], kv_heads, size, extent, chain, q.dtype))
@@ -297,10 +297,12 @@ def _check_extras(q: Tensor, sinks: Tensor | None, cap: float | None) -> None:
 
 
 @lru_cache
-def _launch(element: int, block_d: int, rows: int) -> Launch:
-    """The row of the table for so many bytes per element, a padded head size, and so many matrix rows."""
-    options = _LAUNCHES[element, max(64, block_d)]
-    return next((launch for most, launch in options if rows <= most), options[-1][1])
+def _launch(element: int, block_d: int, rows: int, pairs: int, slots: int) -> Launch:
+    """The row of the table for so many bytes per element, a padded head size, and so many matrix rows of each of the pairs: the last where
+    its tiles come to more than half of the chip's processors, else the tile of 64 rows before it."""
+    *before, (_, last) = options = _LAUNCHES[element, max(64, block_d)]
+    half = bool(before) and before[-1][1].block_m >= 64 and 2 * triton.cdiv(rows, last.block_m) * pairs <= slots
+    return next((launch for most, launch in options if rows <= most), before[-1][1] if half else last)
 
 
 @lru_cache(maxsize=4096)
