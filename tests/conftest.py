@@ -28,6 +28,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores
 
 
+def pytest_collection_finish():
+    """What is imported by now stays: garbage collections need not look at it."""
+    import gc
+
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Where nothing is drafted, the pair whose drafts are right repeats the one whose drafts are wrong: only in `make test-slow`."""
