@@ -17,7 +17,7 @@ from torch import Tensor
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.loop import decode
-from fastspec.generation.engine.round import RoundState
+from fastspec.generation.engine.round_state import RoundState
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH

@@ -14,7 +14,8 @@ from torch import Tensor
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.engine import batching, loop
 from fastspec.generation.engine.call import Outcome, Request
-from fastspec.generation.engine.round import Committed, Judged, Round, RoundState, Scored
+from fastspec.generation.engine.round import Committed, Judged, Round, Scored
+from fastspec.generation.engine.round_state import RoundState
 from fastspec.generation.engine.verifier import Choice, InLockstep, WithHistory
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import measure, walk

@@ -12,8 +12,9 @@ from torch import Tensor
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, Process
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.engine.fallback import Fallback
-from fastspec.generation.engine.round import Round, RoundProgram, RoundState
-from fastspec.generation.engine.schedule import Emitted, Schedule, WholeGraph, rounded, schedule_of
+from fastspec.generation.engine.round import Round, RoundProgram
+from fastspec.generation.engine.round_state import RoundState
+from fastspec.generation.engine.schedule import Emitted, Schedule, schedule_of
 from fastspec.generation.engine.verifier import Choice, MixedChoice, Verifier
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Clock
@@ -111,15 +112,7 @@ class Engine(Generic[TargetT]):
     def _step(self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, ahead: bool) -> Emitted:
         key = program, verifier.place
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
-        found = schedule.run_ahead(verifier, longest, stats, ahead) if isinstance(schedule, WholeGraph) else None
-        if found is None:
-            extent = program.reserve(rounded(longest))
-            if program.clock is not None:
-                program.clock.start()
-            found = schedule.run(verifier, extent, stats)
-            if program.clock is not None:
-                program.clock.close()
-        self.last, emitted = found
+        self.last, emitted = schedule.step(verifier, longest, stats, ahead)
         return emitted
 
     @contextmanager
@@ -136,18 +129,17 @@ class Engine(Generic[TargetT]):
     def graph(self) -> torch.cuda.CUDAGraph | None:
         """The graph of the call's whole rounds, where there is one; what it reads is left as the last round left it."""
         schedule = self.schedules.get((self.main, Place.DEVICE))
-        return schedule.graph.graph if isinstance(schedule, WholeGraph) else None
+        return None if schedule is None else schedule.whole
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round was launched ahead of the host."""
-        return any(isinstance(each, WholeGraph) and each.in_flight is not None for each in self.schedules.values())
+        """Whether a round was launched before the one in front of it was read."""
+        return any(each.in_flight for each in self.schedules.values())
 
     def drain(self) -> None:
-        """Wait for a round that was launched ahead, and drop its result."""
+        """Wait for a round that is in flight, and drop its result."""
         for each in self.schedules.values():
-            if isinstance(each, WholeGraph):
-                each.drain()
+            each.drain()
 
     def end(self) -> None:
         """The call is over: nothing is in flight, and the drafter has observed all of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastspec.generation.drafters.base import Drafter
-from fastspec.generation.engine.round import RoundState
+from fastspec.generation.engine.round_state import RoundState
 
 
 class Fallback:

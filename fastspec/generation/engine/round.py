@@ -1,5 +1,6 @@
 """One round of drafting and verifying, as functions from tensors to tensors.
 
+    extent  = open(committed)        room for what the rows may have committed then
     tree    = draft(extent)          the next tree of draft tokens                                        [B, N]
     scored  = score(tree, extent)    one forward over the N nodes of every row                            [B, N, V]
     judged  = verifier(scored)       which path of the tree the call takes, and the token after it        (verifier.py)
@@ -20,36 +21,13 @@ from torch import Tensor
 
 from fastspec.generation.drafters.base import Adopted, Drafter, HostDrafter, Place
 from fastspec.generation.drafters.contract import check_roots, check_tree
+from fastspec.generation.engine.round_state import RoundState
 from fastspec.generation.lockstep import fill_ended
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Clock, unmarked
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import measure
-
-
-class RoundState:
-    """What all rounds of a call share and change in place: every program of the call, and every graph, reads the same tensors."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.root = torch.zeros(rows, dtype=torch.long, device=device)
-        """[B] int64: the last token of every row, emitted and not yet in the target's cache."""
-        self.active = torch.ones(rows, dtype=torch.bool, device=device)
-        """[B] bool: the rows that go on."""
-        self.ended = torch.zeros_like(self.active)
-        """[B] bool: of these, the rows that have ended and are padded, in lockstep."""
-        self.running, self.padded = [True] * rows, [False] * rows
-        """The same two on the host."""
-
-    def activate(self, running: list[bool], padded: list[bool] | None = None) -> None:
-        """Say which rows go on, and which of them are padded."""
-        padded = padded or [False] * len(running)
-        if running != self.running:
-            self.running = list(running)
-            self.active.copy_(torch.tensor(running))
-        if padded != self.padded:
-            self.padded = list(padded)
-            self.ended.copy_(torch.tensor(padded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +52,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a verdict came to.
+    """What a round leaves behind: the tokens that it emitted, and what else the call asks for.
 
     `emitted` [B, 1 + P] int64 is what the host reads back: how many drafts each row accepted, then its tokens. Behind them stand the
     integers that a `HostDrafter` learns from, where the round was captured together with them. `verdict` has its tokens at hand, and
@@ -144,11 +122,6 @@ class RoundProgram:
         return Place.DEVICE if self.drafter is None else self.drafter.traits.place
 
     @property
-    def digests(self) -> HostDrafter | None:
-        """The drafter, where it learns from integers that a captured round reads back with its own."""
-        return self.drafter if isinstance(self.drafter, HostDrafter) else None
-
-    @property
     def longest(self) -> int:
         """Tokens of a round at most."""
         return 1 if self.drafter is None else self.drafter.max_path
@@ -158,11 +131,14 @@ class RoundProgram:
         """What a captured round depends on beside its tensors."""
         return self.clock, self.target.buffers, None if self.drafter is None else self.drafter.buffers
 
-    def reserve(self, committed: int) -> int:
-        """Make room for so many committed tokens a row -> how many of them are in bounds."""
+    def open(self, committed: int) -> int:
+        """Begin a round: make room for so many committed tokens a row -> how many of them are in bounds."""
         if self.drafter is not None:
             self.drafter.reserve(committed)
-        return self.target.reserve(committed)
+        extent = self.target.reserve(committed)
+        if self.clock is not None:
+            self.clock.start()
+        return extent
 
     def fits(self, committed: int) -> bool:
         """Whether there is room for so many already."""
@@ -226,8 +202,18 @@ class RoundProgram:
 
     def with_digest(self, done: Round) -> Round:
         """The round with the integers that the drafter learns from behind its own: one tensor is read back, not two."""
-        drafter, committed = self.digests, done.committed
-        if drafter is None:
+        drafter, committed = self.drafter, done.committed
+        if not isinstance(drafter, HostDrafter):
             return done
         digest = drafter.digest(done.tree, done.verdict, done.logits, self.state.active, done.tree.max_path)
         return replace(done, committed=replace(committed, emitted=torch.cat((committed.emitted, digest), 1)))
+
+    def observe_read(self, done: Round, emitted: list[list[int]], extent: int) -> list[list[int]]:
+        """`observe` for a round of `with_digest` that the host has read -> what it emitted."""
+        drafter, own = self.drafter, 1 + done.tree.max_path
+        if not isinstance(drafter, HostDrafter):
+            self.observe(done, extent)
+            return emitted
+        drafter.update([row[own:] for row in emitted], done.tree.max_path)
+        self.mark("observe")
+        return [row[:own] for row in emitted]

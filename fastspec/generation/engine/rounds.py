@@ -75,8 +75,8 @@ class Rounds(Generic[TargetT]):
         if not engine.in_flight:
             self._admit()
         if any(batch.running) or engine.in_flight:
-            engine.state.activate(batch.running, batch.padded)
             ahead = self.joining is None and not batch.free() and batch.goes_on(engine.main.longest)
+            engine.state.activate(batch.running, batch.padded)
             take(engine.step(max(batch.lengths), batch.stats, self.verifier, ahead), engine, batch)
 
     def _admit(self) -> None:

@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,11 +42,37 @@ def rounded(longest: int) -> int:
     return -(-longest // EXTENT_BUCKET) * EXTENT_BUCKET
 
 
-class Schedule(Protocol):
+class Schedule(ABC):
     """Runs rounds of one program."""
 
-    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
-        """One round, where no row has more than `extent` committed tokens -> what it left, and what the host read of it."""
+    def __init__(self, program: RoundProgram) -> None:
+        self.program = program
+
+    def step(self, verifier: Verifier, longest: int, stats: Stats, ahead: bool) -> tuple[Round, Emitted]:
+        """One round, where no row has more than `longest` committed tokens -> what it left, and what the host read of it.
+
+        With `ahead` the next round may be launched before this one is waited for: then only the tokens of this one can be read."""
+        found = self.run(verifier, longest, stats)
+        if self.program.clock is not None:
+            self.program.clock.close()
+        return found
+
+    @abstractmethod
+    def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
+        """`step` of this round alone, from `RoundProgram.open` to what the drafter observes."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round was launched before the one in front of it was read."""
+        return False
+
+    def drain(self) -> None:  # noqa: B027
+        """Wait for a round that is in flight, and drop its result."""
+
+    @property
+    def whole(self) -> torch.cuda.CUDAGraph | None:
+        """The graph of a whole round, where there is one; what it reads is left as the last round left it."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +91,13 @@ class InFlightRound:
         return emitted
 
 
-class Eager:
+class Eager(Schedule):
     """One phase after another."""
 
-    def __init__(self, program: RoundProgram) -> None:
-        self.program = program
-
-    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+    def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
         program = self.program
+        extent = program.open(rounded(longest))
         with timed(stats, "draft"):
             tree = program.draft(extent)
         with timed(stats, "score"):
@@ -86,7 +111,7 @@ class Eager:
             return done, done.committed.emitted.tolist()  # the round's one read-back
 
 
-class WholeGraph:
+class WholeGraph(Schedule):
     """The whole round as one graph, which may be launched before the round in front of it is read.
 
     All that a round needs is on the device, so the host's work on one round goes on during the next. A row that ends goes on for one more
@@ -94,29 +119,29 @@ class WholeGraph:
     """
 
     def __init__(self, program: RoundProgram) -> None:
-        self.program = program
+        super().__init__(program)
         self.graph: Captured[Marked[Round]] = Captured()
-        self.in_flight: InFlightRound | None = None
-        """A round that was launched ahead of the host."""
+        self.next: InFlightRound | None = None
+        """A round that was launched before the one in front of it was read."""
         self.spare: list[Tensor] = []
-        """Where rounds that are launched ahead leave what the host reads: two that take turns."""
+        """Where such rounds leave what the host reads: two that take turns."""
 
-    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+    def step(self, verifier: Verifier, longest: int, stats: Stats, ahead: bool) -> tuple[Round, Emitted]:
+        """See `Schedule`. A round that has to be captured, or made room for, is launched when the one in front of it was read."""
+        if self.next is None and not (ahead and self._ready(longest)):
+            return super().step(verifier, longest, stats, ahead)
+        with timed(stats, "round"):
+            this = self.next or self.launch(verifier)
+            self.next = self.launch(verifier) if ahead and self._ready(longest + self.program.longest) else None
+            stats.replays += 1
+            return this.done, this.wait()
+
+    def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
+        self.program.open(rounded(longest))
         with timed(stats, "round"):
             done = _run(self.graph, self.program, partial(self._round, verifier), stats)
             return done, done.committed.emitted.tolist()
-
-    def run_ahead(self, verifier: Verifier, longest: int, stats: Stats, ahead: bool) -> tuple[Round, Emitted] | None:
-        """`run`, and with `ahead` the next round is launched before this one is waited for: only `emitted` of this one can be read then.
-        None where the round has to be made room for, or captured, first."""
-        if self.in_flight is None and not (ahead and self._ready(longest)):
-            return None
-        with timed(stats, "round"):
-            this = self.in_flight or self.launch(verifier)
-            self.in_flight = self.launch(verifier) if ahead and self._ready(longest + self.program.longest) else None
-            stats.replays += 1
-            return this.done, this.wait()
 
     def launch(self, verifier: Verifier) -> InFlightRound:
         """Launch a round without waiting for it."""
@@ -131,11 +156,21 @@ class WholeGraph:
             landed.record()
         return InFlightRound(done, host, landed)
 
+    @property
+    def in_flight(self) -> bool:
+        """See `Schedule`."""
+        return self.next is not None
+
     def drain(self) -> None:
-        """Wait for a round that was launched ahead, and drop its result."""
-        this, self.in_flight = self.in_flight, None
+        """See `Schedule`."""
+        this, self.next = self.next, None
         if this is not None:
             this.wait()
+
+    @property
+    def whole(self) -> torch.cuda.CUDAGraph | None:
+        """See `Schedule`."""
+        return self.graph.graph
 
     def _ready(self, longest: int) -> bool:
         """Whether a round can be launched without a wait: from its graph, in the buffers as they are."""
@@ -151,18 +186,19 @@ class WholeGraph:
         return done
 
 
-class SplitGraph:
+class SplitGraph(Schedule):
     """Two graphs, and the host's decision between them."""
 
     def __init__(self, program: RoundProgram) -> None:
-        self.program = program
+        super().__init__(program)
         self.front: Captured[Marked[Scored]] = Captured()
         self.back: Captured[Marked[Committed]] = Captured()
         self.verdict: Verdict | None = None
         """The tensors that the second graph reads the verdict from."""
 
-    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+    def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
+        self.program.open(rounded(longest))
         with timed(stats, "draft and score"):
             scored = _run(self.front, self.program, self._front, stats)
         with timed(stats, "choose"):
@@ -190,15 +226,16 @@ class SplitGraph:
         return held
 
 
-class GraphOfScore:
+class GraphOfScore(Schedule):
     """The host drafts and decides; a graph for each shape of the tree scores it."""
 
     def __init__(self, program: RoundProgram) -> None:
-        self.program = program
+        super().__init__(program)
         self.graphs: ByPath[Scored] = {}
 
-    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+    def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
+        extent = self.program.open(rounded(longest))
         with timed(stats, "draft"):
             tree = self.program.draft(extent)
         return self.judge(tree, verifier, extent, stats)
@@ -217,18 +254,19 @@ class GraphOfScore:
             return done, done.committed.emitted.tolist()
 
 
-class GraphFromScore:
+class GraphFromScore(Schedule):
     """The host drafts; a graph for each shape of the tree does all that follows, but for what the host observes."""
 
     def __init__(self, program: RoundProgram) -> None:
-        self.program = program
+        super().__init__(program)
         self.graphs: ByPath[Round] = {}
         self.drawn = GraphOfScore(program)
         """Judges drafts that bring a distribution of their own, which would have to be copied for a graph."""
 
-    def run(self, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
+    def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
-        program, drafter = self.program, self.program.digests
+        program = self.program
+        extent = program.open(rounded(longest))
         with timed(stats, "draft"):
             tree = program.draft(extent)
         if tree.q is not None:
@@ -237,14 +275,7 @@ class GraphFromScore:
             done = _run_on_tree(self.graphs, program, tree, partial(self._judged, verifier)).on(tree)
             emitted: Emitted = done.committed.emitted.tolist()
         with timed(stats, "observe"):
-            if drafter is None:
-                program.observe(done, extent)
-            else:
-                own = 1 + tree.max_path
-                drafter.update([row[own:] for row in emitted], tree.max_path)
-                emitted = [row[:own] for row in emitted]
-                program.mark("observe")
-        return done, emitted
+            return done, program.observe_read(done, emitted, extent)
 
     def _judged(self, verifier: Verifier, tree: TokenTree, extent: int) -> Round:
         judged = verifier(self.program.score(tree, extent))

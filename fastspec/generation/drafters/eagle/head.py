@@ -279,7 +279,7 @@ class EagleHead(nn.Module):
         return angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> EagleHead:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own is untyped
         # The frequencies follow the head to its device but stay fp32: half-precision ones corrupt long contexts.
         if self.inv_freq is not None and not self.fc.weight.is_meta:
             self.inv_freq = self.inv_freq.to(self.fc.weight.device)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.head import EagleHead, Layer, RMSNorm
 from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
 from fastspec.generation.layers.mixers import FullAttention, Nodes, Summed
 from fastspec.generation.layers.packing import joint, pack
@@ -26,8 +26,7 @@ class HeadProgram:
         config = head.config
         self.head, self.ops, self.config, self.state = head, ops, config, state
         if ops.packs or ops.fused is not None:
-            layer: Any
-            for layer in head.layers:
+            for layer in cast(Iterable[Layer], head.layers):
                 attn, mlp = layer.self_attn, layer.mlp
                 pack((attn.q_proj, attn.k_proj, attn.v_proj))
                 pack((mlp.gate_proj, mlp.up_proj))
@@ -42,11 +41,14 @@ class HeadProgram:
         """What looks tokens up in place of the bound embedding's own forward, as `vocabulary` may be something else than the bound module:
         where several processes hold the target together."""
 
-    def _norm(self, module: Any) -> Norm:
+    def _layer(self, index: int) -> Layer:
+        return cast(Layer, self.head.layers[index])
+
+    def _norm(self, module: RMSNorm) -> Norm:
         return rms(self.ops, module.weight, module.eps)
 
     def _parts(self, index: int) -> LayerParts:
-        layer: Any = self.head.layers[index]
+        layer = self._layer(index)
         attn, mlp, config = layer.self_attn, layer.mlp, self.config
         return LayerParts(
             input_norm=None if layer.input_layernorm is None else self._norm(layer.input_layernorm),
@@ -61,7 +63,7 @@ class HeadProgram:
 
     def packed(self) -> tuple[Tensor, Tensor] | None:
         """The first layer's packed query-key-value and gate-up weights, or None where they lie apart."""
-        layer: Any = self.head.layers[0]
+        layer = self._layer(0)
         attn, mlp = layer.self_attn, layer.mlp
         groups = (attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)
         qkv, gate_up = (joint([each.weight for each in group]) for group in groups)
@@ -82,7 +84,7 @@ class HeadProgram:
         if head.fc_norm is not None:
             normed = torch.empty_like(features)
             width = self.config.target_hidden_size
-            for index, module in enumerate(head.fc_norm):
+            for index, module in enumerate(cast(Iterable[RMSNorm], head.fc_norm)):
                 part = slice(index * width, (index + 1) * width)
                 self._norm(module)(features[..., part], out=normed[..., part])
             features = normed
@@ -97,11 +99,11 @@ class HeadProgram:
         if self.config.kind == "eagle":
             hidden = self.fc(torch.cat((embedded, hidden), -1))
             return hidden, hidden
-        layer: Any = self.head.layers[0]
         width = hidden.shape[-1]
         x = hidden.new_empty(*hidden.shape[:-1], 2 * width)
-        self._norm(layer.input_layernorm)(embedded, out=x[..., :width])
-        self._norm(layer.hidden_norm)(hidden, out=x[..., width:])
+        of_tokens, of_states = self._first_norms()
+        self._norm(of_tokens)(embedded, out=x[..., :width])
+        self._norm(of_states)(hidden, out=x[..., width:])
         return self._first(x, hidden)
 
     def feed_frontier(self, tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,8 +115,8 @@ class HeadProgram:
         x, hidden, words = self.ops.frontier_input(tokens, index, hidden, words, slot, table, *self._norms())
         return *self._first(x, hidden), words
 
-    def _embedding(self) -> Any:
-        embed = self.head.__dict__["_embed_tokens"]
+    def _embedding(self) -> nn.Module:
+        embed: nn.Module | None = self.head.__dict__["_embed_tokens"]
         if embed is None:
             raise RuntimeError("the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first")
         return embed
@@ -129,12 +131,18 @@ class HeadProgram:
 
     def _norms(self) -> tuple[Tensor, Tensor, float]:
         """The weights of the first layer's norms of embeddings and states, and their epsilon."""
-        layer: Any = self.head.layers[0]
-        return layer.input_layernorm.weight, layer.hidden_norm.weight, self.config.rms_norm_eps
+        of_tokens, of_states = self._first_norms()
+        return of_tokens.weight, of_states.weight, self.config.rms_norm_eps
+
+    def _first_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        """The first layer's norms of embeddings and of states, which every head but those of kind "eagle" has."""
+        layer = self._layer(0)
+        assert layer.input_layernorm is not None and layer.hidden_norm is not None
+        return layer.input_layernorm, layer.hidden_norm
 
     def _first(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """A joined input x [B, T, 2 * H], whose second half are the normed states, and the residual."""
-        layer: Any = self.head.layers[0]
+        layer = self._layer(0)
         return x, x[..., hidden.shape[-1] :] if layer.norm_before_residual else hidden
 
     def step(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,84 @@
+"""A call goes one way through the engine: no file of it is left and entered again more than once in a phase of the call."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from helpers_generate import prompts
+from helpers_models import tiny_head, tiny_model
+
+import fastspec
+from fastspec.generation import engine
+from fastspec.generation.engine import loop, rounds
+
+ENGINE = Path(engine.__file__).parent
+ONCE_MORE = 2
+
+
+def room_of(code) -> str | None:
+    """The engine's file that code is in; None outside, and for what only reads a value."""
+    path = Path(code.co_filename)
+    return path.name if path.parent == ENGINE and code not in reads() else None
+
+
+def reads() -> set:
+    """The code of properties: who reads a value from a room does not enter it."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(engine.__name__ + ".")]
+    classes = [each for module in modules for each in vars(module).values() if isinstance(each, type)]
+    return {part.fget.__code__ for each in classes for part in vars(each).values() if isinstance(part, property)}
+
+
+@contextmanager
+def entries(monkeypatch) -> Iterator[dict[str, list[str]]]:
+    """The rooms that are entered from others, in their order, by the phase of the call."""
+    found: dict[str, list[str]] = {"making": [], "prefill": [], "round": [], "output": []}
+    phase, known = ["making"], {}
+
+    def watch(frame, event, _):
+        if event != "call" or frame.f_code.co_name.startswith("<"):
+            return
+        rooms = []
+        for code in (frame.f_code, frame.f_back.f_code):
+            if code not in known:
+                known[code] = room_of(code)
+            rooms.append(known[code])
+        if rooms[0] is not None and rooms[0] != rooms[1]:
+            found[phase[0]].append(rooms[0])
+
+    decode, turn = loop.decode, rounds.Rounds.turn
+
+    def decoding(*args):
+        phase[0] = "prefill"
+        return decode(*args)
+
+    def turning(self):
+        phase[0] = "round"
+        found["round"].clear()  # the last round is what is looked at
+        turn(self)
+        phase[0] = "output"
+
+    monkeypatch.setattr(rounds.Rounds, "turn", turning)
+    monkeypatch.setattr("fastspec.patches.call.call.decode", decoding)
+    sys.setprofile(watch)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", "nasd", "eagle3"])
+def test_no_room_is_entered_again_more_than_once_in_a_phase(monkeypatch, assistant):
+    model = tiny_model()
+    fastspec.patch(model, eagle3=tiny_head(model))
+    options = {**prompts(9, 5), "max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    model.generate(**options, assistant=assistant)  # what is done once is done
+    with entries(monkeypatch) as found:
+        model.generate(**options, assistant=assistant)
+    assert {"engine.py", "round.py", "schedule.py", "verifier.py", "batching.py"} <= set(found["round"])
+    for phase, rooms in found.items():
+        visits = Counter(room for room, _ in groupby(rooms))
+        assert max(visits.values()) <= ONCE_MORE, (phase, visits)
