@@ -250,4 +250,4 @@ def test_every_tensor_of_a_call_is_made_on_a_device_that_is_named(options):
     options = {**prompts(5, 3), "max_new_tokens": 6, "return_dict_in_generate": True, "pad_token_id": 0, "assistant": TREE} | options
     with Placed() as placed:
         model.generate(**options)
-    assert placed.without <= {"round.activate"}
+    assert placed.without <= {"round_state.activate"}
