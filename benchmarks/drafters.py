@@ -44,7 +44,7 @@ from fastspec.bench.measure import first_difference
 from fastspec.generation.drafters.block.checkpoint import load_block_head
 from fastspec.generation.drafters.block.head import BlockHead
 from fastspec.models import SMOLLM2, load_model
-from fastspec.patches.heads import load_head
+from fastspec.patches.assistants.heads import load_head
 from fastspec.training.data import encode_prompts, read_prompts
 from fastspec.training.regenerate import end_tokens
 

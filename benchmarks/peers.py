@@ -35,7 +35,7 @@ from fastspec.bench.peers import Job, Peer, Way, answers, medians
 from fastspec.bench.prompts import encode_rows, read_rows
 from fastspec.bench.run import saved
 from fastspec.models import SMOLLM2, load_model
-from fastspec.patches.heads import find_head
+from fastspec.patches.assistants.heads import find_head
 from fastspec.training.save import checkpoint_config
 
 Row = dict[str, Any]

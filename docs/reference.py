@@ -12,7 +12,8 @@ from importlib import import_module
 from pathlib import Path
 
 MODULES = (
-    "fastspec", "fastspec.models", "fastspec.patches.heads", "fastspec.bench.run", "fastspec.training.config", "fastspec.training.entry",
+    "fastspec", "fastspec.models", "fastspec.patches.assistants.heads", "fastspec.bench.run", "fastspec.training.config",
+    "fastspec.training.entry",
 )  # fmt: skip
 """What the pages use; `fastspec` holds most of it."""
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fastspec.generation.tree import TokenTree
     from fastspec.patches.api import Report, clear_memory, patch, patched, profile, report, unpatch
     from fastspec.patches.assistants.frontier import frontier_generate
+    from fastspec.patches.assistants.heads import load_head
     from fastspec.patches.continuous import Continuous, continuous
-    from fastspec.patches.heads import load_head
     from fastspec.patches.tuning.tune import Tuned, Tuning, tune
     from fastspec.patches.warmup import warmup
 
@@ -49,7 +49,7 @@ _LAZY = {
     "report": "fastspec.patches.api",
     "unpatch": "fastspec.patches.api",
     "frontier_generate": "fastspec.patches.assistants.frontier",
-    "load_head": "fastspec.patches.heads",
+    "load_head": "fastspec.patches.assistants.heads",
     "Tuned": "fastspec.patches.tuning.tune",
     "Tuning": "fastspec.patches.tuning.tune",
     "tune": "fastspec.patches.tuning.tune",

@@ -224,7 +224,7 @@ def inspect(
     """Say how a head's checkpoint is read, and whether it fits a target. Exit status 1 where it does not."""
     from fastspec.devices import choose_device
     from fastspec.models import load_config, load_model
-    from fastspec.patches.heads import inspect_head
+    from fastspec.patches.assistants.heads import inspect_head
 
     if probe and target is None:
         raise typer.BadParameter("--probe runs the target: name it with --target", param_hint="--probe")
@@ -298,7 +298,7 @@ def train(
 def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: Console) -> None:
     """Print how well each reading of a head drafts the target's greedy answer to a prompt, and what follows from it."""
     from fastspec.demo import PROMPTS, encode
-    from fastspec.patches.heads import probe_head
+    from fastspec.patches.assistants.heads import probe_head
 
     ids = encode(tokenizer, PROMPTS[0][1] if prompt is None else prompt, model.device)["input_ids"]
     try:
@@ -314,8 +314,8 @@ def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: C
 
 
 def verdict(source: str, rows: Sequence[Any]) -> str:
-    """What the rows of `fastspec.patches.heads.probe_head`, best first, say of a head: keep its declared reading, take another, or look
-    for another head.
+    """The verdict on a head by the rows of `fastspec.patches.assistants.heads.probe_head`, best first: keep its declared reading, take
+    another, or look for another head.
 
     A reading is better than the declared one where it met the target's choice more often by over two standard errors.
     """

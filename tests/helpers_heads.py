@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
-from fastspec.patches.heads import _causal
+from fastspec.patches.assistants.heads import _causal
 
 BASE = HeadConfig(
     hidden_size=16,

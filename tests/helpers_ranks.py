@@ -147,7 +147,7 @@ def narrow(load: Loader, kind: str) -> list[Any]:
 
 
 def captured(load: Loader, kind: str) -> list[Any]:
-    """Rounds that are replayed as on CUDA, one launched ahead of the host, in engines that the second call finds again."""
+    """Rounds that are replayed as on CUDA, one launched before the one in front is read, in engines that the second call finds again."""
     del kind
     model, made, inputs = load("bigram"), [], prompts(5, 9, 7)
     options = {"max_new_tokens": 24, "eos_token_id": None}

@@ -99,8 +99,8 @@ def row(mapping: str, kind: str) -> dict[str, Any]:
         found["turns"] = "equal" if given is None else ": ".join(given)
     if found["eagle3"] == "equal":
         found["assistants"].append("eagle3")
-    if mapping == IMAGE_TEXT and (said := _with_images(kind)):
-        found["images"] = said
+    if mapping == IMAGE_TEXT and (emitted := _with_images(kind)):
+        found["images"] = emitted
     for name in ("eagle3", "turns", "images"):
         if found.get(name, "").startswith(("differs", "raises")):
             return found | {"outcome": found[name].split(":")[0], "at": name, "reason": found[name]}

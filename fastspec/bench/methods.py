@@ -100,7 +100,7 @@ def read_drafters(
 
 def read_heads(sources: Sequence[str]) -> dict[str, str]:
     """The assistants that read each head. Raises Unsupported for two heads of one kind."""
-    from fastspec.patches.heads import inspect_head
+    from fastspec.patches.assistants.heads import inspect_head
 
     found: dict[str, str] = {}
     for source in sources:

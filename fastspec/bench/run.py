@@ -145,7 +145,7 @@ def by_peer(
     target.to("cpu")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    from fastspec.patches.heads import find_head
+    from fastspec.patches.assistants.heads import find_head
 
     head, config = drafters.heads.get("eagle3"), target.generation_config
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]

@@ -67,7 +67,7 @@ def walk_with_history(
 ) -> tuple[Verdict, Tensor]:  # fmt: skip
     """Walk node by node, for processors that look at the tokens so far.
 
-    logits [B, N, V]; history[b] [T_b] int64 ends with the root; row b may say left[b] more tokens, 0 where it has ended.
+    logits [B, N, V]; history[b] [T_b] int64 ends with the root; row b may emit left[b] more tokens, 0 where it has ended.
     `process` sees each visited node with that node's own prefix, and no prefix that plain decoding would not reach: a row's
     walk stops at its last token, and where `over(b, picks so far)` says that it ends. Rows whose texts are equally long are
     processed together. Returns the verdict and the processed scores [B, P, V] along the path.

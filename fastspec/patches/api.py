@@ -17,6 +17,7 @@ from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.profile import Profile
 from fastspec.generation.stats import Stats
+from fastspec.patches.assistants.heads import load_heads
 from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.assistants.speculative import check_draft
 from fastspec.patches.assistants.tree_size import TreeChoice
@@ -25,7 +26,6 @@ from fastspec.patches.call.generate import generate, generate_batch
 from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.cascade.loop import CascadeModels
 from fastspec.patches.cascade.stages import Patching
-from fastspec.patches.heads import load_heads
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.modes import adapter_for, check_supported, mode_of
 from fastspec.patches.session import STATE, PatchSession, session_of

@@ -16,16 +16,16 @@ from transformers.generation.logits_process import LogitsProcessorList
 from fastspec.config import ContinuousBatch
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, check_rows
-from fastspec.generation.engine.arrivals import OpenBatch
+from fastspec.generation.engine.open_batch import OpenBatch
 from fastspec.generation.engine.rounds import Rounds
-from fastspec.generation.engine.rules import OwnRules
-from fastspec.generation.engine.widths import Widths
+from fastspec.generation.engine.row_counts import Widths
+from fastspec.generation.engine.row_rules import OwnRules
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.registry import EagleDecoding, resolve
 from fastspec.patches.call.assembly import Assembly
 from fastspec.patches.call.inputs import sees_ahead
+from fastspec.patches.call.one_prompt import Single, prepare
 from fastspec.patches.call.refusals import refuse_overrides
-from fastspec.patches.call.single import Single, prepare
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, position_limit, unpack_weights, unwrapped
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.parallel import group_of

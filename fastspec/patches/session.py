@@ -124,7 +124,7 @@ class PatchSession:
     trees: dict[Any, TreeChoice] = field(default_factory=dict)
     """(config, rows, device, dtype) -> the size of its trees, where that was left to a measurement."""
     warned: bool = False
-    """Whether it was said that the draft model's drafts are not accepted."""
+    """Whether the user was warned that the draft model's drafts are not accepted."""
     batches: int = 0
     """Open batches (`fastspec.continuous`), whose threads run the model."""
     packed: list[Tensor] = field(default_factory=list)

@@ -33,7 +33,7 @@ def model_card(
     lines = [
         f"# {'EAGLE-3' if eagle3 else 'EAGLE-1/2'} head for {name}",
         "",
-        "A drafting head: with it the target generates several tokens per forward pass, and says exactly what it would have said.",
+        "A drafting head: with it the target generates several tokens per forward pass, the same ones as without it.",
         "",
         "```python",
         f"import fastspec  # pip install {DISTRIBUTION}; the package index's fastspec is another project's",

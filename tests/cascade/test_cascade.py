@@ -53,14 +53,14 @@ def test_every_row_is_answered_as_by_its_stage_alone(models: list[Any], seed: in
     for row, stop in enumerate(reached):
         alone = models[stop].generate(**batch, **options)[row, batch["input_ids"].shape[1] :].tolist()
         alone = alone[: alone.index(5) + 1] if 5 in alone else alone
-        said = out[row, batch["input_ids"].shape[1] :].tolist()
-        assert said[: len(alone)] == alone and set(said[len(alone) :]) <= {0}
+        emitted = out[row, batch["input_ids"].shape[1] :].tolist()
+        assert emitted[: len(alone)] == alone and set(emitted[len(alone) :]) <= {0}
         visits = explained(models[-1])[row].visits
         assert [visit.stage for visit in visits] == list(range(stop + 1))
         assert visits[-1].new_tokens + visits[-1].kept_tokens == len(alone)
 
 
-def test_a_stage_takes_over_what_it_would_have_said_too() -> None:
+def test_a_stage_takes_over_what_it_would_have_written_too() -> None:
     """Two stages with one set of weights: the second keeps the whole answer, and generates nothing."""
     twins = [shallow_model(), shallow_model()]
     model = cascaded(twins, price=HIGH)
@@ -125,8 +125,8 @@ def test_stages_with_other_tokens_are_handed_texts() -> None:
             continue
         text = TARGET.decode(ids[0])
         read = torch.tensor([DRAFT(text, add_special_tokens=False)["input_ids"]])
-        said = alone.generate(read, attention_mask=torch.ones_like(read), **GREEDY)
-        answer = DRAFT.decode(said[0])[len(text) :]
+        emitted = alone.generate(read, attention_mask=torch.ones_like(read), **GREEDY)
+        answer = DRAFT.decode(emitted[0])[len(text) :]
         assert TARGET.decode(out[0]) == text + answer
     with pytest.raises(Unsupported, match="bad_words_ids speaks of the large model's tokens"):
         large.generate(ids, **GREEDY, assistant="cascade", bad_words_ids=[[3]])
@@ -209,7 +209,7 @@ def test_unpatching_restores_the_stages_and_leaves_those_of_the_user() -> None:
 
 
 @pytest.mark.parametrize("mode", ["lossless", "token"])
-def test_the_other_modes_say_what_the_large_model_says(models: list[Any], mode: str) -> None:
+def test_the_other_modes_give_what_the_large_model_gives(models: list[Any], mode: str) -> None:
     batch = prompts(8, 5, 3)
     below = config(models[-1]).stages[: 2 if mode == "lossless" else 1]
     large = shallow_model(seed=9)
@@ -223,7 +223,7 @@ def test_the_other_modes_say_what_the_large_model_says(models: list[Any], mode: 
     assert out.shape == (3, 20)
 
 
-def test_token_mode_at_the_small_end_says_what_the_small_model_says(models: list[Any]) -> None:
+def test_token_mode_at_the_small_end_gives_what_the_small_model_gives(models: list[Any]) -> None:
     large = shallow_model(seed=9)
     fastspec.patch(large, cascade=fastspec.Cascade(stages=models[:1], mode="token", rule="token_v2", alpha=1.0, gamma=3))
     batch = prompts(8, 5)

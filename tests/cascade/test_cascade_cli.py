@@ -56,8 +56,8 @@ def training(folder: Path, *more: str) -> list[str]:
 
 
 def test_a_predictor_is_trained_judged_and_used(folder: Path) -> None:
-    said = run(folder, *training(folder, "--report", str(folder / "calibration.jsonl")))
-    assert "70 of 70 items answered by 2 stages" in said and "predictor written" in said and "ms a token" in said
+    emitted = run(folder, *training(folder, "--report", str(folder / "calibration.jsonl")))
+    assert "70 of 70 items answered by 2 stages" in emitted and "predictor written" in emitted and "ms a token" in emitted
     held = records.read(folder / "answers.jsonl")
     assert len(held.records) == 140 and all(record.label is not None for record in held.records)
     assert all(record.label == 1 for record in held.records if record.stage == "large")
@@ -72,21 +72,21 @@ def test_a_predictor_is_trained_judged_and_used(folder: Path) -> None:
     assert sorted((folder / "answers.jsonl").read_text().splitlines()) != [] and len(records.read(folder / "answers.jsonl").records) == 140
 
     picture = folder / "frontier.png"
-    said = run(
+    emitted = run(
         folder, "evaluate", "--predictor", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl",
         "--out", f"{folder}/rows.jsonl",
     )  # fmt: skip
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     assert {record.label for record in held.records if record.stage == "small"} == {0.0, 1.0}
     points = [row for row in rows if row["kind"] == "frontier" and row["set"] == "all"]
-    assert points[0]["stage"] == 0 and points[-1]["stage"] >= points[0]["stage"] and "area gained" in said
+    assert points[0]["stage"] == 0 and points[-1]["stage"] >= points[0]["stage"] and "area gained" in emitted
     assert all(before["stage"] <= after["stage"] for before, after in pairwise(points))
     pytest.importorskip("matplotlib")
     run(folder, "evaluate", "--predictor", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl", "--plot", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG") and int.from_bytes(picture.read_bytes()[16:20], "big") == 1200
 
 
-def test_the_records_are_what_the_models_say(folder: Path) -> None:
+def test_the_records_are_what_the_models_answer(folder: Path) -> None:
     """Whatever the batch, a stage's answer is its own greedy answer, and the label its agreement with the last."""
     path = folder / "alone.jsonl"
     arguments = training(folder)

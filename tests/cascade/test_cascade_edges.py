@@ -34,7 +34,7 @@ scalars = st.one_of(st.none(), st.booleans(), st.integers(-3, 300), st.floats(),
 values = st.one_of(scalars, st.lists(scalars, max_size=3), st.dictionaries(st.sampled_from(["model", "eagle3", "a"]), scalars, max_size=2))
 
 
-def said(model: Any, **options: Any) -> list[list[int]]:
+def emitted(model: Any, **options: Any) -> list[list[int]]:
     return model.generate(**options).tolist()
 
 
@@ -94,7 +94,7 @@ def test_tokenizers_by_name_are_loaded_when_first_needed(tmp_path: Path) -> None
         more = {"predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
         fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], tokenizer=given_[1], label="large", **more))
         ids = torch.tensor([TARGET("abcdxyz", add_special_tokens=False)["input_ids"]])
-        out.append(said(large, inputs=ids, **GREEDY, assistant="cascade"))
+        out.append(emitted(large, inputs=ids, **GREEDY, assistant="cascade"))
     assert out[0] == out[1]
     large, gone = shallow_model(vocab_size=len(TARGET)), str(tmp_path / "gone")
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[fastspec.Stage(small, tokenizer=gone, name="medium")], tokenizer=gone,
@@ -125,7 +125,7 @@ def test_settings_mean_what_they_mean_to_transformers(climbing: Any, form: dict[
     try:
         bare = {"input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, held.pad_token_id)}
         for call in ({**batch, **form}, {**bare, **form}, {**batch, "generation_config": GenerationConfig(**form)}):
-            assert said(climbing, **call, assistant="cascade") == said(climbing, **call)
+            assert emitted(climbing, **call, assistant="cascade") == emitted(climbing, **call)
     finally:
         climbing.generation_config = held
     with pytest.MonkeyPatch.context() as patch:  # what was given in a generation_config is handed on in one: beside it is deprecated
@@ -149,7 +149,7 @@ def test_end_tokens_of_a_generation_config_are_end_tokens(climbing: Any) -> None
         return features(*args, ended=ended, **more)
 
     features, batch = cascade.features, prompts(6)
-    first = said(session_of(climbing).resources["cascade"].stages[0].model, **batch, **GREEDY)[0][6]
+    first = emitted(session_of(climbing).resources["cascade"].stages[0].model, **batch, **GREEDY)[0][6]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cascade, "features", told)
         climbing.generate(**batch, generation_config=GenerationConfig(max_new_tokens=5, eos_token_id=first), assistant="cascade")
@@ -197,7 +197,7 @@ def test_rates_are_measured_where_a_stage_cannot_read_the_prompt() -> None:
     found = stages(3)
     found[1] = shallow_model(seed=1, num_hidden_layers=3, max_position_embeddings=16)
     model = cascaded(found, price=HIGH, costs=None)
-    assert said(model, **prompts(40), **GREEDY, assistant="cascade") == said(model, **prompts(40), **GREEDY)
+    assert emitted(model, **prompts(40), **GREEDY, assistant="cascade") == emitted(model, **prompts(40), **GREEDY)
 
 
 def test_prompts_of_a_stage_with_other_tokens() -> None:
@@ -213,7 +213,7 @@ def test_prompts_of_a_stage_with_other_tokens() -> None:
     more = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
     blind = fastspec.Stage(shallow_model(seed=1, vocab_size=len(DRAFT)), tokenizer=DRAFT, name="medium", prompt=lambda text: "")
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[blind], **more))
-    assert said(large, inputs=torch.tensor([ids]), **GREEDY, assistant="cascade") == said(large, inputs=torch.tensor([ids]), **GREEDY)
+    assert emitted(large, inputs=torch.tensor([ids]), **GREEDY, assistant="cascade") == emitted(large, inputs=torch.tensor([ids]), **GREEDY)
     assert "left out: the prompt has no tokens" in str(fastspec.report(large).last.explanations[0])
     fastspec.unpatch(large)
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[replace(blind, prompt=lambda text: 3)], **more))

@@ -309,8 +309,8 @@ def recordings(draw: st.DrawFn) -> list[Record]:
             if draw(st.integers(0, 3)):
                 features = (draw(st.floats(-9, 9, width=32)), draw(st.floats(-9, 9, width=32)))
                 counts, label = [draw(st.integers(0, 99)) for _ in range(3)], draw(st.floats(0, 1))
-                said = [counts[0], draw(st.text(max_size=9)), counts[1], index * counts[2], draw(st.booleans())]
-                found.append(Record(item, where, part, stage, index, *said, draw(FLOATS), draw(FLOATS), label, features, 3))
+                emitted = [counts[0], draw(st.text(max_size=9)), counts[1], index * counts[2], draw(st.booleans())]
+                found.append(Record(item, where, part, stage, index, *emitted, draw(FLOATS), draw(FLOATS), label, features, 3))
     return draw(st.permutations(found))
 
 

@@ -28,7 +28,7 @@ def measured(count: int, seed: int) -> torch.Tensor:
     return torch.stack((chances[:, 0], top[:, 0] - top[:, 1], -(chances.exp() * chances).sum(-1)), 1)
 
 
-def said(measures: torch.Tensor, tokens, **changes) -> dict[str, float]:
+def emitted(measures: torch.Tensor, tokens, **changes) -> dict[str, float]:
     given = {"prompt_tokens": 9, "limit": 500, "ended": True, "stage": 1, "stages": STAGES} | changes
     return dict(zip(NAMES, features(measures, tokens, **given).tolist(), strict=True))
 
@@ -38,7 +38,7 @@ def said(measures: torch.Tensor, tokens, **changes) -> dict[str, float]:
 def test_every_feature_is_what_its_name_says(count, seed, vocabulary, ended):
     measures = measured(count, seed)
     tokens = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed))
-    found = said(measures, tokens, ended=ended)
+    found = emitted(measures, tokens, ended=ended)
     assert len(found) == len(NAMES) == len(set(NAMES))
     # Values below 40 in fp32 are rounded by at most 2^-19; the reference rounds a few times more.
     near = lambda value: pytest.approx(float(value), abs=2e-5)  # noqa: E731
@@ -61,9 +61,9 @@ def test_every_feature_is_what_its_name_says(count, seed, vocabulary, ended):
 
 def test_ids_may_be_a_list_and_order_matters_only_where_it_should():
     measures, ids = measured(65, 0), list(range(65))
-    assert said(measures, ids) == said(measures, torch.tensor(ids))
-    turned = said(measures.flip(0), ids)
-    changed = {name for name, value in said(measures, ids).items() if abs(value - turned[name]) > 1e-5}
+    assert emitted(measures, ids) == emitted(measures, torch.tensor(ids))
+    turned = emitted(measures.flip(0), ids)
+    changed = {name for name, value in emitted(measures, ids).items() if abs(value - turned[name]) > 1e-5}
     assert changed <= {"entropy_last", "log_probability_first", "gap_first", "entropy_first"}
 
 
@@ -73,7 +73,7 @@ def test_a_number_that_is_not_finite_is_refused(value, column):
     measures = measured(7, 0)
     measures[4, column] = value
     with pytest.raises(Unsupported, match=r"of answer token 4 is -?(nan|inf), not a finite number"):
-        said(measures, range(7))
+        emitted(measures, range(7))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_number_that_is_not_finite_is_refused(value, column):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(shape, tokens, changes):
     with pytest.raises(Unsupported, match="features: "):
-        said(torch.zeros(shape), range(tokens), **changes)
+        emitted(torch.zeros(shape), range(tokens), **changes)
 
 
 def test_features_score_and_decision_take_little_time():

@@ -90,10 +90,10 @@ def test_train_and_evaluate_say_by_set_how_answers_were_judged(tmp_path: Path) -
     ]  # fmt: skip
     refused = CliRunner().invoke(app, arguments)
     assert refused.exit_code == 1 and "36 of 36 items" in refused.output and not (tmp_path / "answers.jsonl").exists()
-    said = CliRunner().invoke(app, [*arguments, "--agreement"])
-    assert said.exit_code == 0, said.output
+    emitted = CliRunner().invoke(app, [*arguments, "--agreement"])
+    assert emitted.exit_code == 0, emitted.output
     lines = ["first: judged by a reference text", "second: judged by agreement with large (F1 of at least 0.5)"]
-    assert all(line in said.output for line in lines)
+    assert all(line in emitted.output for line in lines)
     told = "first: a reference text; second: agreement with large (F1 of at least 0.5)"
     assert Predictor.load(tmp_path / "p.safetensors").place["judged"] == told
     found = CliRunner().invoke(
@@ -113,5 +113,5 @@ def test_running_code_is_asked_for_before_anything_is_computed(tmp_path: Path) -
     assert check_execution(read_sets([path]), True) in PROTECTION
     assert check_execution([], False) is None
     arguments = ["--stage", "small=/nowhere", "--model", "large=/nowhere", "--prompts", str(path), "--out", "p", "--answers", "a"]
-    said = CliRunner().invoke(app, ["cascade", "train", *arguments])
-    assert said.exit_code == 1 and "--allow-code-execution" in said.output and "/nowhere" not in said.output
+    emitted = CliRunner().invoke(app, ["cascade", "train", *arguments])
+    assert emitted.exit_code == 1 and "--allow-code-execution" in emitted.output and "/nowhere" not in emitted.output

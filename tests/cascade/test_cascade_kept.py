@@ -60,10 +60,10 @@ def same_as_without(manager: CacheManager, model: Any, assistant: Any, ids: torc
 
 def test_a_second_turn_begins_from_the_first(model: Any, assistant: Any) -> None:
     manager = CacheManager(BIG)
-    said = first_turn(manager, model, assistant, text(30))
-    ids = torch.cat((said, text(7, 1)), 1)
+    emitted = first_turn(manager, model, assistant, text(30))
+    ids = torch.cat((emitted, text(7, 1)), 1)
     for _ in range(2):  # the first call writes into its own copy
-        same_as_without(manager, model, assistant, ids, said.shape[1] - 1)
+        same_as_without(manager, model, assistant, ids, emitted.shape[1] - 1)
     third = first_turn(manager, model, assistant, ids)
     same_as_without(manager, model, assistant, torch.cat((third, text(2, 2)), 1), third.shape[1] - 1)
     layers, heads, size = 3, 2, 16
@@ -72,18 +72,18 @@ def test_a_second_turn_begins_from_the_first(model: Any, assistant: Any) -> None
 
 def test_the_same_prompt_again_feeds_its_last_token(model: Any, assistant: Any) -> None:
     manager = CacheManager(BIG)
-    said = first_turn(manager, model, assistant, text(30))
-    same_as_without(manager, model, assistant, said, said.shape[1] - 1)
-    same_as_without(manager, model, assistant, said[:, :30], 29)
+    emitted = first_turn(manager, model, assistant, text(30))
+    same_as_without(manager, model, assistant, emitted, emitted.shape[1] - 1)
+    same_as_without(manager, model, assistant, emitted[:, :30], 29)
 
 
 @pytest.mark.parametrize("place", [16, 29, 30, 36])
 def test_a_prompt_that_parts_from_what_was_kept(model: Any, assistant: Any, place: int) -> None:
     manager = CacheManager(BIG)
-    said = first_turn(manager, model, assistant, text(30))
-    other = (said[:, place : place + 1] - 5) % 91 + 6  # another token than the one said there
-    same_as_without(manager, model, assistant, torch.cat((said[:, :place], other, text(4, 3)), 1), place)
-    assert past_of(manager, 1, model, said) is None
+    emitted = first_turn(manager, model, assistant, text(30))
+    other = (emitted[:, place : place + 1] - 5) % 91 + 6  # another token than the one said there
+    same_as_without(manager, model, assistant, torch.cat((emitted[:, :place], other, text(4, 3)), 1), place)
+    assert past_of(manager, 1, model, emitted) is None
 
 
 def test_what_was_moved_to_the_cpu_and_back_or_dropped(model: Any, assistant: Any) -> None:
@@ -91,8 +91,8 @@ def test_what_was_moved_to_the_cpu_and_back_or_dropped(model: Any, assistant: An
     manager = CacheManager(bytes_of, host_budget=2 * bytes_of)
     texts = [first_turn(manager, model, assistant, text(30, seed)) for seed in (0, 1)]
     assert (manager.used, manager.host_used, manager.stats.moves) == (bytes_of, bytes_of, 1)
-    for said in (*texts, *texts):
-        same_as_without(manager, model, assistant, torch.cat((said, text(3, 4)), 1), 41)
+    for emitted in (*texts, *texts):
+        same_as_without(manager, model, assistant, torch.cat((emitted, text(3, 4)), 1), 41)
     assert manager.stats.moves == 1 + 2 * 4  # every find moved one back and the other out
     texts += [first_turn(manager, model, assistant, text(30, seed)) for seed in (2, 3)]
     assert manager.stats.drops == 1
@@ -105,7 +105,7 @@ turn = st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(1, 9))
 
 @settings(max_examples=12, deadline=None)
 @given(turns=st.lists(turn, min_size=2, max_size=6), budget=st.integers(44, 120))
-def test_any_order_of_texts_says_what_calls_without_a_past_say(turns: Any, budget: int) -> None:
+def test_any_order_of_texts_gives_what_calls_without_a_past_gives(turns: Any, budget: int) -> None:
     """Texts grow, are cut and taken up in any order; entries are moved and dropped on the way."""
     token = 2 * 3 * 2 * 16 * 4  # bytes
     for model in MODELS.values():
@@ -123,12 +123,12 @@ def test_any_order_of_texts_says_what_calls_without_a_past_say(turns: Any, budge
 
 def test_a_model_cast_since_gets_nothing_of_the_other_dtype() -> None:
     model, manager = fastspec.patch(tiny_model(num_hidden_layers=2)), CacheManager(BIG)
-    said = first_turn(manager, model, None, text(30))
-    assert past_of(manager, 0, model, said) is not None
+    emitted = first_turn(manager, model, None, text(30))
+    assert past_of(manager, 0, model, emitted) is not None
     model.to(torch.bfloat16)
-    assert past_of(manager, 0, model, said) is None
+    assert past_of(manager, 0, model, emitted) is None
     first_turn(manager, model, None, text(30))
-    past = past_of(manager, 0, model, said[:, :31])
+    past = past_of(manager, 0, model, emitted[:, :31])
     assert past is not None and past.layers[0].keys.dtype == torch.bfloat16
 
 

@@ -121,7 +121,7 @@ def test_planted_bugs_in_the_mixture_are_found(bug):
 
 @given(st.data(), st.sampled_from(RULES), st.integers(0, 10**6), st.integers(1, 4), st.sampled_from(PROCESSES))
 @settings(max_examples=30, deadline=None)
-def test_greedy_calls_say_the_mixtures_tokens(data, rule, seed, gamma, process):
+def test_greedy_calls_give_the_mixtures_tokens(data, rule, seed, gamma, process):
     """Rows with prompts of their own, which accept differently; one token has the whole mixture."""
     alpha, vocab, limit = data.draw(alphas(rule)), 4, 9
     texts = data.draw(st.lists(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=5), min_size=1, max_size=3))
@@ -131,16 +131,16 @@ def test_greedy_calls_say_the_mixtures_tokens(data, rule, seed, gamma, process):
     drafter = MixedDrafter(small, gamma, partial(mixed, rule, alpha), vocab=vocab, draft_vocab=vocab, ops=TORCH)
     engine = Engine(large, drafter, TORCH, rows=len(texts), sample=False, process=process)
     found = decode(engine, Request(ids, counts, list(ids), limit, frozenset(), None), "mixed").tokens
-    for prompt, said in zip(texts, found, strict=True):
+    for prompt, emitted in zip(texts, found, strict=True):
         text = list(prompt)
-        for token in said:
+        for token in emitted:
             raw = [torch.tensor(model.after(tuple(text))) for model in (large, small)]
             best = [int((each if process is None else process(each[None])[0]).argmax()) for each in raw]
             hot = [torch.eye(vocab)[each] for each in best]
             pi = mixed(rule, alpha, *hot, *(each.softmax(-1) for each in raw))
             assert token == int(pi.argmax()) and float(pi.max()) == 1
             text.append(token)
-        assert len(said) == limit
+        assert len(emitted) == limit
 
 
 def test_what_cannot_be_mixed_is_refused():
@@ -179,8 +179,8 @@ class Checked(StagedDrafter):
 
     def observe(self, tree, verdict, logits, features, active, extent):
         super().observe(tree, verdict, logits, features, active, extent)
-        for row, (n, said) in enumerate(zip(verdict.accepted.tolist(), verdict.tokens(tree).tolist(), strict=True)):
-            self.text[row] += said[: n + 1] if active[row] else []
+        for row, (n, emitted) in enumerate(zip(verdict.accepted.tolist(), verdict.tokens(tree).tolist(), strict=True)):
+            self.text[row] += emitted[: n + 1] if active[row] else []
             for model in self.models:
                 held = int(model.lengths[row])
                 assert held < len(self.text[row]) and model.cells[row, :held].tolist() == self.text[row][:held]
@@ -203,7 +203,7 @@ def own(seed: int, vocab: int, process: Any) -> Callable[[Text], list[float]]:
 )
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
 @settings(max_examples=3, deadline=None)
-def test_the_loop_says_what_the_last_model_says_alone(stages, gamma, limit, companions, vocab, seed, process):
+def test_the_loop_emits_what_the_last_model_emits_alone(stages, gamma, limit, companions, vocab, seed, process):
     """Scripts one by one: how far a stage writes depends on the rows beside, so that a row's decisions are the same in one batch alone."""
     found = enumerated(chained(seed, vocab, gamma, stages, process), process, limit, 1, companions)
     assert agree(found, closed(vocab, limit, own(seed, vocab, process)))
@@ -220,8 +220,8 @@ class UnlikelyDraftsLeftOut(Checked):
 
     def _write(self, stage, at, count, active, extent):
         q = super()._write(stage, at, count, active, extent)
-        said = self.tape.gather(1, at[:, None] + torch.arange(count))
-        return q if stage == 0 else q * (said != 1)[..., None]
+        emitted = self.tape.gather(1, at[:, None] + torch.arange(count))
+        return q if stage == 0 else q * (emitted != 1)[..., None]
 
 
 class NothingCut(Checked):
@@ -270,12 +270,12 @@ def test_batches_keep_every_stages_distributions(seed, stages, gamma, sample, da
     torch.manual_seed(seed)
     engine = Engine(target, drafter, TORCH, rows=len(texts), sample=sample, process=process)
     outcome = decode(engine, Request(ids, counts, list(ids), limit, ends, None), "staged")
-    for row, (prompt, said) in enumerate(zip(texts, outcome.tokens, strict=True)):
+    for row, (prompt, emitted) in enumerate(zip(texts, outcome.tokens, strict=True)):
         text = list(prompt)
-        for token in said:
+        for token in emitted:
             assert sample or token == int(torch.tensor(target.after(tuple(text))).argmax())
             text.append(token)
-        assert len(said) == limit or said[-1] in ends, row
+        assert len(emitted) == limit or emitted[-1] in ends, row
     assert outcome.stats.accepted == outcome.stats.drafted
 
 
@@ -327,7 +327,7 @@ def zoo() -> dict[str, Any]:
 
 @given(st.data(), st.integers(1, 6), st.integers(0, 10**6))
 @settings(max_examples=8, deadline=None)
-def test_a_chain_says_the_greedy_tokens_of_the_target(zoo, data, gamma, seed):
+def test_a_chain_gives_the_greedy_tokens_of_the_target(zoo, data, gamma, seed):
     chain = [zoo[name] for name in data.draw(st.lists(st.sampled_from(sorted(zoo)), min_size=1, max_size=3))]
     inputs = prompts(*data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3)), seed=seed)
     assert run(zoo["target"], inputs, staged(chain, gamma, 97), 17).tokens == free(zoo["target"], inputs, 17)

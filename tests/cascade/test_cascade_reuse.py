@@ -29,7 +29,7 @@ def padded_text(length: int, seed: int) -> torch.Tensor:
     return ids
 
 
-def said(model: Any, ids: torch.Tensor, **options: Any) -> list[int]:
+def emitted(model: Any, ids: torch.Tensor, **options: Any) -> list[int]:
     """A greedy answer to one row, all of it text."""
     return model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, **options)[0].tolist()
 
@@ -41,8 +41,8 @@ def test_pad_tokens_within_a_text_are_text(price: float) -> None:
     for seed in range(4):
         ids = padded_text(24, seed)
         for turn in range(3):
-            answer = said(kept, ids, assistant="cascade")
-            assert answer == said(plain, ids, assistant="cascade")
+            answer = emitted(kept, ids, assistant="cascade")
+            assert answer == emitted(plain, ids, assistant="cascade")
             ids = torch.cat((torch.tensor([answer]), padded_text(6, 10 * seed + turn)), 1)
 
 
@@ -76,24 +76,24 @@ def test_what_was_kept_before_a_change_of_weights_is_not_used(change: Any, which
     torch.manual_seed(3)
     models = stages(2)
     model = cascaded(models, price=HIGH, memory=10_000_000)
-    ids = torch.tensor([said(model, padded_text(24, 7), assistant="cascade")])
+    ids = torch.tensor([emitted(model, padded_text(24, 7), assistant="cascade")])
     change(models[which])
     turn = torch.cat((ids, padded_text(5, 8)), 1)
     hits = fastspec.report(model).memory.hits
-    answer = said(model, turn, assistant="cascade")
+    answer = emitted(model, turn, assistant="cascade")
     assert fastspec.report(model).memory.hits == hits + 1  # the other stage's
     session = session_of(model)
-    assert answer == said(model, turn)
+    assert answer == emitted(model, turn)
     for stage, held in enumerate(models):
         past = past_of(session.resources["cascade"].memory, stage, held, turn)
         expected = held(turn[:, :-1], attention_mask=torch.ones(1, turn.shape[1] - 1)).past_key_values
         assert torch.allclose(past.layers[1].keys, expected.layers[1].keys, atol=1e-3), stage  # some hundred times fp32's rounding
-    assert said(model, turn, assistant="cascade") == answer and fastspec.report(model).memory.hits == hits + 5  # two by `past_of`
+    assert emitted(model, turn, assistant="cascade") == answer and fastspec.report(model).memory.hits == hits + 5  # two by `past_of`
 
 
 def test_kept_keys_and_values_are_freed_when_asked() -> None:
     model = cascaded(stages(2), price=HIGH, memory=10_000_000)
-    said(model, padded_text(24, 1), assistant="cascade")
+    emitted(model, padded_text(24, 1), assistant="cascade")
     memory = session_of(model).resources["cascade"].memory
     assert memory.used
     fastspec.clear_memory(model)

@@ -35,8 +35,8 @@ def asked(tokenizer: Any, *questions: str) -> dict[str, Tensor]:
 
 def answers(model: Any, inputs: dict[str, Tensor], count: int = 24, **options: Any) -> list[list[int]]:
     """The new tokens of each row, greedy."""
-    said = model.generate(**inputs, max_new_tokens=count, do_sample=False, **options)
-    return said[:, inputs["input_ids"].shape[1] :].tolist()
+    emitted = model.generate(**inputs, max_new_tokens=count, do_sample=False, **options)
+    return emitted[:, inputs["input_ids"].shape[1] :].tolist()
 
 
 def drafted(calls: Sequence[Stats]) -> bool:
@@ -74,16 +74,16 @@ def agree(model: Any, inputs: dict[str, Tensor], count: int = 24, **options: Any
     between tokens whose logits lie no further apart than twice what the model's own passes differ by, each of which may be off by that.
     Returns this difference.
     """
-    spread, said = own_spread(model, inputs, count)
+    spread, emitted = own_spread(model, inputs, count)
     bound = float(spread.max())
     assert bound > 0.01  # in fp32 it is 1e-4, and equality is what is asked
     with drafting(model, calls=1):
         got = answers(model, inputs, count, **options)[0]
-    parted = next((place for place, (a, b) in enumerate(zip(said.tolist(), got, strict=False)) if a != b), None)
+    parted = next((place for place, (a, b) in enumerate(zip(emitted.tolist(), got, strict=False)) if a != b), None)
     if parted is not None:
         with torch.no_grad():
-            logits = model(torch.cat((inputs["input_ids"][0], said[:parted]))[None]).logits[0, -1].float()
-        assert float((logits[said[parted]] - logits[got[parted]]).abs()) <= 2 * bound
+            logits = model(torch.cat((inputs["input_ids"][0], emitted[:parted]))[None]).logits[0, -1].float()
+        assert float((logits[emitted[parted]] - logits[got[parted]]).abs()) <= 2 * bound
     return bound
 
 

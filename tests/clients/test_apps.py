@@ -21,13 +21,13 @@ def test_pipelines(pair, tokenizer, batch):
 
     original, served = pair
 
-    def said(model: Any) -> Any:
+    def emitted(model: Any) -> Any:
         made = pipeline("text-generation", model=model, tokenizer=tokenizer)
         return [row[0]["generated_text"] for row in made(chats(*QUESTIONS), batch_size=batch, **OPTIONS)]
 
-    expected = said(original)
+    expected = emitted(original)
     with drafting(served, calls=4 // batch):
-        assert said(served) == expected
+        assert emitted(served) == expected
     assert all(row[-1]["content"] for row in expected)
 
 
@@ -68,16 +68,16 @@ def test_langchain(pair, tokenizer):
 
     original, served = pair
 
-    def said(model: Any) -> list[Any]:
+    def emitted(model: Any) -> list[Any]:
         made = pipeline("text-generation", model=model, tokenizer=tokenizer, return_full_text=False, **OPTIONS)
         llm = HuggingFacePipeline(pipeline=made)
         chat = ChatHuggingFace(llm=llm, tokenizer=tokenizer, model_id="local")
         told = llm.invoke("The sky is"), llm.batch(["One, two,", "The capital of France is"]), list(llm.stream("Once upon a time"))
         return [*told, chat.invoke(QUESTIONS[1]).content]
 
-    expected = said(original)
+    expected = emitted(original)
     with drafting(served):
-        assert said(served) == expected
+        assert emitted(served) == expected
     assert len(expected[2]) > 4
 
 
@@ -89,7 +89,7 @@ def test_smolagents(folder):
     fastspec.patch(models[1].model, eagle3=HEAD, assistant="eagle3")
     message = [{"role": "user", "content": [{"type": "text", "text": "Count from one to twenty in words."}]}]
 
-    def said(model: Any) -> list[Any]:
+    def emitted(model: Any) -> list[Any]:
         agent = CodeAgent(tools=[], model=model, max_steps=1, verbosity_level=0)
         agent.prompt_templates["system_prompt"] = "Answer with code between <code> and </code>."
         agent.run("What is 2+2?")
@@ -99,6 +99,6 @@ def test_smolagents(folder):
             [step.model_output for step in agent.memory.steps if hasattr(step, "model_output")],
         ]
 
-    expected = said(models[0])
+    expected = emitted(models[0])
     with drafting(models[1].model):
-        assert said(models[1]) == expected
+        assert emitted(models[1]) == expected

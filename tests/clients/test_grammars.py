@@ -105,8 +105,8 @@ def test_a_seed_draws_plain_decodings_tokens_under_a_grammar(pair, tokenizer):
     """A processor with a state is shown plain decoding's calls, and what is drawn behind it is drawn as plain decoding draws it."""
     original = pair[0]
     inputs, fresh = asked(tokenizer, *PROMPTS[:2]), xgrammar(tokenizer, original.config.vocab_size)
-    said = []
+    emitted = []
     for model in pair:
         torch.manual_seed(5)
-        said.append(model.generate(**inputs, max_new_tokens=20, do_sample=True, temperature=0.7, **fresh()).tolist())
-    assert said[0] == said[1]
+        emitted.append(model.generate(**inputs, max_new_tokens=20, do_sample=True, temperature=0.7, **fresh()).tolist())
+    assert emitted[0] == emitted[1]

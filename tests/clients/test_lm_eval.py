@@ -43,8 +43,8 @@ def evaluated(model: Any, tokenizer: Any, tasks: list[Any], batch: int) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     found = simple_evaluate(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch), tasks=tasks, bootstrap_iters=0)
-    said = {name: [sample["resps"] for sample in samples] for name, samples in found["samples"].items()}
-    return said, {name: {key: value for key, value in row.items() if "," in key} for name, row in found["results"].items()}
+    emitted = {name: [sample["resps"] for sample in samples] for name, samples in found["samples"].items()}
+    return emitted, {name: {key: value for key, value in row.items() if "," in key} for name, row in found["results"].items()}
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -84,5 +84,5 @@ def test_a_server_answers_its_local_completions_model(pair, tokenizer):
         assert server.metric("fastspec_acceptance_length") > 1
     for sample in found["samples"]["answered"]:
         ids = tokenizer(f"Question: {sample['doc']['q']}\nAnswer:", return_tensors="pt").input_ids
-        said = original.generate(ids, max_new_tokens=24, do_sample=False, stop_strings=until, tokenizer=tokenizer)[0, ids.shape[1] :]
-        assert cut(sample["resps"][0][0]) == cut(tokenizer.decode(said, skip_special_tokens=True))
+        emitted = original.generate(ids, max_new_tokens=24, do_sample=False, stop_strings=until, tokenizer=tokenizer)[0, ids.shape[1] :]
+        assert cut(sample["resps"][0][0]) == cut(tokenizer.decode(emitted, skip_special_tokens=True))

@@ -40,14 +40,14 @@ def weights(folder) -> Path:
 
 @pytest.mark.parametrize("snippet", HERE, ids=NAMES)
 def test_a_snippet_gives_plain_decodings_answer(smollm2, folder, weights, tmp_path, one_process, monkeypatch, snippet):
-    said = []
+    emitted = []
     for really in (False, True):
         names = prepared(smollm2, folder, weights, tmp_path)
         torch.manual_seed(0)
         with patching(monkeypatch, really) as models:
             run(snippet, names)
-        said.append(names["answer"])
-    expected, found = said
+        emitted.append(names["answer"])
+    expected, found = emitted
     assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
     (model,) = models
     report = fastspec.report(model)

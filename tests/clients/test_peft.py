@@ -60,7 +60,7 @@ def test_lora(models, tokenizer, order):
 
 def test_lora_switched_off_and_merged(models, tokenizer):
     original, served = adapted(models[0]), adapted(fastspec.patch(models[1], eagle3=HEAD, assistant="eagle3"))
-    inputs, said = asked(tokenizer, *QUESTIONS[:2]), []
+    inputs, emitted = asked(tokenizer, *QUESTIONS[:2]), []
     for model in (original, served):
         model.add_adapter("second", lora(2)[0])
         drawn(model, "second", 2)
@@ -68,14 +68,14 @@ def test_lora_switched_off_and_merged(models, tokenizer):
         for adapter in ("second", "default"):
             for model in (original, served):
                 model.set_adapter(adapter)
-            said.append(answers(original, inputs, COUNT))
-            assert answers(served, inputs, COUNT) == said[-1]
+            emitted.append(answers(original, inputs, COUNT))
+            assert answers(served, inputs, COUNT) == emitted[-1]
         with original.disable_adapter(), served.disable_adapter():
-            said.append(answers(original, inputs, COUNT))
-            assert answers(served, inputs, COUNT) == said[-1]
+            emitted.append(answers(original, inputs, COUNT))
+            assert answers(served, inputs, COUNT) == emitted[-1]
         original, served = original.merge_and_unload(), served.merge_and_unload()
-        assert answers(served, inputs, COUNT) == answers(original, inputs, COUNT) == said[1]
-    assert said[0] != said[1] != said[2] != said[0]
+        assert answers(served, inputs, COUNT) == answers(original, inputs, COUNT) == emitted[1]
+    assert emitted[0] != emitted[1] != emitted[2] != emitted[0]
     assert served is models[1]
     fastspec.unpatch(served)
 

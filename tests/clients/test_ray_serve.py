@@ -57,10 +57,10 @@ def test_two_replicas_answer_as_generate_does(replicas):
 
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(ask, range(40)))
-    for index, said in enumerate(got):
+    for index, emitted in enumerate(got):
         ids = tokenizer(f"w{5 + index} w7", return_tensors="pt").input_ids
         new = plain.generate(ids, max_new_tokens=6 + index, do_sample=False)[0, ids.shape[1] :]
-        assert said == tokenizer.decode(new, skip_special_tokens=True)
+        assert emitted == tokenizer.decode(new, skip_special_tokens=True)
     counted: dict[str, float] = {}  # by when the replica's counter was made
     end = time.monotonic() + 60
     while len(counted) < 2 and time.monotonic() < end:

@@ -58,7 +58,7 @@ def talk(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def test_chats_completions_and_streams_say_what_generate_says(pair, server):
+def test_chats_completions_and_streams_give_what_generate_gives(pair, server):
     plain, client = pair[0], server.client()
     rng = random.Random(0)
     for count in (1, 24):
@@ -67,13 +67,13 @@ def test_chats_completions_and_streams_say_what_generate_says(pair, server):
             (text, client.completions.create, lambda choice: choice.text, lambda choice: choice.text),
             (talk(text), client.chat.completions.create, lambda choice: choice.message.content, lambda choice: choice.delta.content),
         ):
-            said, before, new = alone(plain, prompt, count)
+            generated, before, new = alone(plain, prompt, count)
             given = {"model": NAME, "max_tokens": count, "temperature": 0, "prompt" if prompt is text else "messages": prompt}
             answer = create(**given)
-            assert read(answer.choices[0]) == said and answer.choices[0].finish_reason == ("length" if new == count else "stop")
+            assert read(answer.choices[0]) == generated and answer.choices[0].finish_reason == ("length" if new == count else "stop")
             assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (before, new)
             chunks = list(create(**given, stream=True))
-            assert "".join(delta(chunk.choices[0]) or "" for chunk in chunks) == said
+            assert "".join(delta(chunk.choices[0]) or "" for chunk in chunks) == generated
             assert chunks[-1].usage.completion_tokens == new and chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
     answer = client.responses.create(model=NAME, input=text, max_output_tokens=9, temperature=0)
     assert answer.output_text == alone(plain, talk(text), 9)[0]
@@ -116,15 +116,15 @@ def test_two_hundred_requests_sixteen_in_flight(pair, server):
     got = asyncio.run(everyone())
     assert server.metric("fastspec_tokens_per_second") > 0  # of the last seconds
     with fastspec.patched(small_target(peak=0.15)) as other, fastspec.continuous(other, "autoregressive", rows=1, max_length=400) as batch:
-        for said, (text, count, chat, _, seed) in zip(got, asked, strict=True):
+        for generated, (text, count, chat, _, seed) in zip(got, asked, strict=True):
             if seed is None:
-                assert said == alone(plain, talk(text) if chat else text, count)[0]
+                assert generated == alone(plain, talk(text) if chat else text, count)[0]
                 continue
             tokenizer = small_tokenizer()
             ids = tokenizer(text, return_tensors="pt").input_ids if not chat else tokenizer.apply_chat_template(
                 talk(text), add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]  # fmt: skip
             want = batch.submit(ids, max_new_tokens=count, do_sample=True, temperature=1.0, seed=seed).result(SECONDS)
-            assert said == tokenizer.decode(want[0, ids.shape[1] :], skip_special_tokens=True)
+            assert generated == tokenizer.decode(want[0, ids.shape[1] :], skip_special_tokens=True)
     assert server.metric('fastspec_requests_total{outcome="length"}') > before
     assert server.batch.running == server.batch.waiting == 0
     assert server.metric("fastspec_acceptance_length") > 1 and server.metric("fastspec_rows") == 4
@@ -222,7 +222,7 @@ def test_a_server_that_is_killed_comes_back_and_ends_when_told(pair, small_folde
     command = [sys.executable, "-m", "fastspec.cli", "serve", str(small_folder), "--name", NAME, "--rows", "2", "--port", str(port)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "FASTSPEC_API_KEY": "secret"}
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0, timeout=SECONDS)
-    said, _, new = alone(pair[0], talk("w5 w6"), 8)
+    generated, _, new = alone(pair[0], talk("w5 w6"), 8)
     for last in (signal.SIGKILL, signal.SIGTERM):
         process = subprocess.Popen([*command], env=environment, stderr=subprocess.PIPE, text=True)
         try:
@@ -234,7 +234,7 @@ def test_a_server_that_is_killed_comes_back_and_ends_when_told(pair, small_folde
                 except openai.APIConnectionError:
                     assert process.poll() is None and time.monotonic() < deadline
                     time.sleep(0.2)
-            assert answer.choices[0].message.content == said and answer.model == NAME
+            assert answer.choices[0].message.content == generated and answer.model == NAME
             process.send_signal(last)
             _, log = process.communicate(timeout=SECONDS)
         finally:

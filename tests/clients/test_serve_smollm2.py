@@ -36,6 +36,6 @@ def test_smollm2_answers_as_generate_does_with_stop_strings_and_in_streams(pair,
         asked = [(question, stops, stream) for question in QUESTIONS for stops in (None, stop) for stream in (False, True)]
         with ThreadPoolExecutor(8) as pool:
             got = list(pool.map(lambda each: ask(*each), asked))
-        for said, (question, stops, _) in zip(got, asked, strict=True):
-            assert said == alone(question, **({} if stops is None else {"stop_strings": stops}))
+        for emitted, (question, stops, _) in zip(got, asked, strict=True):
+            assert emitted == alone(question, **({} if stops is None else {"stop_strings": stops}))
         assert server.metric("fastspec_acceptance_length") > 1.5

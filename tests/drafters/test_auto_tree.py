@@ -193,12 +193,12 @@ def test_confidences_are_those_of_the_drafts(monkeypatch):
 
 def test_a_draw_is_that_of_the_same_size_by_number(fresh):
     model, options = fresh[1], {"do_sample": True, "temperature": 1.2, "max_new_tokens": 20}
-    said = []
+    emitted = []
     for assistant in (AUTO, AUTO, None):
         assistant = assistant or Eagle3(depth=2, top_k=3, total_tokens=fastspec.report(model).trees[AUTO, 2].chosen)
         torch.manual_seed(5)
-        said.append(model.generate(**prompts(5, 8), **options, assistant=assistant).tolist())
-    assert said[0] == said[1] == said[2]  # the call that measures draws no number more
+        emitted.append(model.generate(**prompts(5, 8), **options, assistant=assistant).tolist())
+    assert emitted[0] == emitted[1] == emitted[2]  # the call that measures draws no number more
 
 
 def test_a_past_is_read_and_left_alone(fresh):
@@ -207,8 +207,8 @@ def test_a_past_is_read_and_left_alone(fresh):
     first = [m.generate(**inputs, **options, **extra) for m, extra in ((plain, {}), (model, {"assistant": "autoregressive"}))]
     ids = torch.cat((first[0].sequences, torch.tensor([[5, 40, 11]])), 1)
     turns = zip((plain, model), first, ({}, {"assistant": AUTO}), strict=True)
-    said = [m.generate(ids, past_key_values=out.past_key_values, **options, **extra).sequences for m, out, extra in turns]
-    assert said[0].tolist() == said[1].tolist() and (AUTO, 1) in fastspec.report(model).trees
+    emitted = [m.generate(ids, past_key_values=out.past_key_values, **options, **extra).sequences for m, out, extra in turns]
+    assert emitted[0].tolist() == emitted[1].tolist() and (AUTO, 1) in fastspec.report(model).trees
 
 
 def test_rows_that_have_ended_do_not_count(monkeypatch):

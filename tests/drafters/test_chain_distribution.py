@@ -33,28 +33,28 @@ class Counted(ChainDrafter):
     """Holds every node's q to the draft model's distribution after the whole text and the drafts before the node."""
 
     def begin(self, ids, counts, features, root):
-        self.said = [[*text, first] for text, first in zip(ids.tolist(), root.tolist(), strict=True)]
+        self.emitted = [[*text, first] for text, first in zip(ids.tolist(), root.tolist(), strict=True)]
         super().begin(ids, counts, features, root)
 
     def propose(self, extent):
         tree = super().propose(extent)
         SEEN[tree.tokens.shape[1] - 1] += 1
-        for row, said in enumerate(self.said):
+        for row, emitted in enumerate(self.emitted):
             for node in range(1, tree.tokens.shape[1] if self.alive[row] else 1):
-                own = distribution_of(self.draft, (*said, *tree.tokens[row, 1:node].tolist()), self.process)
+                own = distribution_of(self.draft, (*emitted, *tree.tokens[row, 1:node].tolist()), self.process)
                 torch.testing.assert_close(tree.q[row, node].double(), torch.tensor(own, dtype=torch.float64), rtol=1e-5, atol=1e-6)
         return tree
 
     def catch_up(self, tokens, counts):
         super().catch_up(tokens, counts)
         SEEN[0] += tokens.shape[1]
-        for said, more in zip(self.said, tokens.tolist(), strict=True):
-            said += more
+        for emitted, more in zip(self.emitted, tokens.tolist(), strict=True):
+            emitted += more
 
     def observe(self, tree, verdict, logits, features, active, extent):
         super().observe(tree, verdict, logits, features, active, extent)
-        for row, said in enumerate(self.said):
-            said += verdict.tokens(tree)[row, : int(verdict.accepted[row]) + 1].tolist() if active[row] else []
+        for row, emitted in enumerate(self.emitted):
+            emitted += verdict.tokens(tree)[row, : int(verdict.accepted[row]) + 1].tolist() if active[row] else []
 
 
 def drafting(seed: int, length: Length, process: Any, kind: Any = Counted) -> Make:

@@ -108,12 +108,12 @@ def test_the_feature_is_what_the_lm_head_reads(kind):
         found = torch.cat((features[row, :count], below[row]))
         # As in test_adapters.py: a few layers amplify fp32's rounding to up to 4e-5 of the largest value.
         torch.testing.assert_close(found, out.hidden_states[-1][0], rtol=0.0, atol=1e-4 * float(out.hidden_states[-1].abs().max()))
-        said = model.get_output_embeddings()(found)
+        emitted = model.get_output_embeddings()(found)
         cap = getattr(model.config, "final_logit_softcapping", None)
-        said = said if cap is None else cap * torch.tanh(said / cap)
-        said = said * SCALES.get(kind, lambda config: 1.0)(model.config)
-        torch.testing.assert_close(said[count:], logits[row], rtol=0.0, atol=1e-4 * float(logits.abs().max()))
-        torch.testing.assert_close(said[count - 1], last[row], rtol=0.0, atol=1e-4 * float(logits.abs().max()))
+        emitted = emitted if cap is None else cap * torch.tanh(emitted / cap)
+        emitted = emitted * SCALES.get(kind, lambda config: 1.0)(model.config)
+        torch.testing.assert_close(emitted[count:], logits[row], rtol=0.0, atol=1e-4 * float(logits.abs().max()))
+        torch.testing.assert_close(emitted[count - 1], last[row], rtol=0.0, atol=1e-4 * float(logits.abs().max()))
 
 
 @pytest.fixture(scope="module")

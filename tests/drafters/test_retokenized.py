@@ -22,7 +22,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.drafters.cost import COSTS
 from fastspec.generation.drafters.draft_model import retokenized as rereading
 from fastspec.generation.drafters.draft_model.retokenized import ANEW, TRIES, decoded, encoded
-from fastspec.generation.drafters.draft_model.text import TextDrafter
+from fastspec.generation.drafters.draft_model.text_drafter import TextDrafter
 from fastspec.generation.drafters.policy import Length
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
@@ -55,7 +55,7 @@ def test_the_tokens_are_the_targets(make, config):
     assert stats(model).drafted > 0
 
 
-def test_a_pair_of_one_tokenizer_drafts_what_the_draft_model_says():
+def test_a_pair_of_one_tokenizer_drafts_what_the_draft_model_would():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
         model = fastspec.patch(bigram(), speculative=(bigram(), TARGET, TARGET))
@@ -99,8 +99,8 @@ class Script(Target):
 def test_the_continuation_is_encoded_with_the_text_before_it():
     script = Script("xyabcdQ")
     drafter = TextDrafter(script, Length(4), room=100, **TEXTS)
-    said = TARGET("Qxy")["input_ids"]
-    drafter.begin(torch.tensor([said[:-1]]), torch.tensor([len(said) - 1]), torch.zeros(1, 1, 0), torch.tensor([said[-1]]))
+    emitted = TARGET("Qxy")["input_ids"]
+    drafter.begin(torch.tensor([emitted[:-1]]), torch.tensor([len(emitted) - 1]), torch.zeros(1, 1, 0), torch.tensor([emitted[-1]]))
     tree = drafter.propose(0)
     assert [TARGET.decode([token]) for token in tree.tokens[0].tolist()] == ["xy", "abcd", "Q", "x"]  # drafted as abc, d, Q, x
     before = list(script.fed)
@@ -141,13 +141,13 @@ def test_a_long_text_is_encoded_as_a_whole_a_part_at_a_time(kind, monkeypatch):
     target = TARGET if kind == "plain" else Spaced(tokenizer_object=TARGET.backend_tokenizer)
     drafter = TextDrafter(Script("ab"), Length(4), room=10**4, **{**TEXTS, "tokenizer": target})
     torch.manual_seed(0)
-    said = torch.randint(0, 97, (2, 700)).tolist()
-    firsts = torch.tensor([said[0][300], said[1][200]])
-    drafter.begin(torch.tensor([row[:300] for row in said]), torch.tensor([300, 200]), torch.zeros(2, 1, 0), firsts)
+    emitted = torch.randint(0, 97, (2, 700)).tolist()
+    firsts = torch.tensor([emitted[0][300], emitted[1][200]])
+    drafter.begin(torch.tensor([row[:300] for row in emitted]), torch.tensor([300, 200]), torch.zeros(2, 1, 0), firsts)
     spent = []
     monkeypatch.setattr(rereading, "encoded", lambda tokenizer, text: (spent.append(len(text)), encoded(tokenizer, text))[1])
     for count in range(1, 300):
-        drafter.history = [said[0][: 300 + count], said[1][: 200 + count]]
+        drafter.history = [emitted[0][: 300 + count], emitted[1][: 200 + count]]
         for row, text in enumerate(drafter.history):
             assert drafter._encoded(row) == encoded(DRAFT, decoded(target, text))
     settled = [start for start, _ in drafter.settled]

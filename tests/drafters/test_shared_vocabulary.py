@@ -27,7 +27,7 @@ import fastspec
 from fastspec import Speculative
 from fastspec.generation.drafters.draft_model.chain import ChainDrafter
 from fastspec.generation.drafters.draft_model.shared_vocabulary import SHARE, SharedDrafter, shared_tokens
-from fastspec.generation.drafters.draft_model.text import TextDrafter
+from fastspec.generation.drafters.draft_model.text_drafter import TextDrafter
 from fastspec.generation.drafters.policy import Length
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
@@ -70,8 +70,8 @@ class Checked(SharedDrafter):
 
     def propose(self, extent: int) -> Any:
         tree = super().propose(extent)
-        for row, said in enumerate(self.history):
-            read = list(self.draft_tokenizer(self.tokenizer.decode(said), add_special_tokens=False)["input_ids"])
+        for row, emitted in enumerate(self.history):
+            read = list(self.draft_tokenizer(self.tokenizer.decode(emitted), add_special_tokens=False)["input_ids"])
             drawn = self.alive[row] and 0 < len(read) <= self.room - self.length.most
             for node in range(1, tree.tokens.shape[1]):
                 want, held = restricted(self.draft.after(tuple(read)), list(self.known.items()), len(self.foreign), self.process)  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def own(seed: int, process: Any) -> Callable[[Any], list[float]]:
 @pytest.mark.parametrize("gamma, limit, companions", [(1, 2, 0), (2, 3, 0), (2, 2, 1)])
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
 @settings(max_examples=3, deadline=None)
-def test_the_loop_says_what_the_target_says_alone(theirs, gamma, limit, companions, seed, process):
+def test_the_loop_emits_what_the_target_emits_alone(theirs, gamma, limit, companions, seed, process):
     found = enumerated(sharing(seed, theirs, gamma, process), process, limit, 1, companions)
     assert agree(found, closed(len(OURS), limit, own(seed, process)))
 
@@ -189,9 +189,9 @@ def test_batches_keep_every_rows_distribution(data, seed, gamma, process, fixed)
     ends = data.draw(st.sampled_from([frozenset(), frozenset({3})]))
     theirs = tokenizer(list("dxcbya"), [("c", "d"), ("b", "c")])
     make = sharing(seed, theirs, gamma, process, ours=MANY, length=Length(gamma, 0.0 if fixed else 0.1))
-    said = run(make, texts, 8, process, ends, seed).tokens
-    assert said == run(make, texts, 8, process, ends, seed).tokens
-    assert all(len(row) == 8 or row[-1] in ends for row in said)
+    emitted = run(make, texts, 8, process, ends, seed).tokens
+    assert emitted == run(make, texts, 8, process, ends, seed).tokens
+    assert all(len(row) == 8 or row[-1] in ends for row in emitted)
 
 
 class Renamed(Draft):
@@ -371,13 +371,13 @@ def test_a_text_that_ends_within_a_character_is_read_with_its_bytes():
     theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     _, drafter = sharing(0, theirs, 2, PROCESSES[1], SharedDrafter, ours)(1, TORCH)
 
-    def read(said: list[int]) -> list[int]:
-        text = torch.tensor([said])
-        drafter.begin(text[:, :-1], torch.tensor([len(said) - 1]), torch.zeros(1, 1, 0), text[:, -1])
+    def read(emitted: list[int]) -> list[int]:
+        text = torch.tensor([emitted])
+        drafter.begin(text[:, :-1], torch.tensor([len(emitted) - 1]), torch.zeros(1, 1, 0), text[:, -1])
         return drafter._encoded(0)
 
-    for said in ([0, 1], [0, 1, 2, 3, 4], [3, 4, 5, 0], [1]):
-        assert read(said) == [5 - token for token in said]
+    for emitted in ([0, 1], [0, 1, 2, 3, 4], [3, 4, 5, 0], [1]):
+        assert read(emitted) == [5 - token for token in emitted]
     drafter.opening = [4]
     ours.bos_token = "a"
     assert read([0, 1, 2]) == [4, 4, 3]

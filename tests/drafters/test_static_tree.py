@@ -197,8 +197,8 @@ def test_a_draft_never_waits_for_the_host(process):
         ({"drafts": "random"}, "'random'; accepted are \"greedy\" and \"sampled\""),
     ],
 )
-def test_trees_that_are_none_are_refused(options, said):
-    with pytest.raises(Unsupported, match=said):
+def test_trees_that_are_none_are_refused(options, emitted):
+    with pytest.raises(Unsupported, match=emitted):
         Eagle1(**options)
 
 

@@ -1,4 +1,4 @@
-"""The host's side of a call by itself: what ends an answer, what is kept of it, and when a round may be launched ahead."""
+"""The host's side of a call by itself: what ends an answer, what is kept of it, and when a round may be asynchronous."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 import fastspec
-from fastspec.generation.engine.batching import AHEAD_AFTER, Batch
+from fastspec.generation.engine.batching import ASYNCHRONOUS_AFTER, Batch
 from fastspec.generation.engine.call import Request
-from fastspec.generation.engine.round import Scored
+from fastspec.generation.engine.round_program import Scored
 from fastspec.generation.engine.verifier import Choice, InLockstep, MixedChoice
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
@@ -74,40 +74,40 @@ def test_a_criterion_ends_rows_alone_or_all_together(texts, limit, stops, alone,
     """Without end tokens rows that were stopped go on until every one was, as in transformers; with end tokens they are over."""
     asked: list[Any] = []
 
-    def stop(row: int, said: list[int]) -> bool:
-        asked.append((row, len(said)))
-        assert said == texts[row][: len(said)]
-        return len(said) == stops[row]
+    def stop(row: int, generated: list[int]) -> bool:
+        asked.append((row, len(generated)))
+        assert generated == texts[row][: len(generated)]
+        return len(generated) == stops[row]
 
     run = Batch(request(len(texts), limit, (99,) if alone else (), stop=stop), Stats())
     fed(run, texts, [size])
     run.finish()
     common = min(limit, max(stops[: len(texts)]))
-    assert [len(said) for said in run.out.tokens] == [min(limit, stop) if alone else common for stop in stops[: len(texts)]]
+    assert [len(generated) for generated in run.out.tokens] == [min(limit, stop) if alone else common for stop in stops[: len(texts)]]
     assert run.active == [False] * len(texts) and len(asked) == len(set(asked))
     assert all(len(row) == len(run.out.tokens[0]) or alone for row in (*run.out.scores, *run.out.logits))
 
 
 def test_what_the_walk_asked_is_not_asked_again():
     asked: list[int] = []
-    run = Batch(request(1, 9, (5,), stop=lambda row, said: asked.append(len(said)) or len(said) == 3), Stats())
+    run = Batch(request(1, 9, (5,), stop=lambda row, generated: asked.append(len(generated)) or len(generated) == 3), Stats())
     run.take(0, [1], 0, None, None)
     assert [run.over(0, more) for more in ([2], [5], [2, 3], [2, 5])] == [False, True, True, True]
     run.take(0, [2, 3, 4], 3, None, None)
     assert run.out.tokens == [[1, 2, 3]] and asked == [1, 2, 3] and run.active == [False]
-    together = Batch(request(1, 9, (), stop=lambda row, said: True), Stats())
+    together = Batch(request(1, 9, (), stop=lambda row, generated: True), Stats())
     assert not together.over(0, [1]) and together.stopped(0, []) is True
     assert Batch(request(1, 9, (5,)), Stats()).stopped(0, [1]) is False
 
 
 def test_no_row_goes_on_once_every_row_was_stopped():
     """Rows that have the common length by then are over with the last one, without another round."""
-    run = Batch(request(2, 9, stop=lambda row, said: len(said) == 2), Stats())
+    run = Batch(request(2, 9, stop=lambda row, generated: len(generated) == 2), Stats())
     run.take(0, [1, 2], 1, None, None)
     assert run.active == [True, True]
     run.take(1, [3, 4], 1, None, None)
     assert run.active == [False, False] and run.limits == [2, 2]
-    later = Batch(request(2, 9, stop=lambda row, said: len(said) == 2 + row), Stats())
+    later = Batch(request(2, 9, stop=lambda row, generated: len(generated) == 2 + row), Stats())
     later.take(0, [1, 2], 1, None, None)
     later.take(1, [3, 4, 5], 2, None, None)
     assert later.active == [True, False] and later.limits == [3, 3]
@@ -186,7 +186,7 @@ def test_a_call_begins_with_as_many_prompts_as_it_has_rows():
 
 @pytest.mark.parametrize("asks", [{}, {"watch": print}, {"keep_scores": True}, {"keep_logits": True}, {"measure": True}], ids=str)
 def test_rounds_are_launched_ahead_where_only_tokens_are_asked_for_and_some_row_goes_on(asks):
-    run = Batch(request(2, 30, **asks), Stats(rounds=AHEAD_AFTER))
+    run = Batch(request(2, 30, **asks), Stats(rounds=ASYNCHRONOUS_AFTER))
     told = not asks
     run.out.tokens = [[0] * 24, [0] * 25]
     assert run.goes_on(5) == told
@@ -194,7 +194,7 @@ def test_rounds_are_launched_ahead_where_only_tokens_are_asked_for_and_some_row_
     assert not run.goes_on(5) and run.goes_on(1) == told
     run.out.tokens[1] += [0] * 4
     assert not run.goes_on(1)
-    run.active, run.stats.rounds = [True, True], AHEAD_AFTER - 1
+    run.active, run.stats.rounds = [True, True], ASYNCHRONOUS_AFTER - 1
     assert not run.goes_on(5)
 
 

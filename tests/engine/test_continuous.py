@@ -35,10 +35,10 @@ ASSISTANTS = ["autoregressive", TREE, "eagle2", "eagle", "nasd", fastspec.Nasd(s
 
 @pytest.fixture(params=["torch", "stand-in", pytest.param("cuda", marks=ON_CUDA)])
 def device(request, monkeypatch):
-    """Where calls run; rounds are launched ahead from the first on, where they are captured."""
+    """Where calls run; rounds are asynchronous from the first on, where they are captured."""
     if request.param == "stand-in":
         stand_in(monkeypatch)
-    monkeypatch.setattr(batching, "AHEAD_AFTER", 0)
+    monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
     return "cuda" if request.param == "cuda" else "cpu"
 
 
@@ -60,13 +60,13 @@ def said_of(kind: str, seed: int, device: str) -> tuple[dict[str, torch.Tensor],
 
 def ends_of(plain: Any, inputs: dict[str, torch.Tensor]) -> list[int]:
     """End tokens that end some answers early, and not all at once."""
-    said = free(plain, inputs, 24)
-    return [said[0][3], said[3][9], said[4][1], said[6][0]]
+    emitted = free(plain, inputs, 24)
+    return [emitted[0][3], emitted[3][9], emitted[4][1], emitted[6][0]]
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
-def test_every_prompt_says_what_it_says_in_one_batch(device, kind, assistant):
+def test_every_prompt_gives_what_it_gives_in_one_batch(device, kind, assistant):
     """Whatever the number of rows, in calls one after another that share what was captured."""
     _, model = made(kind, device)
     alone = assistant in ASSISTANTS[:4] and device == "cpu"  # what it drafts for a row does not depend on the others
@@ -87,8 +87,8 @@ def test_rows_are_seldom_idle(device):
     """A batch of all prompts goes on until the longest answer ends, with ever fewer rows; here others begin in their places."""
     plain, model = made("random", device)
     inputs = prompts(device, *range(3, 27))
-    said = free(plain, inputs, 24)
-    options = {**inputs, "max_new_tokens": 24, "do_sample": False, "eos_token_id": [row[index] for index, row in enumerate(said)]}
+    emitted = free(plain, inputs, 24)
+    options = {**inputs, "max_new_tokens": 24, "do_sample": False, "eos_token_id": [row[index] for index, row in enumerate(emitted)]}
     model.generate(**options, assistant="autoregressive")
     whole = stats(model)
     model.generate(**options, assistant=ContinuousBatch("autoregressive", rows=4))

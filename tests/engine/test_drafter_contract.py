@@ -14,7 +14,7 @@ from torch import Tensor
 import fastspec
 from fastspec import Unsupported
 from fastspec.generation.drafters.base import OPTIONAL, Drafter, HostDrafter, Place, Traits, adopt, adopt_decoding
-from fastspec.generation.engine.round import RoundProgram
+from fastspec.generation.engine.round_program import RoundProgram
 from fastspec.generation.engine.schedule import Eager, GraphFromScore, GraphOfScore, SplitGraph, WholeGraph, schedule_of
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH

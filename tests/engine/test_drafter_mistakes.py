@@ -102,8 +102,8 @@ def test_rows_that_have_ended_may_begin_anywhere(model):
             self.root = torch.where(active, verdict.bonus, 3)
 
     plain, inputs = shallow_model(), prompts(5, 3, 9)
-    said = plain.generate(**inputs, **OPTIONS)[:, 9:]
-    options = {**OPTIONS, "eos_token_id": [int(said[0, 1]), int(said[1, 4])], "max_new_tokens": 20}
+    generated = plain.generate(**inputs, **OPTIONS)[:, 9:]
+    options = {**OPTIONS, "eos_token_id": [int(generated[0, 1]), int(generated[1, 4])], "max_new_tokens": 20}
     assert model.generate(**inputs, **options, assistant=Forgetful()).tolist() == plain.generate(**inputs, **options).tolist()
 
 

@@ -18,11 +18,11 @@ def test_what_belongs_to_tokens_beyond_the_common_end_is_cut_with_them() -> None
     stops = (2, 4)
     request = Request(
         torch.zeros(2, 1, dtype=torch.long), torch.ones(2, dtype=torch.long), [torch.zeros(1)] * 2, 20, frozenset(), None,
-        stop=lambda row, said: len(said) == stops[row], keep_scores=True, keep_logits=True, measure=True,
+        stop=lambda row, generated: len(generated) == stops[row], keep_scores=True, keep_logits=True, measure=True,
     )  # fmt: skip
     run = Batch(request, Stats(assistant="autoregressive", rows=2))
-    said = [[10, 11, 12, 13, 14, 15], [20, 21, 22, 23]]
-    for row, tokens in enumerate(said):
+    generated = [[10, 11, 12, 13, 14, 15], [20, 21, 22, 23]]
+    for row, tokens in enumerate(generated):
         scores = torch.tensor(tokens)[:, None].float()
         run.measures[row].append(scores)
         run.take(row, tokens, 0, scores, -scores)

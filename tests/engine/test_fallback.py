@@ -1,4 +1,4 @@
-"""Rounds that a drafter sits out: of one token, captured whole and launched ahead of the host, heard of by the drafter behind the last."""
+"""Rounds without the drafter: of one token, captured whole and asynchronous; the drafter catches up behind the last."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 
 
 def soon_out(monkeypatch: Any) -> None:
-    """Let drafters sit rounds out after few of them, for short pauses, and rounds be launched ahead from the first on."""
-    monkeypatch.setattr(batching, "AHEAD_AFTER", 0)
+    """Let drafters pause after few rounds, for a short time, and rounds be asynchronous from the first on."""
+    monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
     monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])  # where a look-up costs more than a pass of a model this small
     monkeypatch.setattr(draft_length, "CREDIT", 0.5)
     monkeypatch.setattr(nasd, "GRANTED", 0.5)
@@ -49,12 +49,12 @@ def soon_out(monkeypatch: Any) -> None:
 
 @pytest.fixture(params=["torch", "stand-in", pytest.param("cuda", marks=ON_CUDA)])
 def ahead(request, monkeypatch):
-    """Rounds are launched ahead from the first on, where they are captured; how many were, and the rounds that were sat out."""
+    """Rounds are asynchronous from the first on, where they are captured; how many were, and the rounds without drafts."""
     device = "cuda" if request.param == "cuda" else "cpu"
     if request.param == "stand-in":
         stand_in(monkeypatch)
     soon_out(monkeypatch)
-    seen = {"launched": 0, "sat out": 0, "captures": request.param != "torch", "device": device}
+    seen = {"launched": 0, "fallback": 0, "captures": request.param != "torch", "device": device}
     launch, sit = WholeGraph.launch, Fallback.count
 
     def launching(self, verifier):
@@ -62,7 +62,7 @@ def ahead(request, monkeypatch):
         return launch(self, verifier)
 
     def sitting(self, *given):
-        seen["sat out"] += 1
+        seen["fallback"] += 1
         return sit(self, *given)
 
     monkeypatch.setattr(WholeGraph, "launch", launching)
@@ -102,7 +102,7 @@ def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
             options["stopping_criteria"] = [lambda ids, scores, **_: (ids[:, 9:] == 0).sum(1) > 2]
         same(pair, config(kind), inputs, **options)
         assert all(not held.in_flight for held in session_of(model).engines.held.values())
-    assert ahead["sat out"] > 40
+    assert ahead["fallback"] > 40
     assert (ahead["launched"] > 20) == ahead["captures"]
 
 
@@ -120,27 +120,27 @@ def test_what_else_a_call_asks_for_is_that_of_its_rounds(ahead, kind, options):
         for name in ("scores", "logits"):
             if given.get(f"output_{name}"):
                 torch.testing.assert_close(torch.stack(got[name]), torch.stack(want[name]), rtol=1e-4, atol=1e-4)
-    assert ahead["sat out"] > 10 and (ahead["launched"] == 0 or not options)
+    assert ahead["fallback"] > 10 and (ahead["launched"] == 0 or not options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_says_the_same_whether_rounds_run_ahead_or_not(ahead, kind, monkeypatch):
-    model, said = drafting(kind, ahead["device"])[1], []
+def test_a_seed_gives_the_same_tokens_whether_rounds_are_asynchronous_or_not(ahead, kind, monkeypatch):
+    model, emitted = drafting(kind, ahead["device"])[1], []
     for after in (0, 10**9, 0):
-        monkeypatch.setattr(batching, "AHEAD_AFTER", after)
+        monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", after)
         torch.manual_seed(3)
         options = {"do_sample": True, "temperature": 0.3, "max_new_tokens": 40, "eos_token_id": None}
-        said.append(model.generate(**prompts(ahead["device"], 6, 4), **options, assistant=config(kind)).tolist())
-    assert said[0] == said[1] == said[2] and ahead["sat out"] > 20
+        emitted.append(model.generate(**prompts(ahead["device"], 6, 4), **options, assistant=config(kind)).tolist())
+    assert emitted[0] == emitted[1] == emitted[2] and ahead["fallback"] > 20
 
 
 def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
-    """The draft model is the target: whatever it drafts behind rounds that it sat out is right."""
+    """The draft model is the target: whatever it drafts behind rounds without it is right."""
     plain, model, draft = (bigram().to(ahead["device"]) for _ in range(3))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
         fastspec.patch(model, speculative=(draft, TARGET, TARGET))
-    rest = fastspec.generation.drafters.draft_model.retokenized.Rereading.pause
+    rest = fastspec.generation.drafters.draft_model.retokenized.RetokenizingDrafter.pause
     asked = []
 
     def now_and_then(self):
@@ -148,10 +148,10 @@ def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
         return 3 if len(asked) % 2 == 0 else 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fastspec.generation.drafters.draft_model.retokenized.Rereading, "pause", now_and_then)
+        patch.setattr(fastspec.generation.drafters.draft_model.retokenized.RetokenizingDrafter, "pause", now_and_then)
         same((plain, model), Speculative(gamma=3), prompts(ahead["device"], 4, 6), max_new_tokens=60, eos_token_id=NEVER)
     last = stats(model)
-    assert ahead["sat out"] > 12 and last.draft_rounds < last.row_rounds
+    assert ahead["fallback"] > 12 and last.draft_rounds < last.row_rounds
     assert last.accepted > 1.5 * last.draft_rounds  # less than 3 only where a text does not encode to the tokens it came from
 
 
@@ -159,19 +159,19 @@ def test_a_profile_has_every_round(ahead):
     model = drafting("draft model", ahead["device"])[1]
     with fastspec.profile(model) as profile:
         model.generate(**prompts(ahead["device"], 5), do_sample=False, max_new_tokens=30, eos_token_id=None, assistant=Speculative(most=3))
-    assert len(profile.rounds) == stats(model).rounds and ahead["sat out"] > 5
+    assert len(profile.rounds) == stats(model).rounds and ahead["fallback"] > 5
 
 
 def test_a_pause_is_cut_short_by_the_end_of_the_call_and_not_remembered(ahead):
     pair = drafting("draft model", ahead["device"])
     for limit in (*range(2, 12), 13, 16, 19, 22, 23):
         same(pair, Speculative(most=2), prompts(ahead["device"], 6, 4), max_new_tokens=limit, eos_token_id=None)
-    assert ahead["sat out"] > 20
+    assert ahead["fallback"] > 20
 
 
 @pytest.mark.parametrize("kind", ["ngram", "suffix"])
-def test_a_storage_counts_what_was_said_all_the_same(ahead, kind, monkeypatch):
-    """Every token of every row up to its end, in rounds that were sat out and in others."""
+def test_a_storage_counts_what_was_emitted_all_the_same(ahead, kind, monkeypatch):
+    """Every token of every row up to its end, in rounds without drafts and in others."""
     make = {"ngram": lambda: fastspec.NgramStorage(3), "suffix": fastspec.SuffixStorage}[kind]
     plain, model = drafting("nasd", ahead["device"])
     for seed in range(3):
@@ -180,15 +180,15 @@ def test_a_storage_counts_what_was_said_all_the_same(ahead, kind, monkeypatch):
         options = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
         options["eos_token_id"] = [int(free[0, 9 + 11]), int(free[1, 9 + 17])]
         want = plain.generate(**inputs, **options).tolist()
-        told, before = [], ahead["sat out"]
+        told, before = [], ahead["fallback"]
         for least in (0.25, 10.0):  # with pauses, and without
             monkeypatch.setattr(nasd, "LEAST_LOOK", least)
             storage = make()
             assistant = fastspec.Nasd(storage=storage, top_k_filler=1)
             assert model.generate(**inputs, **options, assistant=assistant).tolist() == want
-            rests = ahead["sat out"] - before
+            rests = ahead["fallback"] - before
             assert (rests > 0) == (least < 1)
-            before = ahead["sat out"]
+            before = ahead["fallback"]
             told.append(sorted(map(sorted, (storage.tallies.entries(each) for each in range(len(storage.tallies))))))
         assert told[0] == told[1]
 
@@ -199,5 +199,5 @@ def test_a_storage_that_knows_the_answer_is_asked_on(ahead):
     storage = fastspec.NgramStorage()
     for _ in range(3):
         same((plain, model), fastspec.Nasd(storage=storage), prompts(ahead["device"], 9), max_new_tokens=60, eos_token_id=NEVER)
-        sat, ahead["sat out"] = ahead["sat out"], 0
+        sat, ahead["fallback"] = ahead["fallback"], 0
     assert sat < 12 and stats(model).acceptance_length > 2

@@ -54,16 +54,16 @@ def test_greedy_output_is_the_plain_one_and_the_common_part_was_kept(model: Any,
     options = {**batch, "do_sample": False, "max_new_tokens": LENGTH, "repetition_penalty": drawn.choice([1.0, 1.3])}
     plain = model.generate(**options)
     width = batch["input_ids"].shape[1]
-    said = [row[width:].tolist() for row in plain]
-    said = [row[: row.index(5) + 1] if 5 in row else row for row in said]
+    emitted = [row[width:].tolist() for row in plain]
+    emitted = [row[: row.index(5) + 1] if 5 in row else row for row in emitted]
     texts = []
-    for row in said:
+    for row in emitted:
         kept = drawn.choice([0, len(row), drawn.randint(0, len(row)), drawn.randint(0, len(row))])
         texts.append(row[:kept] + drawn.choices(range(97), k=drawn.randint(0, 20)))
     out, outcome = answered(model, texts, ASSISTANTS[name], **options)
     assert out.tolist() == plain.tolist()
-    assert outcome.kept == [common(text, row) for text, row in zip(texts, said, strict=True)]
-    assert outcome.tokens == said
+    assert outcome.kept == [common(text, row) for text, row in zip(texts, emitted, strict=True)]
+    assert outcome.tokens == emitted
 
 
 @pytest.mark.parametrize("name", ASSISTANTS)
@@ -74,9 +74,9 @@ def test_nothing_is_kept_behind_an_end(model: Any, name: str) -> None:
     options = {**batch, "do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
     texts = model.generate(**options, eos_token_id=1000)[:, width:].tolist()
     end = texts[1][2]
-    said = [row[: row.index(end) + 1] if end in row else row for row in texts]
+    emitted = [row[: row.index(end) + 1] if end in row else row for row in texts]
     _, outcome = answered(model, texts, ASSISTANTS[name], **options, eos_token_id=end)
-    assert outcome.tokens == said and outcome.kept == list(map(len, said)) and len(said[1]) <= 3
+    assert outcome.tokens == emitted and outcome.kept == list(map(len, emitted)) and len(emitted[1]) <= 3
 
 
 @pytest.mark.parametrize("name", ASSISTANTS)
@@ -87,11 +87,11 @@ def test_measures_are_those_of_the_raw_distribution(model: Any, name: str) -> No
     width = batch["input_ids"].shape[1]
     texts = [row[width : width + 9].tolist() for row in plain]
     _, outcome = answered(model, texts, ASSISTANTS[name], **options)
-    for row, said in enumerate(outcome.tokens):
+    for row, emitted in enumerate(outcome.tokens):
         prompt = batch["input_ids"][row][batch["attention_mask"][row].bool()].tolist()
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
-        torch.testing.assert_close(outcome.measures[row], measure(logits, torch.tensor(said)), atol=1e-4, rtol=1e-4)
+            logits = model(torch.tensor([prompt + emitted])).logits[0, len(prompt) - 1 : -1]
+        torch.testing.assert_close(outcome.measures[row], measure(logits, torch.tensor(emitted)), atol=1e-4, rtol=1e-4)
 
 
 def test_sampled_text_follows_the_plain_distribution_whatever_the_answer_is() -> None:
@@ -146,15 +146,15 @@ def test_head_is_shown_the_features_of_what_was_kept() -> None:
     fastspec.patch(model, eagle3=tiny_head(model))
     batch = prompts(6, 4, seed=2)
     options = {"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": None}
-    said = model.generate(**batch, **options)[:, 6:].tolist()
+    emitted = model.generate(**batch, **options)[:, 6:].tolist()
     shown: list[Any] = []
     begin = EagleDrafter.begin
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EagleDrafter, "begin", lambda *args: (shown.append([x.clone() for x in args[1:]]), begin(*args))[1])
-        answered(model, [said[0][:40], [*said[1][:13], 96]], TREE, **batch, **options)
+        answered(model, [emitted[0][:40], [*emitted[1][:13], 96]], TREE, **batch, **options)
         ids, counts, features, root = shown.pop()
         for row, real in enumerate((6, 4)):
-            whole = torch.tensor([batch["input_ids"][row, 6 - real :].tolist() + said[row]])[:, : int(counts[row])]
-            assert ids[row, : counts[row]].tolist() == whole[0].tolist() and int(root[row]) == said[row][int(counts[row]) - real]
+            whole = torch.tensor([batch["input_ids"][row, 6 - real :].tolist() + emitted[row]])[:, : int(counts[row])]
+            assert ids[row, : counts[row]].tolist() == whole[0].tolist() and int(root[row]) == emitted[row][int(counts[row]) - real]
             model.generate(whole, do_sample=False, max_new_tokens=2, assistant=TREE)
             torch.testing.assert_close(features[row, : counts[row]], shown.pop()[2][0], atol=1e-4, rtol=1e-4)

@@ -128,8 +128,8 @@ def test_every_call_is_one_of_plain_decoding(both, plainly, place, lengths, assi
     """With end tokens, after which rows are padded, and without any, where rows go on until all have ended."""
     model, inputs = both[1], prompts(place, *lengths)
     _, seen = plainly(inputs, [NEVER], eos_token_id=NEVER)
-    said = torch.tensor(seen[-1][1])[:, max(lengths) :].tolist()
-    stops = [row[1 + 3 * index] for index, row in enumerate(said)]
+    generated = torch.tensor(seen[-1][1])[:, max(lengths) :].tolist()
+    stops = [row[1 + 3 * index] for index, row in enumerate(generated)]
     for options in ({"eos_token_id": stops[:1]}, {"eos_token_id": None}, {"eos_token_id": [NEVER]}):
         want, calls = plainly(inputs, stops[len(stops) // 2 :], len(lengths) == 1, **options)
         got, ours = recorded(model, inputs, stops[len(stops) // 2 :], len(lengths) == 1, **options, assistant=assistant)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.engine import batching, loop
 from fastspec.generation.engine.call import Outcome, Request
-from fastspec.generation.engine.round import Committed, Judged, Round, Scored
+from fastspec.generation.engine.round_program import Committed, Judged, Round, Scored
 from fastspec.generation.engine.round_state import RoundState
 from fastspec.generation.engine.verifier import Choice, InLockstep, WithHistory
 from fastspec.generation.tree import TokenTree
@@ -65,7 +65,7 @@ class Script:
         self.target, self.drafter, self.state = Reader(wide), drafter, RoundState(rows, CPU)
         self.choice = Choice(TORCH, sample=sample, process=None)
         self.main, self.in_flight, self.given = SimpleNamespace(longest=NODES), False, None
-        self.holds, self.said, self.log, self.rounds = list(range(rows)), [1] * rows, [], 0
+        self.holds, self.generated, self.log, self.rounds = list(range(rows)), [1] * rows, [], 0
         self.verifiers: set[type] = set()
         self.before: Callable[[], Any] = lambda: None
         self.drafted: tuple[int, ...] | None = None
@@ -85,7 +85,7 @@ class Script:
         assert not self.in_flight and (target, drafter) == self.one
         assert self.drafter is None or len(drafter.log) == 1
         self.log.append(("admit", row, count, root.tolist()))
-        self.holds[row], self.said[row], self.state.root[row] = count - 1, 1, root[0]
+        self.holds[row], self.generated[row], self.state.root[row] = count - 1, 1, root[0]
 
     @contextmanager
     def verifying(self, texts: Any) -> Iterator[GivenText]:
@@ -100,19 +100,19 @@ class Script:
         if self.given is not None:
             return self.given.propose(0)
         rows = []
-        for row, said in enumerate(self.said):
+        for row, generated in enumerate(self.generated):
             right = (row + self.rounds) % NODES
-            rows.append([*self.text(row)[said - 1 : said + right], *[WRONG] * (NODES - 1 - right)])
+            rows.append([*self.text(row)[generated - 1 : generated + right], *[WRONG] * (NODES - 1 - right)])
         return TokenTree.chain(torch.tensor(rows))
 
-    def step(self, longest: int, stats: Any, verifier: Any = None, ahead: bool = False) -> list[list[int]]:
+    def step(self, longest: int, stats: Any, verifier: Any = None, asynchronous: bool = False) -> list[list[int]]:
         self.before()
-        self.log.append(("step", longest, list(self.state.running), list(self.state.padded), ahead, self.given is not None))
-        self.stats, self.in_flight = stats, ahead
+        self.log.append(("step", longest, list(self.state.running), list(self.state.padded), asynchronous, self.given is not None))
+        self.stats, self.in_flight = stats, asynchronous
         self.verifiers.add(type(verifier))
         tree = self.tree()
         nodes = tree.tokens.shape[1]
-        picks = torch.tensor([self.text(row)[said : said + nodes] for row, said in enumerate(self.said)])
+        picks = torch.tensor([self.text(row)[generated : generated + nodes] for row, generated in enumerate(self.generated)])
         verdict, logits = walk(tree, picks, TORCH), likely(picks).half() + self.rounds
         features = torch.full((*tree.tokens.shape, self.target.wide), 8.0)
         emitted = torch.cat((verdict.accepted[:, None], verdict.tokens(tree)), 1)
@@ -122,7 +122,7 @@ class Script:
         self.last = Round(Judged(Scored(tree, logits, features), verdict, logits * 2), Committed(verdict, emitted, measures))
         if self.given is not None:
             self.given.observe(tree, verdict, logits, features, self.state.active, 0)
-        self.said = [said + accepted + 1 for said, accepted in zip(self.said, verdict.accepted.tolist(), strict=True)]
+        self.generated = [generated + accepted + 1 for generated, accepted in zip(self.generated, verdict.accepted.tolist(), strict=True)]
         self.state.root.copy_(torch.where(self.state.active, verdict.bonus, self.state.root))
         self.rounds += 1
         return emitted.tolist()
@@ -146,11 +146,11 @@ def taken(rows: int, limit: int) -> list[list[tuple[int, int]]]:
     """Per row and round, (accepted drafts, tokens taken before the limit), until the row has ended."""
     rounds = []
     for row in range(rows):
-        said, mine = 1, []
-        while said < limit:
+        generated, mine = 1, []
+        while generated < limit:
             right = (row + len(mine)) % NODES
-            mine.append((right, min(right + 1, limit - said)))
-            said += right + 1
+            mine.append((right, min(right + 1, limit - generated)))
+            generated += right + 1
         rounds.append(mine)
     return rounds
 
@@ -166,8 +166,8 @@ def test_a_call_takes_rounds_until_every_row_has_its_tokens(rows, limit):
     assert stats.row_rounds == stats.draft_rounds == sum(map(len, plan)) and stats.drafted == 2 * stats.row_rounds
     assert stats.accepted == sum(right for mine in plan for right, _ in mine) and stats.emitted == rows * limit
     lengths = COUNTS[:rows]
-    for step, (longest, running, padded, ahead, _) in enumerate(engine.steps):
-        assert longest == max(lengths) and running == [step < len(mine) for mine in plan] and padded == [False] * rows and not ahead
+    for step, (longest, running, padded, asynchronous, _) in enumerate(engine.steps):
+        assert longest == max(lengths) and running == [step < len(mine) for mine in plan] and padded == [False] * rows and not asynchronous
         lengths = [length + ((row + step) % NODES + 1) * running[row] for row, length in enumerate(lengths)]
     assert engine.log[0] == ("begin", [text[0] for text in TEXTS[:rows]]) and engine.log[-1] == "end"
     assert out.scores == out.logits == [[]] * rows and out.measures == out.kept == []
@@ -272,8 +272,8 @@ def test_rows_that_are_padded_go_on_and_are_not_counted():
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_waiting_prompts_begin_in_rows_that_are_free_when_nothing_is_in_flight(monkeypatch, drafts):
-    """No round is launched ahead while a row is free; processors are asked for the prompt that begins."""
-    monkeypatch.setattr(batching, "AHEAD_AFTER", 1)
+    """No round is asynchronous while a row is free; processors are asked for the prompt that begins."""
+    monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 1)
     seen: list[tuple[int, int]] = []
 
     def process(rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
@@ -297,11 +297,11 @@ def test_waiting_prompts_begin_in_rows_that_are_free_when_nothing_is_in_flight(m
 
 def test_rounds_are_launched_ahead_but_not_while_a_row_is_free(monkeypatch):
     """A round that is in flight when a row ends is read, and launches no other; then a prompt begins there, with a length of its own."""
-    monkeypatch.setattr(batching, "AHEAD_AFTER", 1)
+    monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 1)
     engine = Script(1)
     out = run(engine, asked(3, 12, rows=1, entry=engine.entry, ends=frozenset({7})))
     assert out.tokens == [TEXTS[0][:7], TEXTS[1][:8], TEXTS[2][:3]] and out.stats.joined == 2
-    rounds = [(running, ahead) for _, (running,), _, ahead, _ in engine.steps]
+    rounds = [(running, asynchronous) for _, (running,), _, asynchronous, _ in engine.steps]
     assert (True, True) in rounds and (True, False) in rounds and (False, True) not in rounds
     begun = [place for place, entry in enumerate(engine.log) if entry[0] == "admit"]
     for place, length in zip(begun, (2, 3), strict=True):

@@ -153,8 +153,8 @@ def spoken(world: World, draft: Draft, rule: Rule, node: int = 0) -> Distributio
             raise ValueError(f"accepted with {accepted}, which is no probability")
         below = spoken(world, draft, rule, child) if left * accepted else {}
         for text, chance in below.items():
-            said = (draft.tokens[child], *text)
-            distribution[said] = distribution.get(said, ZERO) + left * accepted * chance
+            generated = (draft.tokens[child], *text)
+            distribution[generated] = distribution.get(generated, ZERO) + left * accepted * chance
         left *= 1 - accepted
     for token, chance in enumerate(bonus):
         distribution[token,] = distribution.get((token,), ZERO) + left * chance
@@ -218,8 +218,8 @@ def test_one_draw_per_node_is_the_rule_for_drafts_that_are_certain(parents, seed
         below = {draft.tokens[child]: child for child in reversed(draft.children(node))}
         for token, chance in enumerate(world.target(draft.prefix(node))):
             for text, share in (followed(below[token]) if token in below else {(): ONE}).items():
-                said = (token, *text)
-                distribution[said] = distribution.get(said, ZERO) + chance * share
+                generated = (token, *text)
+                distribution[generated] = distribution.get(generated, ZERO) + chance * share
         return distribution
 
     one, two = ({text: chance for text, chance in each.items() if chance} for each in (followed(0), spoken(world, draft, Rule())))
@@ -284,8 +284,8 @@ def integrated(world: World, draft: Draft, walk: Walk) -> tuple[Distribution, Fr
     q = torch.tensor([[float(c) for c in row] for row in draft.q])
     verdict = walk(tree, p.log().expand(rows, -1, -1), q.expand(rows, -1, -1), torch.tensor(points), TORCH)
     distribution: Distribution = {}
-    for said, accepted, weight in zip(verdict.tokens(tree).tolist(), verdict.accepted.tolist(), weights, strict=True):
-        text = tuple(said[: accepted + 1])
+    for generated, accepted, weight in zip(verdict.tokens(tree).tolist(), verdict.accepted.tolist(), weights, strict=True):
+        text = tuple(generated[: accepted + 1])
         distribution[text] = distribution.get(text, ZERO) + weight
     return distribution, lost
 

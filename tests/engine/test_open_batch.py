@@ -19,8 +19,8 @@ from transformers import GenerationConfig
 
 import fastspec
 from fastspec import Unsupported
-from fastspec.generation.draws import uniform_at
 from fastspec.generation.engine import batching
+from fastspec.generation.random_numbers import uniform_at
 from fastspec.patches.backends import TORCH
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
@@ -28,11 +28,11 @@ COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
 
 def settings_of(plain: Any, ids: list[Tensor]) -> list[dict[str, Any]]:
     """A different set of greedy settings for each prompt in turn."""
-    said = plain.generate(ids[0][None], max_new_tokens=12, do_sample=False, eos_token_id=NEVER)[0].tolist()
+    generated = plain.generate(ids[0][None], max_new_tokens=12, do_sample=False, eos_token_id=NEVER)[0].tolist()
     kinds: list[dict[str, Any]] = [
-        {"max_new_tokens": 17}, {"max_new_tokens": 1}, {"eos_token_id": [said[-1], said[-3]], "max_new_tokens": 30},
-        {"repetition_penalty": 1.4, "max_new_tokens": 9}, {"suppress_tokens": said[-4:], "max_new_tokens": 12},
-        {"min_new_tokens": 6, "eos_token_id": said[-5:], "max_new_tokens": 11}, {"do_sample": True, "top_k": 1, "max_new_tokens": 8},
+        {"max_new_tokens": 17}, {"max_new_tokens": 1}, {"eos_token_id": [generated[-1], generated[-3]], "max_new_tokens": 30},
+        {"repetition_penalty": 1.4, "max_new_tokens": 9}, {"suppress_tokens": generated[-4:], "max_new_tokens": 12},
+        {"min_new_tokens": 6, "eos_token_id": generated[-5:], "max_new_tokens": 11}, {"do_sample": True, "top_k": 1, "max_new_tokens": 8},
     ]  # fmt: skip
     return [{"do_sample": False, "eos_token_id": NEVER, "pad_token_id": 0, **kinds[index % len(kinds)]} for index in range(len(ids))]
 
@@ -43,7 +43,7 @@ def test_every_prompt_is_answered_by_its_own_settings_as_alone(monkeypatch, kind
     """With fewer rows than prompts, and with chunks smaller than some prompts."""
     if captured:
         stand_in(monkeypatch)
-        monkeypatch.setattr(batching, "AHEAD_AFTER", 0)
+        monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
     plain, model = made(kind)
     ids = texts(*COUNTS)
     settings = settings_of(plain, ids)
@@ -73,7 +73,7 @@ def test_a_seed_gives_its_answer_whatever_is_decoded_beside_it_and_with_whatever
         assert told([batch.submit(each, seed=seed, **given) for seed, each in enumerate(ids)]) == want
         assert len(told(others)) == len(ids)
         assert told([batch.submit(ids[0], seed=seed, **given) for seed in range(3)])[0] == want[0]
-        assert len({tuple(said) for said in told([batch.submit(ids[0], seed=seed, **given) for seed in range(6)])}) > 3
+        assert len({tuple(generated) for generated in told([batch.submit(ids[0], seed=seed, **given) for seed in range(6)])}) > 3
 
 
 def test_a_token_is_drawn_by_the_number_of_its_position():
@@ -81,22 +81,22 @@ def test_a_token_is_drawn_by_the_number_of_its_position():
     ids = texts(6)[0]
     with fastspec.continuous(model, TREE, rows=2, max_length=64) as batch:
         future = batch.submit(ids, do_sample=True, top_k=0, seed=9, max_new_tokens=20, eos_token_id=NEVER)
-        said = torch.tensor(told([future]))
+        generated = torch.tensor(told([future]))
     with torch.no_grad():
-        logits = plain(said).logits
+        logits = plain(generated).logits
     places = torch.arange(6, 26)
-    assert TORCH.pick(logits[:, 5:-1], uniform_at(torch.tensor(9), places)[None]).tolist() == said[:, 6:].tolist()
+    assert TORCH.pick(logits[:, 5:-1], uniform_at(torch.tensor(9), places)[None]).tolist() == generated[:, 6:].tolist()
 
 
 def test_who_gives_no_seed_draws_from_torchs_own_generator():
     _, model = made()
     given = {"do_sample": True, "eos_token_id": NEVER, "max_new_tokens": 12}
     with fastspec.continuous(model, TREE, rows=2, max_length=64) as batch:
-        said = []
+        generated = []
         for _ in range(2):
             torch.manual_seed(5)
-            said.append(told([batch.submit(texts(6)[0], **given) for _ in range(2)]))
-    assert said[0] == said[1] and said[0][0] != said[0][1]
+            generated.append(told([batch.submit(texts(6)[0], **given) for _ in range(2)]))
+    assert generated[0] == generated[1] and generated[0][0] != generated[0][1]
 
 
 KINDS = partial(recurrent, "qwen3_next"), partial(windowed, "gemma2"), partial(shallow_model, "gpt2"), partial(seeing, "qwen2_5_vl")
@@ -108,8 +108,8 @@ def test_models_of_other_kinds_read_their_prompts_in_chunks_too(make):
     plain, model = make(), fastspec.patch(make())
     ids = texts(5, 23, 11, 3)
     with fastspec.continuous(model, "nasd", rows=2, max_length=60, prefill_chunk=7) as batch:
-        said = told([batch.submit(each, max_new_tokens=12, **GREEDY) for each in ids])
-    assert said == [alone(plain, each, 12) for each in ids]
+        generated = told([batch.submit(each, max_new_tokens=12, **GREEDY) for each in ids])
+    assert generated == [alone(plain, each, 12) for each in ids]
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_sampled_answers_follow_the_targets_distribution(assistant):
         want = first @ torch.softmax(plain(after).logits[:, -1].double(), -1)
     with fastspec.continuous(model, assistant, rows=16, max_length=32) as batch:
         futures = [batch.submit(prompt, seed=seed, do_sample=True, top_k=0, max_new_tokens=2, eos_token_id=NEVER) for seed in range(4000)]
-        counts = torch.bincount(torch.tensor([said[-1] for said in told(futures)]), minlength=len(want)).double()
+        counts = torch.bincount(torch.tensor([generated[-1] for generated in told(futures)]), minlength=len(want)).double()
     chi = ((counts - 4000 * want) ** 2 / (4000 * want)).sum()
     assert chi < len(want) + 5 * (2 * len(want)) ** 0.5  # five standard deviations
 
@@ -135,8 +135,8 @@ def test_a_streamer_gets_the_prompt_then_each_token_then_the_end():
     with fastspec.continuous(model, TREE, rows=2, max_length=64) as batch:
         config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=NEVER)
         futures = [batch.submit(each, config, streamer) for each, streamer in zip(ids, heard, strict=True)]
-        said = told(futures)
-    for each, streamer, row in zip(ids, heard, said, strict=True):
+        generated = told(futures)
+    for each, streamer, row in zip(ids, heard, generated, strict=True):
         assert row == plain.generate(each[None], generation_config=config)[0].tolist()
         assert streamer.events == [[each.tolist()], *([token] for token in row[len(each) :]), "end"]
 

@@ -124,12 +124,12 @@ def test_a_long_prompt_is_read_between_the_rounds_of_the_others(monkeypatch):
         assert gate.seen.acquire(timeout=SECONDS)
         others = [batch.submit(each, max_new_tokens=3, **GREEDY) for each in ids[1:]]
         gate.go.release(99)
-        said = told([first, *others])
+        generated = told([first, *others])
         shorter = told([batch.submit(ids[1], max_new_tokens=2, **GREEDY)])
     wants = zip(ids, (12, 3, 3, 3), strict=True)
-    assert said == [alone(plain, each, count) for each, count in wants]
+    assert generated == [alone(plain, each, count) for each, count in wants]
     assert log[:12] == [5, "round", 8, "round", 8, "round", 8, "round", 7, 1, "round", 2]
-    assert log[-2:] == [31, "round"] and shorter[0] == said[1][:-1]
+    assert log[-2:] == [31, "round"] and shorter[0] == generated[1][:-1]
 
 
 def test_rounds_that_fail_end_the_prompts_in_them_and_others_go_on(monkeypatch):
@@ -170,17 +170,17 @@ def test_many_threads_and_generate_beside_them():
         def ask(which: int) -> None:
             for at in range(len(ids)):
                 if which == 0:
-                    said = model.generate(ids[at][None], max_new_tokens=10, assistant=TREE, **GREEDY)
+                    generated = model.generate(ids[at][None], max_new_tokens=10, assistant=TREE, **GREEDY)
                 else:
-                    said = batch.submit(ids[at], max_new_tokens=10, **GREEDY).result(SECONDS)
-                got[which, at] = said[0].tolist()
+                    generated = batch.submit(ids[at], max_new_tokens=10, **GREEDY).result(SECONDS)
+                got[which, at] = generated[0].tolist()
 
         threads = [threading.Thread(target=ask, args=(which,)) for which in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(SECONDS)
-    assert got == {(which, at): said for which in range(4) for at, said in enumerate(want)}
+    assert got == {(which, at): generated for which in range(4) for at, generated in enumerate(want)}
 
 
 def test_buffers_grow_with_the_texts_and_idle_rows_do_not(monkeypatch):
@@ -192,8 +192,8 @@ def test_buffers_grow_with_the_texts_and_idle_rows_do_not(monkeypatch):
     ids = texts(4, 50)
     with fastspec.continuous(model, TREE, rows=2, max_length=90) as batch:
         for count in (30, 8):
-            said = told([batch.submit(each, max_new_tokens=count, **GREEDY) for each in ids])
-            assert said == [alone(plain, each, count) for each in ids]
+            generated = told([batch.submit(each, max_new_tokens=count, **GREEDY) for each in ids])
+            assert generated == [alone(plain, each, count) for each in ids]
         for _ in range(3):
             told([batch.submit(ids[0], max_new_tokens=20, **GREEDY)])
     assert max(longest) <= 50 + 30 + 6

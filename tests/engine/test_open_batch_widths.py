@@ -16,7 +16,7 @@ from test_windows import windowed
 
 import fastspec
 from fastspec.generation.drafters.base import Decoding, Drafter
-from fastspec.generation.engine import widths
+from fastspec.generation.engine import row_counts
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.tree import TokenTree
 
@@ -35,7 +35,7 @@ def rows_seen(monkeypatch) -> list[tuple[int, int]]:
         return step(self, *rest)
 
     monkeypatch.setattr(Engine, "step", stepping)
-    monkeypatch.setattr(widths, "PATIENCE", 1)
+    monkeypatch.setattr(row_counts, "PATIENCE", 1)
     return seen
 
 
@@ -76,8 +76,8 @@ def test_whatever_the_layers_keep_moves(rows_seen, make):
     plain, model = make(), fastspec.patch(make())
     ids = texts(*COUNTS)
     with fastspec.continuous(model, "nasd", rows=3, max_length=64) as batch:
-        said = asked(batch, ids, [{**GREEDY, "max_new_tokens": count} for count in NEW])
-    assert said == [alone(plain, each, count) for each, count in zip(ids, NEW, strict=True)]
+        emitted = asked(batch, ids, [{**GREEDY, "max_new_tokens": count} for count in NEW])
+    assert emitted == [alone(plain, each, count) for each, count in zip(ids, NEW, strict=True)]
     assert {rows for rows, _ in rows_seen} == {1, 2, 3}
 
 
@@ -96,7 +96,7 @@ def test_a_seed_gives_its_answer_in_rounds_of_any_width(rows_seen):
 
 def test_rows_wait_before_they_narrow(rows_seen, monkeypatch):
     """Not while a prompt ends and the next one comes, and at once where nothing has to move."""
-    monkeypatch.setattr(widths, "PATIENCE", 5)
+    monkeypatch.setattr(row_counts, "PATIENCE", 5)
     _, model = made()
     ids = texts(5, 6)
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=64) as batch:
@@ -141,6 +141,6 @@ def test_where_rows_do_not_move_or_rounds_are_captured_there_are_always_as_many(
     plain, model = made()
     ids = texts(*COUNTS)
     with fastspec.continuous(model, TREE if captured else Said(), rows=4, max_length=64) as batch:
-        said = asked(batch, ids, [{**GREEDY, "max_new_tokens": count} for count in NEW])
-    assert said == [alone(plain, each, count) for each, count in zip(ids, NEW, strict=True)]
+        emitted = asked(batch, ids, [{**GREEDY, "max_new_tokens": count} for count in NEW])
+    assert emitted == [alone(plain, each, count) for each, count in zip(ids, NEW, strict=True)]
     assert {rows for rows, _ in rows_seen} == {4}

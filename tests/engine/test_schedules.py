@@ -19,7 +19,7 @@ from test_retokenized import DRAFT, TARGET
 import fastspec
 from fastspec.generation.drafters.base import Place
 from fastspec.generation.drafters.draft_model.shared_vocabulary import SharedDrafter
-from fastspec.generation.drafters.draft_model.text import TextDrafter
+from fastspec.generation.drafters.draft_model.text_drafter import TextDrafter
 from fastspec.generation.drafters.eagle import head_drafter as drafter
 from fastspec.generation.drafters.ngram.drafter import NasdDrafter
 from fastspec.generation.engine import batching
@@ -61,15 +61,15 @@ def drafting(model: Any, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["random", "bigram"])
 @pytest.mark.parametrize("assistant", [TREE, "autoregressive", "nasd", fastspec.Speculative(early_exit=2), *SEPARATE], ids=str)
-def test_calls_of_every_kind_in_turn_say_what_they_say_alone(captures, kind, assistant):
+def test_calls_of_every_kind_in_turn_give_what_they_give_alone(captures, kind, assistant):
     """Calls share what was captured; scores and tokens are those of the unpatched model, whatever call came before."""
     target, _ = MAKERS[kind]
     plain, model = target(), drafting(target(), kind)
-    inputs, said = prompts(4, 9), {}
+    inputs, emitted = prompts(4, 9), {}
     for name in ("greedy", "history", "greedy", "sampled", "waiting", "history", "sampled", "greedy", "waiting"):
         options = {"do_sample": False, "max_new_tokens": 14, **OPTIONS[name], "return_dict_in_generate": True, "output_scores": True}
         torch.manual_seed(0)
-        expected = said[name] = said.get(name) or plain.generate(**inputs, **options)
+        expected = emitted[name] = emitted.get(name) or plain.generate(**inputs, **options)
         torch.manual_seed(0)
         got = model.generate(**inputs, **options, assistant=assistant)
         assert got.sequences.tolist() == expected.sequences.tolist(), name
@@ -111,7 +111,7 @@ def test_a_draft_model_of_another_tokenizer_is_kept(captures, sampled, monkeypat
     """From call to call, of any length, as long as its weights are where they were; it proposes what a new one would."""
     plain, model, draft = shallow_model(), shallow_model(), tiny_model(seed=3, vocab_size=93, num_hidden_layers=1)
     fastspec.patch(model, speculative=(draft, DRAFT, TARGET))
-    distribution, said = {"do_sample": True, "temperature": 0.7, "top_k": 1} if sampled else {"do_sample": False}, {}
+    distribution, emitted = {"do_sample": True, "temperature": 0.7, "top_k": 1} if sampled else {"do_sample": False}, {}
     kind, trees = SharedDrafter if sampled else TextDrafter, []
     propose = kind.propose
     monkeypatch.setattr(kind, "propose", lambda *given: trees.append(propose(*given)) or trees[-1])
@@ -122,9 +122,9 @@ def test_a_draft_model_of_another_tokenizer_is_kept(captures, sampled, monkeypat
         trees.clear()
         torch.manual_seed(length)
         got = model.generate(**options, **distribution, assistant=fastspec.Speculative(gamma=3))
-        if (length, new) not in said:
-            said[length, new] = plain.generate(**options, do_sample=False).tolist()
-        assert got.tolist() == said[length, new]
+        if (length, new) not in emitted:
+            emitted[length, new] = plain.generate(**options, do_sample=False).tolist()
+        assert got.tolist() == emitted[length, new]
         drafter = next(reversed(held.values())).drafter
         assert drafter.room == drafter.draft.state.limit == 2 * (length + new) + 5
         return [id(drafter), drafter, [tree.tokens.tolist() for tree in trees]]
@@ -216,10 +216,10 @@ def test_an_answer_is_verified_by_captured_rounds(captures, kind, assistant):
             texts = [row[9 : 9 + kept].tolist() + [3] * 5 for row in want]
             out = model.generate(**options, assistant=Continued(assistant, texts, heard.append, measure=True))
             assert out.tolist() == want.tolist() and min(heard[0].kept) >= min(kept, 40)
-            for row, said in enumerate(heard[0].tokens):
-                text = options["input_ids"][row, 9 - (9, 5)[row] :].tolist() + said
-                logits = plain(torch.tensor([text])).logits[0, -len(said) - 1 : -1].detach()
-                torch.testing.assert_close(heard[0].measures[row], measure(logits, torch.tensor(said)), atol=1e-4, rtol=1e-4)
+            for row, emitted in enumerate(heard[0].tokens):
+                text = options["input_ids"][row, 9 - (9, 5)[row] :].tolist() + emitted
+                logits = plain(torch.tensor([text])).logits[0, -len(emitted) - 1 : -1].detach()
+                torch.testing.assert_close(heard[0].measures[row], measure(logits, torch.tensor(emitted)), atol=1e-4, rtol=1e-4)
         assert model.generate(**options, assistant=assistant).tolist() == want.tolist()
 
 
@@ -238,8 +238,8 @@ def test_a_cascade_s_rounds_are_kept_and_begin_anew(captures, mode, alpha):
 
 @pytest.fixture
 def launched(captures, monkeypatch):
-    """Calls launch ahead from the first round on; the launches of each call."""
-    monkeypatch.setattr(batching, "AHEAD_AFTER", 0)
+    """Calls are asynchronous from the first round on; the launches of each call."""
+    monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
     counted: list[int] = []
     begin, launch = Engine.begin, WholeGraph.launch
 
@@ -258,7 +258,7 @@ def launched(captures, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["random", "bigram"])
 @pytest.mark.parametrize("assistant", [TREE, "autoregressive"], ids=str)
-def test_rounds_that_run_ahead_of_the_host_say_the_same(launched, monkeypatch, kind, assistant):
+def test_asynchronous_rounds_give_the_same_tokens(launched, monkeypatch, kind, assistant):
     """Rows that end at different places, by an end token, by length and by a criterion, with growing buffers; then a second turn."""
     monkeypatch.setattr(selection, "CRITERIA", (*selection.CRITERIA, FunctionType))
     make, head = MAKERS[kind]
@@ -277,7 +277,7 @@ def test_rounds_that_run_ahead_of_the_host_say_the_same(launched, monkeypatch, k
         assert got.sequences.tolist() == want.sequences.tolist()
         last = fastspec.report(model).last
         assert all(not held.in_flight for held in session.engines.held.values())
-        # not launched ahead: the first two of each size of the buffers, and those that may be the last by length
+        # not asynchronous: the first two of each size of the buffers, and those that may be the last by length
         assert last.rounds <= launched[-1] + 2 * 3 + 6
         assert launched[-1] <= last.rounds + 1
         seen += launched[-1]
@@ -292,7 +292,7 @@ def test_rounds_that_run_ahead_of_the_host_say_the_same(launched, monkeypatch, k
 
 
 @pytest.mark.parametrize("options", [{"output_scores": True}, {"output_logits": True}, {"repetition_penalty": 1.2}], ids=str)
-def test_calls_that_read_more_than_tokens_do_not_run_ahead(launched, options):
+def test_calls_that_read_more_than_tokens_are_not_asynchronous(launched, options):
     model = MAKERS["random"][0]()
     fastspec.patch(model)
     for _ in range(2):
@@ -331,17 +331,17 @@ def test_a_call_that_was_broken_off_leaves_no_round_behind(launched):
     assert model.generate(**options, assistant=TREE).tolist() == want
 
 
-def test_the_same_seed_says_the_same_whether_rounds_run_ahead_or_not(captures, monkeypatch):
+def test_the_same_seed_gives_the_same_tokens_whether_rounds_are_asynchronous_or_not(captures, monkeypatch):
     """Within a call: a round that is launched in vain draws after all that is used."""
     model = MAKERS["random"][0]()
     fastspec.patch(model)
-    said = []
+    emitted = []
     for after in (0, 10**9, 0):
-        monkeypatch.setattr(batching, "AHEAD_AFTER", after)
+        monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", after)
         torch.manual_seed(3)
         out = model.generate(**prompts(6, 4), do_sample=True, temperature=1.5, max_new_tokens=40, assistant="autoregressive")
-        said.append(out.tolist())
-    assert said[0] == said[1] == said[2]
+        emitted.append(out.tolist())
+    assert emitted[0] == emitted[1] == emitted[2]
 
 
 @pytest.fixture

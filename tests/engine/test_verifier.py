@@ -14,7 +14,7 @@ from fastspec import Unsupported
 from fastspec.generation.drafters.base import Place
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
-from fastspec.generation.engine.round import Scored
+from fastspec.generation.engine.round_program import Scored
 from fastspec.generation.engine.verifier import Choice, InLockstep, MixedChoice, Verifier, WithHistory, verifier_of
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict

@@ -124,7 +124,7 @@ def test_a_rows_tokens_are_those_up_to_its_end(tokens, before, length):
 
 @given(st.lists(st.lists(st.integers(1, 2), max_size=40), min_size=1, max_size=3), SEEDS)
 @DRAWN
-def test_a_text_is_kept_as_far_as_the_target_says_it(texts, seed):
+def test_a_text_is_kept_as_far_as_the_target_agrees(texts, seed):
     """Each row's target says its text up to a place of its own, then 3; chunks grow, and rows that left their text are filled up."""
     generator = torch.Generator().manual_seed(seed)
     place = [int(torch.randint(0, len(text) + 1, (), generator=generator)) for text in texts]
@@ -132,18 +132,18 @@ def test_a_text_is_kept_as_far_as_the_target_says_it(texts, seed):
     verifier, empty, everyone = GivenText(texts, CPU), torch.empty(0), torch.ones(len(texts), dtype=torch.bool)
     assert (verifier.nodes, verifier.max_path, verifier.kept) == (64, 64, [0] * len(texts))
     verifier.begin(empty, empty, empty, torch.tensor([row[0] for row in truth]))
-    said, rounds = [1] * len(texts), 0
+    emitted, rounds = [1] * len(texts), 0
     while verifier.goes_on:
         tree, nodes = verifier.propose(0), CHUNKS["cpu"][min(rounds, 3)]
         for row, text in enumerate(texts):
-            more = text[said[row] :][: nodes - 1] if said[row] <= place[row] else []
-            assert tree.tokens[row].tolist() == [truth[row][said[row] - 1], *more, *[0] * (nodes - 1 - len(more))]
-        picks = torch.tensor([row[count : count + nodes] for row, count in zip(truth, said, strict=True)])
+            more = text[emitted[row] :][: nodes - 1] if emitted[row] <= place[row] else []
+            assert tree.tokens[row].tolist() == [truth[row][emitted[row] - 1], *more, *[0] * (nodes - 1 - len(more))]
+        picks = torch.tensor([row[count : count + nodes] for row, count in zip(truth, emitted, strict=True)])
         verdict = walk(tree, picks, TORCH)
         verifier.observe(tree, verdict, empty, empty, everyone, 0)
-        said = [count + accepted + 1 for count, accepted in zip(said, verdict.accepted.tolist(), strict=True)]
+        emitted = [count + accepted + 1 for count, accepted in zip(emitted, verdict.accepted.tolist(), strict=True)]
         rounds += 1
-        assert verifier.goes_on == any(count <= keep and count < len(text) for count, keep, text in zip(said, place, texts, strict=True))
+        assert verifier.goes_on == any(count <= keep and count < len(text) for count, keep, text in zip(emitted, place, texts, strict=True))
     assert verifier.kept == place
 
 
@@ -151,14 +151,14 @@ def test_chunks_grow_to_the_last_size():
     text = [1, 2] * 120
     verifier, empty = GivenText([text], CPU), torch.empty(0)
     verifier.begin(empty, empty, empty, torch.tensor([1]))
-    sizes, said = [], 1
+    sizes, emitted = [], 1
     while verifier.goes_on:
         with ELSEWHERE:
             tree = verifier.propose(0)
         sizes.append(tree.tokens.shape[1])
-        verdict = walk(tree, torch.tensor([(text[said:] + [0] * 64)[: sizes[-1]]]), TORCH)
+        verdict = walk(tree, torch.tensor([(text[emitted:] + [0] * 64)[: sizes[-1]]]), TORCH)
         verifier.observe(tree, verdict, empty, empty, torch.tensor([True]), 0)
-        said += int(verdict.accepted) + 1
+        emitted += int(verdict.accepted) + 1
     assert sizes == [8, 16, 32, 64, 64, 64] and verifier.kept == [240]
 
 

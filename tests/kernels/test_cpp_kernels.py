@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import fastspec
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.kernels.drafting import reference as drafting
-from fastspec.kernels.linear import measured
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import Native, rows_of
 from fastspec.patches import backends
@@ -74,7 +73,7 @@ def test_two_threads_give_the_bits_of_one(native, rows):
 
 @needs_compiler
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gemma2", "gpt_oss", "ministral3"])
-def test_a_model_says_the_same_with_them(family):
+def test_a_model_gives_the_same_tokens_with_them(family):
     """A plain family, one with norms of heads, and some of which a few ops go to the references."""
     plain, model = tiny_model(family), tiny_model(family)
     fastspec.patch(model, eagle3=tiny_head(model), backend="cpp")
@@ -91,7 +90,7 @@ def test_weights_that_change_are_noticed():
     plain, model = tiny_model(), tiny_model()
     fastspec.patch(model, eagle3=tiny_head(model), backend="cpp")
     inputs = prompts(7)
-    said = []
+    emitted = []
     for change in ("none", "in place", "replaced"):
         with torch.no_grad():
             for one in (plain, model):
@@ -102,8 +101,8 @@ def test_weights_that_change_are_noticed():
                     weight.data = weight.flip(0).clone()
         want = plain.generate(**inputs, max_new_tokens=12, do_sample=False)
         assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=TREE), want)
-        said.append(want.tolist())
-    assert said[0] != said[1] != said[2]
+        emitted.append(want.tolist())
+    assert emitted[0] != emitted[1] != emitted[2]
     assert session_of(model).packed
     fastspec.unpatch(model)
     for parameter in model.parameters():
@@ -113,12 +112,12 @@ def test_weights_that_change_are_noticed():
 @needs_compiler
 def test_other_dtypes_are_computed_as_by_torch():
     model = tiny_model().bfloat16()
-    said = []
+    emitted = []
     for backend in ("torch", "cpp"):
         fastspec.patch(model, backend=backend)
-        said.append(model.generate(**prompts(7), max_new_tokens=12, do_sample=False, assistant="autoregressive"))
+        emitted.append(model.generate(**prompts(7), max_new_tokens=12, do_sample=False, assistant="autoregressive"))
         fastspec.unpatch(model)
-    assert torch.equal(*said)
+    assert torch.equal(*emitted)
 
 
 @needs_compiler
@@ -129,8 +128,8 @@ def test_the_quickest_way_is_taken(native, quickest, monkeypatch):
     def way(index):
         return lambda rows, weight, bias: taken.append(index) or torch.nn.functional.linear(rows, weight, bias)
 
-    monkeypatch.setattr(measured, "times", lambda *_: [1.0 - (index == quickest) for index in range(3)])
-    monkeypatch.setattr(native, "measured", measured.Measured(*map(way, range(3))))
+    monkeypatch.setattr(quickest, "times", lambda *_: [1.0 - (index == quickest) for index in range(3)])
+    monkeypatch.setattr(native, "measured", quickest.Measured(*map(way, range(3))))
     with torch.no_grad():
         x, weight = torch.randn(3, 1000), torch.randn(1100, 1000)
         assert torch.equal(native.linear(x, weight, None), x @ weight.t()) and taken == [quickest]

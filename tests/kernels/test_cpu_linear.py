@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastspec
-from fastspec.kernels.linear import measured, reference
 from fastspec.kernels.linear import onednn as cpu
+from fastspec.kernels.linear import quickest, reference
 from fastspec.patches.backends import TORCH, TORCH_ONEDNN, choose_backend
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="this torch has no oneDNN")
@@ -82,8 +82,8 @@ def test_the_quicker_library_multiplies_and_is_asked_for_once(quicker, monkeypat
         return product(rows, *rest)
 
     monkeypatch.setattr(cpu, "through_onednn", onednn)
-    monkeypatch.setattr(cpu, "MEASURED", measured.Measured(torch.nn.functional.linear, onednn))
-    monkeypatch.setattr(measured, "times", lambda _, rows, weight: timed.append(len(rows)) or ([1, 2] if quicker == "MKL" else [2, 1]))
+    monkeypatch.setattr(cpu, "MEASURED", quickest.Measured(torch.nn.functional.linear, onednn))
+    monkeypatch.setattr(quickest, "times", lambda _, rows, weight: timed.append(len(rows)) or ([1, 2] if quicker == "MKL" else [2, 1]))
     with torch.no_grad():
         weight, small = torch.randn(1100, 1000), torch.randn(100, 1000)
         for rows in (1, 5, 7, 8, 1, 5):
@@ -100,21 +100,21 @@ def test_a_long_product_is_timed_once(monkeypatch):
     """And a short one behind a run that warms up."""
     runs = []
     ways = (lambda *_: None, lambda *_: runs.append(1))
-    monkeypatch.setattr(measured, "COLD", 48)  # a weight's own size: no copies
-    monkeypatch.setattr(measured, "perf_counter", iter(range(1000)).__next__)
-    assert measured.times(ways, torch.ones(1, 4), torch.ones(3, 4)) == [1, 1] and len(runs) == 1
-    monkeypatch.setattr(measured, "perf_counter", iter(i * 1e-6 for i in range(1000)).__next__)
-    measured.times(ways, torch.ones(1, 4), torch.ones(3, 4))
-    assert len(runs) == 1 + 1 + measured.REPEATS
+    monkeypatch.setattr(quickest, "COLD", 48)  # a weight's own size: no copies
+    monkeypatch.setattr(quickest, "perf_counter", iter(range(1000)).__next__)
+    assert quickest.times(ways, torch.ones(1, 4), torch.ones(3, 4)) == [1, 1] and len(runs) == 1
+    monkeypatch.setattr(quickest, "perf_counter", iter(i * 1e-6 for i in range(1000)).__next__)
+    quickest.times(ways, torch.ones(1, 4), torch.ones(3, 4))
+    assert len(runs) == 1 + 1 + quickest.REPEATS
 
 
 def test_a_weight_that_a_cache_holds_is_timed_as_one_that_comes_from_memory(monkeypatch):
     """In every turn all copies are multiplied, each once, and none of them is the weight itself."""
-    monkeypatch.setattr(measured, "COLD", 5 * 48)
+    monkeypatch.setattr(quickest, "COLD", 5 * 48)
     weight, seen = torch.ones(3, 4), []
-    measured.times((lambda rows, each, bias: seen.append(each.data_ptr()),), torch.ones(1, 4), weight)
+    quickest.times((lambda rows, each, bias: seen.append(each.data_ptr()),), torch.ones(1, 4), weight)
     turn = seen[:5]
-    assert len(set(turn)) == 5 and weight.data_ptr() not in turn and seen == turn * (1 + measured.REPEATS)
+    assert len(set(turn)) == 5 and weight.data_ptr() not in turn and seen == turn * (1 + quickest.REPEATS)
 
 
 def _counting(calls: list):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fastspec.kernels.attention import few as few_attention
+from fastspec.kernels.attention import few_queries as few_attention
 from fastspec.kernels.attention import hopper as hopper_attention
 from fastspec.kernels.attention import reference
 from fastspec.kernels.attention import tree as kernels

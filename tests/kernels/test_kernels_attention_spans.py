@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from test_kernels_attention import DTYPES, EVERYWHERE, HAS_CUDA, HEADS, ON_CUDA, TYPED, Case, excess, good
 from test_reference_ops import random_parents
 
-from fastspec.kernels.attention import few as few_attention
+from fastspec.kernels.attention import few_queries as few_attention
 from fastspec.kernels.attention import hopper as hopper_attention
 from fastspec.kernels.attention import layout as layouts
 from fastspec.kernels.attention import reference

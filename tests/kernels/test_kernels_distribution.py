@@ -21,7 +21,7 @@ from fastspec.kernels.verification.posterior_eval import pick
 from fastspec.kernels.verification.reference import SamplingSettings, under_settings
 from fastspec.kernels.verification.sampling import CHUNK, cut, inverse_of
 
-LAWS = st.builds(
+SETTINGS = st.builds(
     SamplingSettings,
     temperature=st.sampled_from([1.0, 0.01, 100.0]) | st.floats(0.05, 5),
     top_k=st.sampled_from([0, 1, 2, 50, 10**6]) | st.integers(0, 70),
@@ -53,7 +53,7 @@ def warped(scores: Tensor, distribution: SamplingSettings) -> Tensor:
     return LogitsProcessorList([makers[name](value) for name, value in given.items()])(None, scores.float())
 
 
-@given(VOCABS, STEPS, st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), LAWS, SEEDS)
+@given(VOCABS, STEPS, st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), SETTINGS, SEEDS)
 @examples(150)
 def test_the_reference_keeps_what_transformers_keeps(vocab, step, dtype, distribution, seed):
     """The same scores bit for bit; where top-p parts equal ones, as many, and the reference keeps the highest ids."""
@@ -106,7 +106,7 @@ def check_pick(scores: Tensor, uniform: Tensor, distribution: SamplingSettings) 
 
 
 @EVERYWHERE
-@given(st.sampled_from([(1, 1), (1, 2), (2, 1)]), VOCABS, STEPS, FLOATS, LAWS, st.booleans(), SEEDS)
+@given(st.sampled_from([(1, 1), (1, 2), (2, 1)]), VOCABS, STEPS, FLOATS, SETTINGS, st.booleans(), SEEDS)
 @examples(12)
 def test_pick_under_a_distribution(device, leading, vocab, step, dtype, distribution, wide, seed):
     scores = scores_of(leading[0] * leading[1], vocab, step, dtype, seed).unflatten(0, leading)

@@ -197,10 +197,10 @@ def errors(replay: Replay, scores: Tensor, tokens: Tensor, parents: Tensor, top_
             chosen = torch.tensor([ids[token] for token in tokens[part].tolist()], device=logp.device)
             assert len(set(chosen.tolist())) == top_k
             above = scores[parents[base + i * top_k]] if level else 0.0
-            said = scores[part] - above
-            assert bool((said[1:] <= said[:-1]).all())
-            left = logp.index_fill(0, chosen, -torch.inf).max() - said[-1]
-            worst = max(worst, float((said - logp[chosen]).abs().max()), float(left))
+            emitted = scores[part] - above
+            assert bool((emitted[1:] <= emitted[:-1]).all())
+            left = logp.index_fill(0, chosen, -torch.inf).max() - emitted[-1]
+            worst = max(worst, float((emitted - logp[chosen]).abs().max()), float(left))
     return worst
 
 
@@ -267,7 +267,7 @@ VARIANTS = st.fixed_dictionaries(SWITCHES | {"num_key_value_heads": st.sampled_f
     depth=st.integers(0, 3), pairs=st.sampled_from([1, 3, 5]), seed=st.integers(0, 99), data=st.data(),
 )  # fmt: skip
 @examples(4, derandomize=True)
-def test_a_draft_is_what_the_head_says(device, variant, dtype, rows, top_k, depth, pairs, seed, data):
+def test_a_draft_is_what_the_head_drafts(device, variant, dtype, rows, top_k, depth, pairs, seed, data):
     head = make_head(TINY | variant, dtype, device, seed)
     prefix = [data.draw(st.sampled_from([0, 1, 7, 33, 65])) for _ in range(rows)]
     counts = [[data.draw(st.integers(1, pairs)) for _ in range(rows)], [data.draw(st.integers(0, pairs)) for _ in range(rows)]]
@@ -339,7 +339,7 @@ LONG_HEADS = {"head_dim": 128, "num_attention_heads": 8, "draft_vocab_size": 900
         (HALF, {}, 1, 1, 4, 2, [64]),
     ],
 )
-def test_a_draft_on_the_whole_grid_is_what_the_head_says(device, dtype, variant, rows, top_k, depth, pairs, prefix):
+def test_a_draft_on_the_whole_grid_is_what_the_head_drafts(device, dtype, variant, rows, top_k, depth, pairs, prefix):
     head = make_head(REAL | variant, dtype, device)
     generator = torch.Generator().manual_seed(2)
     first = torch.randint(1, pairs + 1, (rows,), generator=generator).tolist()

@@ -145,7 +145,7 @@ def test_pairs_are_grouped_by_expert(device, seed, tokens, count, choices, block
 
 @EVERYWHERE
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_says_the_same(device, kind):
+def test_the_reference_gives_the_same_tokens(device, kind):
     generator = torch.Generator().manual_seed(3)
     chosen, weights = (part.to(device) for part in routed(generator, 7, 4, 2, "even"))
     shapes = [(7, 40), (4, 48, 40), (4, 40, 24), (4, 48), (4, 40), (7, 40), (7, 1)]

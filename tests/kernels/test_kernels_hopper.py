@@ -106,7 +106,7 @@ def test_the_table_gives_whole_sums_and_the_bits_of_the_other_kernels(rows, shap
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("rows", [3, 16, 61])
-def test_a_graph_of_dependent_products_says_what_torch_says(rows):
+def test_a_graph_of_dependent_products_gives_what_torch_gives(rows):
     check_chain(rows, LAUNCHES)
 
 

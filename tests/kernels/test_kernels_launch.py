@@ -102,7 +102,7 @@ def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGrap
 
 @ON_CUDA
 @pytest.mark.parametrize("rows", [1, 16, 61])
-def test_a_chain_of_forty_kernels_says_the_same_with_and_without(device, rows, monkeypatch):
+def test_a_chain_of_forty_kernels_gives_the_same_with_and_without(device, rows, monkeypatch):
     """Each kernel reads what the one before it wrote, in buffers that are used again and again; one that runs ahead shows in the end."""
     torch.manual_seed(rows)
     size, inner = 1024, 1408
@@ -183,7 +183,7 @@ class Round:
 
 @ON_CUDA
 @pytest.mark.parametrize("slots", [1024, 8192])
-def test_a_round_of_all_kernels_says_the_same_with_and_without(device, slots, monkeypatch):
+def test_a_round_of_all_kernels_gives_the_same_with_and_without(device, slots, monkeypatch):
     torch.manual_seed(slots)
     case = Round(device, slots)
     case.draw()

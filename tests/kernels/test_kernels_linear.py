@@ -134,9 +134,9 @@ def test_linear_takes_and_gives_what_the_reference_does(device):
     for a, w, b in ((x, weight, bias), (x, weight, None), (x[:, 1], weight[::2][:16], None)):
         for swiglu, (exact, bound) in ((False, product(a, w, b)), (True, gated(a, w, b))):
             got = linear(a, w, b, swiglu=swiglu)
-            said = reference.swiglu(reference.linear(a, w, b)) if swiglu else reference.linear(a, w, b)
-            assert got.shape == said.shape and got.dtype == said.dtype
-            assert bool(((got.double() - exact).abs() <= bound).all()) and bool(((said.double() - exact).abs() <= bound).all())
+            emitted = reference.swiglu(reference.linear(a, w, b)) if swiglu else reference.linear(a, w, b)
+            assert got.shape == emitted.shape and got.dtype == emitted.dtype
+            assert bool(((got.double() - exact).abs() <= bound).all()) and bool(((emitted.double() - exact).abs() <= bound).all())
     assert linear(x[:0], weight, bias).shape == (0, 3, 34) and linear(x[0, 0], weight, bias).shape == (34,)
 
 
@@ -198,7 +198,7 @@ def test_every_launch_chosen_fits_the_device(most):
     ],
     ids=["plain", "pdl", "tma", "tma, pdl", "row"],
 )
-def test_a_graph_of_dependent_products_says_what_torch_says(device, launches):
+def test_a_graph_of_dependent_products_gives_what_torch_gives(device, launches):
     check_chain(1 if isinstance(launches[0], RowLaunch) else 16, launches)
 
 

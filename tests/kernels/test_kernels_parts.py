@@ -77,8 +77,8 @@ def test_the_norm_of_parts_is_that_of_their_sum(device, parts, rows, size, dtype
     residual = torch.randn(*rows, size, device=device).to(dtype) if with_residual else None
     for got, want in zip(rms_norm(x, weight, 1e-5, residual), rms_norm(joined(x), weight, 1e-5, residual), strict=True):
         assert got.shape == want.shape == (*rows, size) and got.dtype == dtype and torch.equal(got, want)
-    said, plain = reference.rms_norm(x, weight, 1e-5, residual), reference.rms_norm(joined(x), weight, 1e-5, residual)
-    assert all(map(torch.equal, said, plain))
+    emitted, plain = reference.rms_norm(x, weight, 1e-5, residual), reference.rms_norm(joined(x), weight, 1e-5, residual)
+    assert all(map(torch.equal, emitted, plain))
 
 
 def test_parts_are_added_in_their_order():

@@ -70,8 +70,8 @@ def test_commit_slots(device, rows, steps, nodes, apart, bound, seed):
     for row, length in enumerate(given_lengths):  # the reference itself
         assert got[0][row].tolist() == [length + node for node in drawn.path[row].tolist()]
         assert got[1][row].tolist() == list(range(length, length + steps))
-        said = int(drawn.accepted[row]) + 1 if drawn.active[row] else 0
-        assert int(before[row]) == min(bound, length + said)
+        emitted = int(drawn.accepted[row]) + 1 if drawn.active[row] else 0
+        assert int(before[row]) == min(bound, length + emitted)
 
 
 @EVERYWHERE
@@ -89,8 +89,8 @@ def test_emit(device, rows, steps, nodes, apart, seed):
     same(drawn.root, root)
     for row, old in enumerate(given_root):  # the reference itself
         accepted, path = int(drawn.accepted[row]), drawn.path[row].tolist()
-        said = [int(drawn.tokens[row, node]) for node in path[1 : accepted + 1]]
-        assert got[row, : accepted + 2].tolist() == [accepted, *said, int(drawn.bonus[row])]
+        emitted = [int(drawn.tokens[row, node]) for node in path[1 : accepted + 1]]
+        assert got[row, : accepted + 2].tolist() == [accepted, *emitted, int(drawn.bonus[row])]
         assert int(root[row]) == (int(drawn.bonus[row]) if drawn.active[row] else old)
 
 

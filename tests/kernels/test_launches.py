@@ -83,13 +83,13 @@ RUNS += [pytest.param(name, "fp16", *CPU.values, marks=CPU.marks, id=f"{name}-fp
 
 
 @pytest.mark.parametrize(("case", "half", "device"), RUNS)
-def test_the_kernels_are_launched_and_say_what_the_unpatched_model_says(case, half, device, launches):
+def test_the_kernels_are_launched_and_give_what_the_unpatched_model_gives(case, half, device, launches):
     family, sizes, assistant, lengths, wanted = CASES[case]
     model = tiny_model(family, **sizes).to(device, HALVES[half])
     exact = copy.deepcopy(model).float()
     inputs = {name: ids.to(device) for name, ids in prompts(*lengths).items()}
     options = {**inputs, "do_sample": False, "max_new_tokens": 40 if device == "cuda" else 2, "eos_token_id": None}
-    said = model.generate(**options)
+    emitted = model.generate(**options)
     if device == "cpu":
         pack_model(model)  # as patch does on CUDA
     kind = EAGLE1 if assistant is TREE2 else {}
@@ -101,10 +101,10 @@ def test_the_kernels_are_launched_and_say_what_the_unpatched_model_says(case, ha
         assert fastspec.report(model).last.replays > 0 or device == "cpu"
     assert {name for name in wanted.split() if not launches[name]} == set()
     with torch.no_grad():
-        agree_but_for_rounding(model, exact, inputs, said, got)
+        agree_but_for_rounding(model, exact, inputs, emitted, got)
 
 
-def agree_but_for_rounding(model: Any, exact: Any, inputs: dict[str, Tensor], said: Tensor, got: Tensor) -> None:
+def agree_but_for_rounding(model: Any, exact: Any, inputs: dict[str, Tensor], emitted: Tensor, got: Tensor) -> None:
     """Where an answer `got` leaves the one that the unpatched model said, the exact logits must not tell the two tokens apart.
 
     `exact` has the same weights in fp32; beside half precision its rounding is nothing. Let r be the most that any logit of the unpatched
@@ -114,15 +114,15 @@ def agree_but_for_rounding(model: Any, exact: Any, inputs: dict[str, Tensor], sa
     """
     width = inputs["input_ids"].shape[1]
     for row, real in enumerate(inputs["attention_mask"].sum(1).tolist()):
-        text = said[row, width - real :][None]
+        text = emitted[row, width - real :][None]
         logits = exact(text).logits[0, real - 1 : -1]
         rounding = float((model(text).logits[0, real - 1 : -1].float() - logits).abs().max())
         best = logits.topk(2).values
         assert float((best[:, 0] - best[:, 1]).median()) > 2 * rounding  # else nothing would be compared
-        differ = (said[row, width:] != got[row, width:]).nonzero()
+        differ = (emitted[row, width:] != got[row, width:]).nonzero()
         if len(differ):
             first = int(differ[0])
-            for token in (int(said[row, width + first]), int(got[row, width + first])):
+            for token in (int(emitted[row, width + first]), int(got[row, width + first])):
                 assert float(best[first, 0] - logits[first, token]) <= 2 * rounding, (row, first)
 
 

@@ -208,8 +208,8 @@ def test_topk_expand_ranks_the_children_of_a_frontier(vocab, nodes, count, produ
         grown = []
         for node in range(nodes):
             values, ids = logp[row, node].topk(count)
-            said = zip(values.tolist(), ids.tolist(), strict=True)
-            grown += [(float(scores[row, node]) + value, token + int(d2t[token])) for value, token in said]
+            generated = zip(values.tolist(), ids.tolist(), strict=True)
+            grown += [(float(scores[row, node]) + value, token + int(d2t[token])) for value, token in generated]
         torch.testing.assert_close(children[row].double(), torch.tensor([g[0] for g in grown]).double(), rtol=1e-5, atol=1e-5)
         assert tokens[row].tolist() == [g[1] for g in grown]
         order = sorted(range(len(grown)), key=lambda i: -float(children[row, i]))[:count]

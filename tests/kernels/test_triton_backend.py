@@ -37,7 +37,7 @@ def moved(inputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
     ("family", "device"),
     [pytest.param(f, *d.values, marks=d.marks, id=f"{f}-{d.values[0]}") for d, families in HERE for f in families],
 )
-def test_every_family_says_in_fp32_what_the_unpatched_model_says(family, device):
+def test_every_family_gives_in_fp32_what_the_unpatched_model_gives(family, device):
     model = tiny_model(family, num_hidden_layers=2, num_attention_heads=4).to(device)
     inputs = moved(prompts(3, 7), device)
     options = {"do_sample": False, "max_new_tokens": 4 if device == "cuda" else 3}  # the second round reads what the first one kept
@@ -143,11 +143,11 @@ def test_sampling_follows_its_seed(options, device):
     target, head = MAKERS["bigram"]
     model = target().to(device)
     fastspec.patch(model, eagle3=head(model).to(device), backend="triton")
-    inputs, said = moved(prompts(5, 8), device), []
+    inputs, emitted = moved(prompts(5, 8), device), []
     for _ in range(2):
         torch.manual_seed(3)
-        said.append(model.generate(**inputs, do_sample=True, max_new_tokens=6, assistant=SMALL, **options).tolist())
-    assert said[0] == said[1]
+        emitted.append(model.generate(**inputs, do_sample=True, max_new_tokens=6, assistant=SMALL, **options).tolist())
+    assert emitted[0] == emitted[1]
 
 
 def test_the_backend_is_refused_where_it_cannot_run(monkeypatch):
@@ -208,8 +208,8 @@ def test_captured_rounds_are_shared_by_later_calls_and_freed(device):
     fastspec.patch(model, eagle3=head(model).to(device))
     session = session_of(model)
     for _ in range(2):
-        said = [model.generate(**moved(prompts(*each), device), **options, assistant=TREE).tolist() for each in lengths]
-        assert said == expected
+        emitted = [model.generate(**moved(prompts(*each), device), **options, assistant=TREE).tolist() for each in lengths]
+        assert emitted == expected
     assert len(session.engines.held) == 1 and fastspec.report(model).last.replays == fastspec.report(model).last.rounds
     for size in range(2, 8):
         model.generate(**moved(prompts(*[4] * size), device), **options, assistant=TREE)
@@ -256,7 +256,7 @@ def test_every_processor_runs_in_captured_rounds(options, device):
     """Drawn with nearly all mass on one token, captured rounds say what the plain rounds of the torch backend say."""
     target, head = MAKERS["bigram"]
     inputs = moved(prompts(5, 8), device)
-    said = []
+    emitted = []
     for backend in ("torch", "triton"):
         model = target().to(device)
         with torch.no_grad():
@@ -264,8 +264,8 @@ def test_every_processor_runs_in_captured_rounds(options, device):
         with fastspec.patched(model, eagle3=head(model).to(device), backend=backend):
             for name in (TREE, "autoregressive", "nasd"):
                 torch.manual_seed(0)
-                said.append(model.generate(**inputs, do_sample=True, max_new_tokens=20, assistant=name, **options).tolist())
-    assert said[:3] == said[3:]
+                emitted.append(model.generate(**inputs, do_sample=True, max_new_tokens=20, assistant=name, **options).tolist())
+    assert emitted[:3] == emitted[3:]
 
 
 @ON_CUDA

@@ -100,7 +100,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_an_offloaded_model_says_the_same_through_its_hooks(where):
+def test_an_offloaded_model_gives_the_same_tokens_through_its_hooks(where):
     place, mode = PLACES[where]
     plain, model = tiny_model(), tiny_model()
     head, inputs = tiny_head(model), prompts(5, 9)

@@ -126,8 +126,8 @@ def test_processors_see_no_prefix_that_plain_decoding_does_not_show_them(pair, l
     got, seen = shown(pair[1], inputs, **options, assistant=Oracle(texts, set(range(rows))))
     assert got == expected
     assert seen == plain
-    said = [next((i + 1 for i, token in enumerate(row[width:]) if token in ends), len(row) - width) for row in expected]
-    assert stats(pair[1]).rounds <= rows + max(said) // 7  # each end of a row but the last cuts a round
+    emitted = [next((i + 1 for i, token in enumerate(row[width:]) if token in ends), len(row) - width) for row in expected]
+    assert stats(pair[1]).rounds <= rows + max(emitted) // 7  # each end of a row but the last cuts a round
 
 
 @pytest.mark.parametrize("lengths", [(6,), (6, 3, 9)])

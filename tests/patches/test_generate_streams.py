@@ -116,8 +116,8 @@ def test_text_streamer_prints_the_same(pair, assistant, tokenizer, capsys):
 def test_on_round_tells_which_tokens_were_drafted(pairs):
     patched = pairs["bigram"][1]
     recorder = streamed(patched, RoundRecorder(), prompts(5), eos_token_id=NEVER, assistant=TREE)
-    said = [event[0] for event in recorder.events[1:-1]]
-    assert [token for tokens, _ in recorder.rounds for token in tokens] == said
+    emitted = [event[0] for event in recorder.events[1:-1]]
+    assert [token for tokens, _ in recorder.rounds for token in tokens] == emitted
     assert all(0 <= accepted <= len(tokens) for tokens, accepted in recorder.rounds)
     assert recorder.rounds[0][1] == 0
     assert max(accepted for _, accepted in recorder.rounds) == 5

@@ -19,9 +19,9 @@ def two_turns(model: Any, first: dict[str, Tensor], more: Tensor, cache: Any, ow
     if own:
         assert one.past_key_values is cache
     new = one.sequences.shape[1] - first["input_ids"].shape[1]
-    said = (one.sequences[:, -new:] != 0).long()
+    emitted = (one.sequences[:, -new:] != 0).long()
     ids = torch.cat((one.sequences, more), 1)
-    mask = torch.cat((first["attention_mask"], said, torch.ones_like(more)), 1)
+    mask = torch.cat((first["attention_mask"], emitted, torch.ones_like(more)), 1)
     two = model.generate(input_ids=ids, attention_mask=mask, **options, past_key_values=one.past_key_values)
     widths.append(two.past_key_values.get_seq_length())
     return [one.sequences.tolist(), two.sequences.tolist(), widths]

@@ -37,7 +37,7 @@ def moved(inputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 @ON_CUDA
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
-def test_every_family_says_in_fp32_what_the_unpatched_model_says(family, assistant, device):
+def test_every_family_gives_in_fp32_what_the_unpatched_model_gives(family, assistant, device):
     model = tiny_model(family).to(device)
     inputs = moved(prompts(3, 9, 17), device)
     options = {"do_sample": False, "max_new_tokens": 40}
@@ -53,39 +53,39 @@ def test_a_patched_model_may_move_to_the_device_and_samples_by_its_seed(device):
     model = target()
     fastspec.patch(model, eagle3=head(model))
     model.to(device)
-    inputs, said = moved(prompts(5, 8), device), []
+    inputs, emitted = moved(prompts(5, 8), device), []
     for _ in range(2):
         torch.manual_seed(3)
-        said.append(model.generate(**inputs, do_sample=True, temperature=1.3, top_k=20, max_new_tokens=20, assistant=TREE).tolist())
-    assert said[0] == said[1]
+        emitted.append(model.generate(**inputs, do_sample=True, temperature=1.3, top_k=20, max_new_tokens=20, assistant=TREE).tolist())
+    assert emitted[0] == emitted[1]
     assert fastspec.report(model).device.startswith("cuda") and fastspec.report(model).last.acceptance_length > 1.5
 
 
 @ON_CUDA
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
-def test_rounds_launched_ahead_of_the_host_say_the_same(assistant, device, monkeypatch):
+def test_asynchronous_rounds_give_the_same_tokens(assistant, device, monkeypatch):
     """Rows that end in the midst of it, growing buffers, calls one after another on the same graphs, and the same seed with and without."""
     from fastspec.generation.engine import batching
 
     target, head = MAKERS["bigram"]
     model = target().to(device)
-    inputs, said = moved(prompts(9, 5, 7), device), []
+    inputs, emitted = moved(prompts(9, 5, 7), device), []
     free = model.generate(**inputs, do_sample=False, max_new_tokens=300, eos_token_id=None)
     ends = [None, [int(free[0, 9 + 41]), int(free[1, 9 + 17])], None]
     wanted = [model.generate(**inputs, do_sample=False, max_new_tokens=1500, eos_token_id=each, pad_token_id=0).tolist() for each in ends]
     fastspec.patch(model, eagle3=head(model).to(device))
     for after in (0, 10**9, 0):
-        monkeypatch.setattr(batching, "AHEAD_AFTER", after)
+        monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", after)
         for each, want in zip(ends, wanted, strict=True):
             options = {**inputs, "max_new_tokens": 1500, "eos_token_id": each, "pad_token_id": 0, "assistant": assistant}
             assert model.generate(**options, do_sample=False).tolist() == want
         torch.manual_seed(3)
-        said.append(model.generate(**options, do_sample=True, temperature=1.3, top_k=20).tolist())
-    assert said[0] == said[1] == said[2]
+        emitted.append(model.generate(**options, do_sample=True, temperature=1.3, top_k=20).tolist())
+    assert emitted[0] == emitted[1] == emitted[2]
 
 
 @ON_CUDA
-def test_smollm2_in_fp32_says_what_transformers_says(device):
+def test_smollm2_in_fp32_gives_what_transformers_gives(device):
     from fastspec.demo import PROMPTS, encode
     from fastspec.models import SMOLLM2, load_model
 
@@ -148,21 +148,21 @@ class Rounds:
 
     def texts(self, step, rounds: int) -> list[list[int]]:
         """What each row says in some rounds, its first token included."""
-        said = [[token] for token in self.drafter.root.tolist()]
+        emitted = [[token] for token in self.drafter.root.tolist()]
         for _ in range(rounds):
             tokens, accepted = step()
             for row, (line, count) in enumerate(zip(tokens.tolist(), accepted.tolist(), strict=True)):
-                said[row] += line[: count + 1]
-        return said
+                emitted[row] += line[: count + 1]
+        return emitted
 
     def plain(self, count: int) -> list[list[int]]:
         """The same from the model's own forward, one token after another."""
-        said = []
+        emitted = []
         for row, real in enumerate(self.counts.tolist()):
             ids = self.ids[row : row + 1, :real]
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=1000)
-            said.append(out[0, real:].tolist())
-        return said
+            emitted.append(out[0, real:].tolist())
+        return emitted
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ class Rounds:
 def test_rounds_on_static_buffers(device, drafts, backend):
     rounds = Rounds(device, drafts, backend)
     rounds.begin()
-    said = rounds.texts(rounds.round, 12 if drafts == "fused" else 6)
-    assert [row[:12] for row in said] == [row[:12] for row in rounds.plain(12)] and min(map(len, said)) >= 12
+    emitted = rounds.texts(rounds.round, 12 if drafts == "fused" else 6)
+    assert [row[:12] for row in emitted] == [row[:12] for row in rounds.plain(12)] and min(map(len, emitted)) >= 12
 
 
 @ON_CUDA
@@ -221,7 +221,7 @@ def test_the_host_reads_back_once_a_round(device, drafts, backend):
 @ON_CUDA
 @BACKED
 @torch.no_grad()
-def test_a_captured_round_says_the_same(device, drafts, backend):
+def test_a_captured_round_gives_the_same_tokens(device, drafts, backend):
     rounds = Rounds(device, drafts, backend)
     rounds.begin()
     expected = rounds.texts(rounds.round, 6)

@@ -124,7 +124,7 @@ def all_assistants(model: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "gemma4_text"])
-def test_every_assistant_says_the_same(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_assistant_gives_the_same_tokens(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32, of rows of different lengths, with the op's reference."""
     kind, over = VARIANTS.get(variant, ("gemma4_text", GEMMA4))
     model, inputs = stirred(kind, **over), prompts(5, 11)

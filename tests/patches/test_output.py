@@ -47,10 +47,10 @@ class Reader:
             self.state.k[0, row, 0, places[row], 0] = tree.tokens[row].float()
             self.state.k[0, row, 0, places[row], 1] = places[row].float()
         self.state.v.copy_(-self.state.k)
-        return said(tree.tokens, places).half(), torch.empty(0)
+        return emitted(tree.tokens, places).half(), torch.empty(0)
 
 
-def said(tokens: Tensor, places: Tensor) -> Tensor:
+def emitted(tokens: Tensor, places: Tensor) -> Tensor:
     return torch.nn.functional.one_hot(tokens, VOCAB) * 8.0 + places[..., None]
 
 
@@ -110,7 +110,7 @@ def test_rows_that_ended_early_read_padding_as_plain_decoding_does(tail, scores,
             processed = raw - 0.5
             if step >= len(text):
                 last = text[-1] if step == len(text) else PAD
-                raw = said(torch.tensor(last), torch.tensor(PAST[row] + READ[row] + step - 1))
+                raw = emitted(torch.tensor(last), torch.tensor(PAST[row] + READ[row] + step - 1))
                 seen = torch.tensor([[*call.ids[row].tolist(), *text, *[PAD] * (step - len(text))]])
                 processed = lp.RepetitionPenaltyLogitsProcessor(2.0)(seen, raw[None].clone())[0]
             if logits:

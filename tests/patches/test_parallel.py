@@ -72,7 +72,7 @@ def compare(both: Made, name: str, run: Any, kind: str = "") -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_family_says_the_same(both: Made, kind: str) -> None:
+def test_a_family_gives_the_same_tokens(both: Made, kind: str) -> None:
     *_, mode = compare(both, kind, family, kind)
     assert mode.startswith("generic" if kind == GENERIC else "adapter")
 
@@ -83,13 +83,13 @@ def test_experts_are_cut_within_captured_rounds(both: Made, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_other_families_say_the_same(tmp_path: Path) -> None:
+def test_the_other_families_give_the_same_tokens(tmp_path: Path) -> None:
     made = run_both(tmp_path, OTHERS, [(kind, family, kind) for kind in OTHERS])
     for kind in OTHERS:
         compare(made, kind, family, kind)
 
 
-def test_prompts_with_images_say_the_same(both: Made) -> None:
+def test_prompts_with_images_give_the_same_tokens(both: Made) -> None:
     compare(both, "seen", seen)
 
 
@@ -97,7 +97,7 @@ def test_drafts_are_accepted(both: Made) -> None:
     compare(both, "drafted", drafted)
 
 
-def test_calls_of_every_kind_say_the_same(both: Made) -> None:
+def test_calls_of_every_kind_give_the_same_tokens(both: Made) -> None:
     compare(both, "calls", calls)
 
 
@@ -105,7 +105,7 @@ def test_of_logits_the_likeliest_are_joined(both: Made) -> None:
     compare(both, "narrow", narrow)
 
 
-def test_captured_rounds_say_the_same(both: Made) -> None:
+def test_captured_rounds_give_the_same_tokens(both: Made) -> None:
     compare(both, "captured", captured)
 
 

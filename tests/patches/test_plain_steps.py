@@ -74,13 +74,13 @@ def test_steps_pad_what_has_ended_and_end_when_all_have(texts, pads, length):
     ended: list[int | None] = [None] * rows
     for step in range(min(6, length - 2)):
         logits = torch.nn.functional.one_hot(torch.tensor([text[step] for text in texts]), VOCAB).half() - 0.5
-        said = steps(logits)
+        emitted = steps(logits)
         for row, text in enumerate(texts):
             want[row].append(text[step] if ended[row] is None else 3)
             if pads and ended[row] is None and (text[step] == 4 or step == length - 3):
                 ended[row] = step + 1
-        assert said == [row[-1] for row in want] and steps.lengths == ended
-        assert steps.ids[:, 2:].tolist() == want and streamer.columns[-1] == said
+        assert emitted == [row[-1] for row in want] and steps.lengths == ended
+        assert steps.ids[:, 2:].tolist() == want and streamer.columns[-1] == emitted
         assert torch.equal(steps.scores[-1], logits.float() * 2) and torch.equal(steps.logits[-1], logits.float())
         assert steps.scores[-1].dtype == steps.logits[-1].dtype == torch.float32
         assert len(steps.scores) == len(steps.logits) == len(streamer.columns) == step + 1
@@ -104,10 +104,10 @@ def test_a_sample_is_generates_own_and_scores_may_stand_in():
     steps = PlainSteps(ids, LogitsProcessorList([Doubling()]), criteria(), config(do_sample=True), None)
     for scores in (None, torch.randn(3, VOCAB, dtype=torch.float64)):
         torch.manual_seed(3)
-        said = steps(logits, scores)
+        emitted = steps(logits, scores)
         torch.manual_seed(3)
         processed = logits * 2 if scores is None else scores.float()
-        assert said == torch.multinomial(processed.softmax(-1), 1)[:, 0].tolist()
+        assert emitted == torch.multinomial(processed.softmax(-1), 1)[:, 0].tolist()
         assert torch.equal(steps.scores[-1], processed) and steps.scores[-1].dtype == torch.float32
         assert torch.equal(steps.logits[-1], logits)
 

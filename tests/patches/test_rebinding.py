@@ -39,8 +39,8 @@ def test_a_larger_vocabulary_is_decoded_with_the_same_head(tied: bool) -> None:
     model.resize_token_embeddings(105)
     with torch.no_grad():
         model.lm_head.weight[97:] += 3 * model.lm_head.weight[:8].roll(1, 0)
-    said = same(model, torch.tensor([[7, 8, 100, 104]]))
-    assert max(said[4:]) >= 97
+    emitted = same(model, torch.tensor([[7, 8, 100, 104]]))
+    assert max(emitted[4:]) >= 97
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -42,7 +42,7 @@ class Branches(Oracle):
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("kind", KINDS)
-def test_recurrent_models_say_the_same(kind: str, device: str) -> None:
+def test_recurrent_models_give_the_same_tokens(kind: str, device: str) -> None:
     model, inputs = recurrent(kind).to(device), {name: each.to(device) for name, each in ROWS.items()}
     expected = free(model, inputs, NEW)
     fastspec.patch(model, speculative=tiny_model(num_hidden_layers=2).to(device), eagle3=tiny_head(model).to(device))

@@ -294,7 +294,7 @@ def test_n_grams_are_read_from_the_source():
 
     inputs = sources(7, 3, side="left")
     out = model.generate(**inputs, max_new_tokens=1, do_sample=False, assistant=fastspec.Nasd(storage=Watching(n=4)))
-    expected = [[*ids[mask.bool()].tolist(), *said.tolist()] for ids, mask, said in zip(*inputs.values(), out, strict=True)]
+    expected = [[*ids[mask.bool()].tolist(), *emitted.tolist()] for ids, mask, emitted in zip(*inputs.values(), out, strict=True)]
     assert seen == expected[0] + expected[1]
 
 

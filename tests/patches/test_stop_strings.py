@@ -38,12 +38,12 @@ def test_a_set_of_strings_is_compared_with_the_vocabulary_once(monkeypatch):
     tokenizer, model = worded(), fastspec.patch(small_target(peak=0.15))
     ids = torch.tensor([[5, 6]])
     given = {"assistant": "nasd", "max_new_tokens": 12, "do_sample": False, "eos_token_id": 1000}
-    said = model.generate(ids, **given)[0, 2:].tolist()
-    word = tokenizer.decode(said[3])
+    emitted = model.generate(ids, **given)[0, 2:].tolist()
+    word = tokenizer.decode(emitted[3])
     monkeypatch.setattr("fastspec.patches.call.processors.CRITERIA", (*fastspec.patches.call.processors.CRITERIA, Counted))
     for _ in range(3):
         out = model.generate(ids, **given, stop_strings=[word], tokenizer=tokenizer)
-        assert out[0, 2:].tolist() == said[: said.index(said[3]) + 1]
+        assert out[0, 2:].tolist() == emitted[: emitted.index(emitted[3]) + 1]
     assert len(made) == 1
     assert stop_criterion(tokenizer, word) is stop_criterion(tokenizer, (word,)) and len(made) == 1
     assert stop_criterion(worded(), word) is not stop_criterion(tokenizer, word)
@@ -65,7 +65,7 @@ def test_few_sets_are_kept_and_none_for_a_tokenizer_that_is_gone(monkeypatch):
     assert gone() is None
 
 
-def test_it_says_what_transformers_own_says():
+def test_it_gives_what_transformers_own_gives():
     ids = torch.tensor([[5, 9, 6], [5, 6, 9]])
     found = stop_criterion(worded(), "w9")(ids, None)
     assert torch.equal(found, StopStringCriteria(worded(), ["w9"])(ids, None)) and found.tolist() == [False, True]

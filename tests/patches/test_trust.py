@@ -20,14 +20,14 @@ from transformers import (
 )
 
 import fastspec
-from fastspec.patches.hf import trust
+from fastspec.patches.hf import tree_check
 
 SIZES = {"vocab_size": 97, "initializer_range": 0.3}
 
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
-    monkeypatch.setattr(trust, "_VERDICTS", {})
+    monkeypatch.setattr(tree_check, "_VERDICTS", {})
 
 
 class Deaf(GPT2LMHeadModel):
@@ -102,8 +102,8 @@ def test_the_check_leaves_no_trace() -> None:
     tensors = copy.deepcopy(model.state_dict())
     torch.manual_seed(7)
     state = torch.random.get_rng_state()
-    trust.check_trust(model)
-    assert trust._VERDICTS and not seen
+    tree_check.check_trust(model)
+    assert tree_check._VERDICTS and not seen
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(vars(module) == held for module, held in before)
     assert all(torch.equal(value, tensors[name]) for name, value in model.state_dict().items())
@@ -111,7 +111,7 @@ def test_the_check_leaves_no_trace() -> None:
 
 def test_a_kind_of_model_is_checked_once(monkeypatch) -> None:
     judged: list[Any] = []
-    monkeypatch.setattr(trust, "_judge", lambda model, reads_source, adapter: judged.append(model) or trust._Verdict(None))
+    monkeypatch.setattr(tree_check, "_judge", lambda model, reads_source, adapter: judged.append(model) or tree_check._Verdict(None))
     for seed in (0, 1):
         model = fastspec.patch(tiny_model("gpt2", seed=seed))
         model.generate(**prompts(5), max_new_tokens=4, assistant="autoregressive")

@@ -16,13 +16,13 @@ import fastspec
 from fastspec import cache_folder
 from fastspec.cli import app
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.kernels import tuned
-from fastspec.kernels.attention import few, tree
+from fastspec.kernels import tuned_launches
+from fastspec.kernels.attention import few_queries, tree
 from fastspec.kernels.launch import padded
 from fastspec.kernels.linear import linear, parts
 from fastspec.kernels.linear.linear import Launch
 from fastspec.kernels.linear.row import RowLaunch
-from fastspec.kernels.tuned import MISSING
+from fastspec.kernels.tuned_launches import MISSING
 from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.tuning import candidates, store, tune
 
@@ -36,7 +36,7 @@ SMALL = fastspec.Eagle3(depth=1, top_k=2, total_tokens=4)
 def folder(tmp_path, monkeypatch):
     """An empty cache folder, and nothing tuned."""
     monkeypatch.setenv(cache_folder.SETTING, str(tmp_path))
-    for module, name in ((store, "_loaded"), (tuned, "_launches")):
+    for module, name in ((store, "_loaded"), (tuned_launches, "_launches")):
         monkeypatch.setattr(module, name, {})
     return tmp_path
 
@@ -60,7 +60,7 @@ PLACES = {
     "a gated row": ("gate_up", (1, 32, 64, HALF), (1, 32, 64, HALF), RowLaunch),
     "gated rows": ("gate_up", (16, 32, 64, HALF), (5, 32, 64, HALF), Launch),
     "parts": ("linear_parts", (16, 48, 512, HALF), (5, 48, 512, HALF), parts.PartsLaunch),
-    "few queries": ("few_attention", (HALF, 16, 2, 1, 64), (1, 1, 4, 2, 16, 40, True, HALF), few.Launch),
+    "few queries": ("few_attention", (HALF, 16, 2, 1, 64), (1, 1, 4, 2, 16, 40, True, HALF), few_queries.Launch),
     "a tree": ("tree_attention", (HALF, 16, 2, 64, 128), (1, 20, 4, 2, 16, 90, False, HALF), tree.Launch),
 }  # fmt: skip
 
@@ -81,16 +81,16 @@ def test_a_launch_is_used_where_it_was_tuned(name, monkeypatch):
     """What the place asks for is what a call asks for, and the launch that is there runs."""
     op, place, about, kind = PLACES[name]
     made = one(op, place, about)
-    with tuned.recorded() as asked:
+    with tuned_launches.recorded() as asked:
         made.run(MISSING, 0)
     assert asked[op, place] == about
     odd = next(launch for launch in made.launches if isinstance(launch, kind))
     seen: list[Any] = []
-    find = tuned.find
-    for module in (linear, parts, few, tree):
+    find = tuned_launches.find
+    for module in (linear, parts, few_queries, tree):
         monkeypatch.setattr(module, "find", lambda *given: seen.append(find(*given)) or seen[-1])
     made.run(odd, 0)
-    assert odd in seen and tuned.installed("cpu") == {}
+    assert odd in seen and tuned_launches.installed("cpu") == {}
 
 
 def test_the_fastest_that_is_right_is_chosen(clock):
@@ -157,12 +157,12 @@ def test_a_model_is_tuned_and_later_processes_use_it(clock, few_launches, folder
     assert short(model).tolist() == expected
     [path] = folder.rglob("*.json")
     assert path == found.path and str(torch.__version__) in path.name and len(json.loads(path.read_text())["launches"]) == len(kept)
-    for module, name in ((store, "_loaded"), (tuned, "_launches")):  # another process
+    for module, name in ((store, "_loaded"), (tuned_launches, "_launches")):  # another process
         monkeypatch.setattr(module, name, {})
-    assert fastspec.report(patched()).tables == "tuned" and set(tuned.installed("cpu").values()) == {RowLaunch(2, 16, 1)}
+    assert fastspec.report(patched()).tables == "tuned" and set(tuned_launches.installed("cpu").values()) == {RowLaunch(2, 16, 1)}
     done = CliRunner().invoke(app, ["tune", "--forget"])
     assert done.exit_code == 0 and f"removed {path}" in done.output and not path.exists()
-    assert fastspec.report(model).tables == "portable" and not tuned.installed("cpu")
+    assert fastspec.report(model).tables == "portable" and not tuned_launches.installed("cpu")
     assert "nothing was tuned" in CliRunner().invoke(app, ["tune", "--forget"]).output
 
 
@@ -171,10 +171,10 @@ def test_other_places_stay_when_a_second_model_is_tuned(folder):
     notes = {first: {"us": 1.0}, second: {"us": 2.0}}
     store.keep(CPU, {first: RowLaunch(2, 16, 1)}, notes)
     path = store.keep(CPU, {second: None}, notes)
-    assert store.read_launches(path) == tuned.installed("cpu") == {first: RowLaunch(2, 16, 1), second: None}
+    assert store.read_launches(path) == tuned_launches.installed("cpu") == {first: RowLaunch(2, 16, 1), second: None}
     kinds: dict[Any, Any] = {("linear", (index,)): launch for index, launch in enumerate([
         Launch(16, 128, 4, 4, pdl=True), candidates.hopper.HopperLaunch(64, 128, 4, 2), parts.PartsLaunch(64, 128, 2, 4, 4),
-        tree.Launch(16, 32, 4, 2, 1), few.Launch(32, 4, 2, 1)])}  # fmt: skip
+        tree.Launch(16, 32, 4, 2, 1), few_queries.Launch(32, 4, 2, 1)])}  # fmt: skip
     store.keep(CPU, kinds, {key: {} for key in kinds})
     assert store.read_launches(path).items() >= kinds.items()
 
@@ -220,7 +220,7 @@ def test_tables_are_shipped_where_they_were_measured(name, wanted, monkeypatch):
 def test_a_head_s_shapes_are_asked_for_too():
     model = tiny_model(num_hidden_layers=3).half()
     fastspec.patch(model, eagle3=tiny_head(model).half(), backend="triton")
-    with tuned.recorded() as asked:
+    with tuned_launches.recorded() as asked:
         model.generate(**prompts(3), max_new_tokens=2, do_sample=False, assistant=SMALL, eos_token_id=None)
     assert {op for op, _ in asked} == {"linear", "linear_parts", "gate_up", "few_attention"}
     assert all(place[0] in (1, *(padded(count) for count in range(2, 65))) for op, place in asked if op != "few_attention")

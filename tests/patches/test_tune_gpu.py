@@ -9,7 +9,7 @@ from helpers_models import tiny_head, tiny_model
 
 import fastspec
 from fastspec import cache_folder
-from fastspec.kernels import tuned
+from fastspec.kernels import tuned_launches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HALF = torch.bfloat16
@@ -31,7 +31,7 @@ def test_what_is_tried_is_right_or_does_not_fit(each):
     assert 0 < found.best_us <= found.before_us < 1e5 and len(found.refused) < found.tried / 2
 
 
-def test_a_tuned_model_says_what_it_said(tmp_path, monkeypatch):
+def test_a_tuned_model_gives_the_same_tokens(tmp_path, monkeypatch):
     monkeypatch.setenv(cache_folder.SETTING, str(tmp_path))
     model = tiny_model(num_hidden_layers=3).to("cuda", torch.float16)
     inputs = {name: ids.cuda() for name, ids in prompts(9).items()}
@@ -49,4 +49,4 @@ def test_a_tuned_model_says_what_it_said(tmp_path, monkeypatch):
         from fastspec.patches.tuning import store
 
         store.forget()
-        assert not tuned.installed(tuned.name_of(torch.device("cuda")))
+        assert not tuned_launches.installed(tuned_launches.name_of(torch.device("cuda")))

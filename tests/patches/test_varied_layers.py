@@ -33,7 +33,7 @@ def varied(kind: str, seed: int = 0, **over: Any) -> Any:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_assistant_says_the_same(kind: str, device: str) -> None:
+def test_every_assistant_gives_the_same_tokens(kind: str, device: str) -> None:
     model, inputs = varied(kind).to(device), {name: each.to(device) for name, each in ROWS.items()}
     expected = free(model, inputs, NEW)
     fastspec.patch(model, speculative=tiny_model(num_hidden_layers=2).to(device), eagle3=tiny_head(model).to(device))

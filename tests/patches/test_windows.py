@@ -16,7 +16,7 @@ import fastspec
 from fastspec.generation.state import window
 from fastspec.kernels.attention.layout import LEAST_RING
 from fastspec.kernels.attention.reference import Span, attention_layout
-from fastspec.patches.hf import trust
+from fastspec.patches.hf import tree_check
 from fastspec.patches.hf.model import HFModel
 
 SPAN, NEW = 8, 26
@@ -215,9 +215,9 @@ def test_a_model_that_looks_past_its_window_is_not_relied_on(monkeypatch: pytest
             self.config.sliding_window = held
 
     monkeypatch.setattr(type(model), "generate", without)
-    monkeypatch.setattr(trust, "_VERDICTS", {})
+    monkeypatch.setattr(tree_check, "_VERDICTS", {})
     with pytest.raises(fastspec.Unsupported, match="standard deviations apart"):
-        trust.check_trust(model)
+        tree_check.check_trust(model)
     assert model.config.sliding_window == SPAN
 
 

@@ -109,9 +109,9 @@ def test_tables_and_texts_are_printed(saved: Path) -> None:
 def test_an_assistant_without_its_resource_is_left_out_or_refused_where_named(saved: Path, named: bool) -> None:
     done = bench(saved, "--each", "1", *(("--methods", "autoregressive,eagle3") if named else ()))
     assert done.exit_code == int(named), done.output
-    said = " ".join(done.output.split())
-    assert ("method 'eagle3' cannot be measured" if named else "left out: eagle3") in said
-    assert "--head" in said and "Traceback" not in said
+    emitted = " ".join(done.output.split())
+    assert ("method 'eagle3' cannot be measured" if named else "left out: eagle3") in emitted
+    assert "--head" in emitted and "Traceback" not in emitted
 
 
 def test_a_compiled_cache_is_left_out_on_the_cpu_even_where_named(saved: Path) -> None:

@@ -74,8 +74,8 @@ def test_one_run_measures_every_assistant_and_says_what_drafted(saved: Path) -> 
     assert {word for word in NAMES if f"left out: {word}:" in done.stderr} == {"cascade"}
     file = io.StringIO()
     print_report(rows, Console(width=200, file=file))
-    said = " ".join(file.getvalue().split())
-    assert f"eagle3: head {saved / 'head'};" in said and "speculative: early exit after layer 4" in said and "nasd:" not in said
+    emitted = " ".join(file.getvalue().split())
+    assert f"eagle3: head {saved / 'head'};" in emitted and "speculative: early exit after layer 4" in emitted and "nasd:" not in emitted
 
 
 def test_early_exit_drafts_with_the_first_layers(saved: Path) -> None:
@@ -149,7 +149,7 @@ def test_what_cannot_draft_is_refused_by_name(saved: Path, arguments: list[str],
 def test_the_heads_of_the_package_are_those_that_are_named() -> None:
     """And each is read by the assistants that it is named for."""
     from fastspec.models import SHIPPED
-    from fastspec.patches.heads import _packaged_heads
+    from fastspec.patches.assistants.heads import _packaged_heads
 
     assert {source for named in SHIPPED.values() for _, source in named} == set(_packaged_heads())
     for named in SHIPPED.values():

@@ -84,13 +84,13 @@ def test_rows_say_what_ran_and_how_long_rows_were_running(script, saved: Path, b
         for name in ("tokens_per_second", "transformers_tokens_per_second"):
             low, middle, high = row[f"{name}_quantiles"]
             assert 0 < low <= middle <= high and row[name] > 0
-    said = lengths()
-    assert len(set(said)) > 2  # else nothing ends early in a batch
-    parts = [said[start : start + batch] for start in range(0, 5, batch)]
+    emitted = lengths()
+    assert len(set(emitted)) > 2  # else nothing ends early in a batch
+    parts = [emitted[start : start + batch] for start in range(0, 5, batch)]
     rounds = [max(part) - 1 for part in parts]  # the first token comes from the prefill
     assert rows[0]["rounds"] == sum(rounds) >= rows[1]["rounds"]
     room = sum(len(part) * spent for part, spent in zip(parts, rounds, strict=True))
-    assert rows[0]["rows_running"] == round((sum(said) - 5) / room, 3)
+    assert rows[0]["rows_running"] == round((sum(emitted) - 5) / room, 3)
     assert batch > 1 or all(row["rows_running"] == 1.0 for row in rows)
 
 
@@ -100,8 +100,8 @@ def test_prompts_take_turns_in_fewer_rows(script, saved: Path) -> None:
     for at_once, in_turns in zip(whole, turns, strict=True):
         assert (at_once["rows"], in_turns["rows"]) == (5, 2) and at_once["identical"] == in_turns["identical"] == 5
         assert in_turns["rows_running"] > at_once["rows_running"] and in_turns["rounds"] > at_once["rounds"]
-    said = sum(lengths())
-    assert turns[0]["rows_running"] == round((said - 5) / (2 * turns[0]["rounds"]), 3)
+    emitted = sum(lengths())
+    assert turns[0]["rows_running"] == round((emitted - 5) / (2 * turns[0]["rounds"]), 3)
 
 
 def test_without_an_end_all_answers_are_equally_long(script, saved: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_row_says_which_tree_was_measured_and_chosen(script, saved: Path) -> N
 @pytest.mark.parametrize("end", ["cut", "changed"])
 def test_an_answer_that_differs_is_listed_and_no_near_tie(script, saved: Path, monkeypatch, end: str) -> None:
     """A planted wrong token, and an answer that stops early, of the fourth prompt."""
-    real, said = script.generate, lengths()[3]
+    real, emitted = script.generate, lengths()[3]
 
     def generate(model: Any, prompts: Any, assistant: Any, tokens: int, pad: int) -> Any:
         answers = real(model, prompts, assistant, tokens, pad)
@@ -133,7 +133,7 @@ def test_an_answer_that_differs_is_listed_and_no_near_tie(script, saved: Path, m
     (row,) = rows_of(script, saved, "--batch", "3", "--assistants", "autoregressive")
     (found,) = row["differences"]
     assert (row["identical"], row["near_ties"], row["other"]) == (4, 0, 1)
-    assert found["prompt"] == 3 and found["position"] == (said - 1 if end == "cut" else 2)
+    assert found["prompt"] == 3 and found["position"] == (emitted - 1 if end == "cut" else 2)
     if end == "cut":
         assert found["tokens"][1] is None and found["tokens"][0] is not None
         assert found["gap"] is found["bound"] is row["logit_gap_where_different"] is None

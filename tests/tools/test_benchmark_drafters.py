@@ -138,7 +138,7 @@ def test_simulated_rounds_of_eagle3_are_the_engines(scripts: Any, tmp_path: Path
     seen = []
     for nodes, depth, width in ((8, 4, 3), (60, 4, 8)):
         with fastspec.patched(model, eagle3=head):
-            loaded = fastspec.patches.heads.load_head(head, model)
+            loaded = fastspec.patches.assistants.heads.load_head(head, model)
             way = scripts.rounds.Way(name="tree", depth=depth + 1, width=width, nodes=nodes)
             for prompt in prompts:
                 ids = torch.tensor([prompt])

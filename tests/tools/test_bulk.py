@@ -31,7 +31,7 @@ def answers(path: Path) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["line"])
 
 
-def said(small: tuple[Any, Any], prompt: Any, count: int = 9, chat: bool = True) -> tuple[str, int]:
+def emitted(small: tuple[Any, Any], prompt: Any, count: int = 9, chat: bool = True) -> tuple[str, int]:
     model, tokenizer = small
     ids = encode(tokenizer, prompt, chat)
     new = model.generate(ids, max_new_tokens=count, **GREEDY)[0, ids.shape[1] :]
@@ -51,7 +51,7 @@ def test_lines_are_answered_as_alone_and_in_any_form(small, tmp_path):
     found = answers(out)
     assert [row["line"] for row in found] == [1, 3, 5, 7] and [row.get("id") for row in found] == [None, "second", 3, None]
     for row, prompt in zip(found, ("w5 w6", talk, "w9 w10 w11"), strict=False):
-        text, count = said(small, prompt)
+        text, count = emitted(small, prompt)
         assert (row["prompt"], row["text"], row["tokens"]) == (prompt, text, count)
         assert row["finish"] == ("length" if count == 9 else "stop")
     assert "max_length" in found[3]["error"]
@@ -59,7 +59,7 @@ def test_lines_are_answered_as_alone_and_in_any_form(small, tmp_path):
     raw = tmp_path / "raw.jsonl"
     file.write_text(json.dumps(rows[0]))
     answer_file(*small, file, raw, assistant=TREE, rows=2, max_new_tokens=9, chat=False)
-    assert answers(raw)[0]["text"] == said(small, "w5 w6", chat=False)[0]
+    assert answers(raw)[0]["text"] == emitted(small, "w5 w6", chat=False)[0]
 
 
 def test_a_run_goes_on_behind_a_line_that_was_not_finished(small, tmp_path):
@@ -99,7 +99,7 @@ def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
     command = ["generate", "--prompts", file, "--out", str(out), "--model", "small", "--max-new-tokens", "5", "--rows", "2"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0 and "4 answers written" in done.output.replace("\n", " ")
-    assert [row["text"] for row in answers(out)] == [said(small, task.prompt, 5)[0] for task in read_tasks(file)]
+    assert [row["text"] for row in answers(out)] == [emitted(small, task.prompt, 5)[0] for task in read_tasks(file)]
     assert fastspec.report(model).last.assistant == "nasd"
     refused = CliRunner().invoke(app, [*command, "--assistant", "eagle3"])
     assert refused.exit_code == 1 and "--eagle3" in refused.output

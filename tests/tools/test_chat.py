@@ -41,7 +41,7 @@ def answers(chat: Chat) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None])
-def test_two_turns_with_two_assistants_say_the_same(template: str | None) -> None:
+def test_two_turns_with_two_assistants_give_the_same_tokens(template: str | None) -> None:
     model = target(bigram())
     settings = Settings(model="tiny", resources=(), assistants=("eagle3", "autoregressive", PLAIN), max_new_tokens=LENGTH, cache=True)
     chat = Chat(fastspec.patch(model, eagle3=seer(model)), tokenizer(template), settings)
@@ -177,8 +177,8 @@ def test_debug_draws_the_tree_of_every_round(chat: Chat) -> None:
 def test_probabilities_of_a_tree_are_the_models(chat: Chat) -> None:
     streamer, answer, _ = drafted(chat, wrong=4)
     ids = chat._encode([{"role": "user", "content": "w10 w11"}])
-    said = torch.tensor([answer.tokens])
-    probabilities = chat.model(torch.cat((ids, said), 1)).logits[0].softmax(-1)
+    emitted = torch.tensor([answer.tokens])
+    probabilities = chat.model(torch.cat((ids, emitted), 1)).logits[0].softmax(-1)
     first = streamer.trees[0]
     at = ids.shape[1] + 1 + len(first.path) - 2  # the last accepted token: what follows it is the recovered one
     assert first.last == answer.tokens[4]

@@ -164,7 +164,7 @@ def test_an_interrupt_between_stages_leaves_the_chat_usable(monkeypatch: pytest.
     assert first.tokens == second.tokens and {first.explanation is None, second.explanation is None} == {True, False}
 
 
-def test_an_interrupt_while_the_answer_is_printed_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_the_answer_is_printed_keeps_what_was_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = cascade_chat("cascade", PLAIN)
     expected = alone(chat, small_model(), "w10")
     interrupt_after(monkeypatch, 3)

@@ -41,12 +41,12 @@ def test_load_goes_on_where_save_was(tmp_path: Path, model: str) -> None:
     path, again = tmp_path / "chat.json", tmp_path / "again.json"
     options = ["--model", model, "--assistant", "nasd,transformers", "--max-new-tokens", "7"]
     lines = ["w10", f"/save {path}", "w20 w21", f"/save {tmp_path / 'all.json'}"]
-    status, said = run(*options, *(word for line in lines for word in ("--prompt", line)))
-    assert status == 0, said
+    status, emitted = run(*options, *(word for line in lines for word in ("--prompt", line)))
+    assert status == 0, emitted
     straight = json.loads((tmp_path / "all.json").read_text())
     for way in (["--load", str(path)], ["--model", model, "--prompt", f"/load {path}"]):
-        status, said = run(*way, "--prompt", "w20 w21", "--prompt", f"/save {again}")
-        assert status == 0, said
+        status, emitted = run(*way, "--prompt", "w20 w21", "--prompt", f"/save {again}")
+        assert status == 0, emitted
         found = json.loads(again.read_text())
         assert found["conversation"] == straight["conversation"] and len(found["turns"]) == 2
         assert [each["tokens"] for each in found["turns"][1]["answers"]] == [each["tokens"] for each in straight["turns"][1]["answers"]]
@@ -54,8 +54,8 @@ def test_load_goes_on_where_save_was(tmp_path: Path, model: str) -> None:
 
 
 def test_load_refuses_options_that_the_file_has(tmp_path: Path, model: str) -> None:
-    status, said = run("--load", str(tmp_path / "chat.json"), "--model", model, "--seed", "3", "--prompt", "w9")
-    assert status == 2 and "--model, --seed" in said
+    status, emitted = run("--load", str(tmp_path / "chat.json"), "--model", model, "--seed", "3", "--prompt", "w9")
+    assert status == 2 and "--model, --seed" in emitted
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_a_storage_is_kept_until_it_is_reset_or_changed(lines: list[str]) -> Non
         assert (answer.drafted, answer.accepted) == (out.fastspec.drafted, out.fastspec.accepted)
 
 
-def test_what_was_said_once_is_drafted_in_the_next_turn_of_the_chat(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_generated_once_is_drafted_in_the_next_turn_of_the_chat(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     converse(chat, ["/storage suffix chat", "/assistant nasd", "/cache off"], screen(), strict=True)
     first = chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen()))
     again = chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen()))

@@ -51,8 +51,8 @@ def test_a_training_run_shows_its_answers_and_its_steps(tmp_path: Path) -> None:
     answered = [row["answered"] for row in rows if row.get("answering") == "prompts"]
     assert answered == sorted(answered) and answered[0] < answered[-1] == 40
     assert any("loss" in row for row in rows) and shares == sorted(shares) and len(shares) > 1 and shares[-1] == 1
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "answering prompts" in said and "40 of 40" in said and "training" in said and "loss" in said
+    emitted = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "answering prompts" in emitted and "40 of 40" in emitted and "training" in emitted and "loss" in emitted
 
 
 def test_without_a_terminal_rows_are_printed_and_answers_are_not_counted(tmp_path: Path, capsys) -> None:
@@ -61,8 +61,8 @@ def test_without_a_terminal_rows_are_printed_and_answers_are_not_counted(tmp_pat
     prompts = write_prompts(tmp_path / "p.jsonl", 20)
     config = settings(tmp_path / "head", prompts=prompts, answers=(), epochs=1.0, new_tokens=8, progress=True)
     train(config, target=small_target(), tokenizer=small_tokenizer())
-    said = capsys.readouterr().out
-    assert '"loss"' in said and "answered" not in said
+    emitted = capsys.readouterr().out
+    assert '"loss"' in emitted and "answered" not in emitted
 
 
 def test_a_missing_matplotlib_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from fastspec.cli import app
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.eagle.checkpoint import read_checkpoint
 from fastspec.generation.drafters.eagle.head import EagleHead
-from fastspec.patches.heads import load_head
+from fastspec.patches.assistants.heads import load_head
 from fastspec.training.data import Batch, Texts
 from fastspec.training.target import TargetReader, head_for, start_from_features
 from fastspec.training.trainer import Trainer

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.contract import is_size, why_uncallable
+from fastspec.generation.encoder_source import Source
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import unmarked
-from fastspec.generation.source import Source
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 

@@ -1,4 +1,4 @@
-"""What a drafter of a third party is held to: a mistake in it is named, and never becomes another text."""
+"""Checks of a third party's drafter: a mistake in one raises an error that names it, before it can change the generated text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a round costs by its nodes, from measured times: what a drafter that the host drives decides by."""
+"""The time of a round by the number of its nodes, from measurements. Drafters on the host use it to decide how far to draft."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Cost:
     """Of the host, for each token that a draft model writes; estimated."""
     reread: float = 1.5
     """Of the host, for a round whose text is encoded anew for a draft model, and its drafts for the target; estimated."""
-    ahead: bool = False
-    """Whether rounds without look-ups are launched ahead of the host, and do not wait for it."""
+    asynchronous: bool = False
+    """Whether rounds without look-ups are asynchronous, and so do not wait for the host."""
 
     def of(self, nodes: int, weight_bytes: int) -> float:
         """Milliseconds of a round of so many nodes, of all rows together."""
@@ -40,12 +40,12 @@ class Cost:
 
     def look(self, weight_bytes: int) -> float:
         """What a round with a look-up costs more than one without, in passes over a single node."""
-        return self.host / (self.one + weight_bytes / self.bytes_per_ms) if self.ahead else 0.0
+        return self.host / (self.one + weight_bytes / self.bytes_per_ms) if self.asynchronous else 0.0
 
 
 COSTS = {
     "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
-    "cuda": Cost(32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017), drafted=0.15, ahead=True),
+    "cuda": Cost(32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017), drafted=0.15, asynchronous=True),
 }
 """By device type. "cpu" is fitted to benchmarks/results/cpu_tree.jsonl, its host to the `draft` and `commit` of `nasd` in bench_cpu.jsonl;
 "cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to `draft` and `observe` in

@@ -1,4 +1,4 @@
-"""Which prompt each row of the rounds holds, its answer so far, and when it ends."""
+"""The prompts of a call on the host: which row holds which, each answer so far, and when it ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fastspec.generation.lockstep import Steps, until_end
 from fastspec.generation.stats import Stats
 from fastspec.generation.verify import measure
 
-AHEAD_AFTER = 8
-"""Rounds of a call before its rounds are launched ahead of the host."""
+ASYNCHRONOUS_AFTER = 8
+"""Rounds of a call before its rounds are asynchronous: each is launched before the one in front of it is read."""
 
 
 class Batch:
@@ -126,7 +126,7 @@ class Batch:
         calls of a few rounds never do it."""
         request = self.request
         plain = request.watch is None and not (request.keep_scores or request.keep_logits or request.measure)
-        if not plain or self.stats.rounds < AHEAD_AFTER:
+        if not plain or self.stats.rounds < ASYNCHRONOUS_AFTER:
             return False
         return any(self.active[prompt] and len(self.out.tokens[prompt]) + longest < self.limits[prompt] for prompt in self.places)
 

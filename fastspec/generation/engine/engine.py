@@ -1,4 +1,4 @@
-"""What decodes the calls of one kind: their target and drafter, the programs of their rounds, and what was captured of these."""
+"""The engine of calls of one kind: a target, a drafter, the programs of their rounds, and the graphs captured of these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, Process
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.engine.fallback import Fallback
-from fastspec.generation.engine.round import Round, RoundProgram
+from fastspec.generation.engine.round_program import Round, RoundProgram
 from fastspec.generation.engine.round_state import RoundState
 from fastspec.generation.engine.schedule import Emitted, Schedule, schedule_of
 from fastspec.generation.engine.verifier import Choice, MixedChoice, Verifier
@@ -95,24 +95,24 @@ class Engine(Generic[TargetT]):
         found: list[int] = self.target.lengths.tolist()
         return found
 
-    def step(self, longest: int, stats: Stats, verifier: Verifier | None = None, ahead: bool = False) -> Emitted:
+    def step(self, longest: int, stats: Stats, verifier: Verifier | None = None, asynchronous: bool = False) -> Emitted:
         """One round, where no row has more than `longest` committed tokens -> per row the number of accepted drafts, and the tokens.
 
-        `verifier` decides in place of `choice`. With `ahead` the next round is launched before this one is waited for, where it can be:
+        `verifier` decides in place of `choice`. With `asynchronous` the next round is launched before this one is read, where it can be:
         rows that this round ends go on for one more, and only the tokens of this one can be read.
         """
         if not self.fallback.is_next(self.current.drafter):
-            return self._step(self.current, longest, stats, verifier or self.choice, ahead)
-        emitted = self._step(self.plain, longest, stats, verifier or self.choice, ahead and self.fallback.left > 1)
+            return self._step(self.current, longest, stats, verifier or self.choice, asynchronous)
+        emitted = self._step(self.plain, longest, stats, verifier or self.choice, asynchronous and self.fallback.left > 1)
         self.fallback.count(emitted, self.state)
         if not self.fallback.left:
             self.fallback.tell(self.drafter)
         return emitted
 
-    def _step(self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, ahead: bool) -> Emitted:
+    def _step(self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool) -> Emitted:
         key = program, verifier.place
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
-        self.last, emitted = schedule.step(verifier, longest, stats, ahead)
+        self.last, emitted = schedule.step(verifier, longest, stats, asynchronous)
         return emitted
 
     @contextmanager

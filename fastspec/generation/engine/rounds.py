@@ -75,9 +75,9 @@ class Rounds(Generic[TargetT]):
         if not engine.in_flight:
             self._admit()
         if any(batch.running) or engine.in_flight:
-            ahead = self.joining is None and not batch.free() and batch.goes_on(engine.main.longest)
+            asynchronous = self.joining is None and not batch.free() and batch.goes_on(engine.main.longest)
             engine.state.activate(batch.running, batch.padded)
-            take(engine.step(max(batch.lengths), batch.stats, self.verifier, ahead), engine, batch)
+            take(engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous), engine, batch)
 
     def _admit(self) -> None:
         """Read prompts that wait, as far as this turn goes, and give those that were read whole their rows."""

@@ -2,7 +2,7 @@
 
     captured | draft  | verify | schedule
     no       | any    | any    | Eager           one phase after another
-    yes      | DEVICE | DEVICE | WholeGraph      one graph, launched ahead of the host where nothing is read but tokens
+    yes      | DEVICE | DEVICE | WholeGraph      one graph, asynchronous where nothing is read but tokens
     yes      | DEVICE | HOST   | SplitGraph      a graph on either side of the host's decision
     yes      | HOST   | DEVICE | GraphFromScore  the host drafts, and what follows is a graph for each shape of the tree
     yes      | HOST   | HOST   | GraphOfScore    scoring alone is one
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastspec.generation.capture import Captured, CapturedByShape
 from fastspec.generation.drafters.base import Place
-from fastspec.generation.engine.round import Committed, Judged, Round, RoundProgram, Scored
+from fastspec.generation.engine.round_program import Committed, Judged, Round, RoundProgram, Scored
 from fastspec.generation.engine.verifier import Verifier
 from fastspec.generation.profile import Marks
 from fastspec.generation.stats import Stats, timed
@@ -48,10 +48,10 @@ class Schedule(ABC):
     def __init__(self, program: RoundProgram) -> None:
         self.program = program
 
-    def step(self, verifier: Verifier, longest: int, stats: Stats, ahead: bool) -> tuple[Round, Emitted]:
+    def step(self, verifier: Verifier, longest: int, stats: Stats, asynchronous: bool) -> tuple[Round, Emitted]:
         """One round, where no row has more than `longest` committed tokens -> what it left, and what the host read of it.
 
-        With `ahead` the next round may be launched before this one is waited for: then only the tokens of this one can be read."""
+        With `asynchronous` the next round may be launched before this one is waited for: then only the tokens of this one can be read."""
         found = self.run(verifier, longest, stats)
         if self.program.clock is not None:
             self.program.clock.close()
@@ -126,13 +126,13 @@ class WholeGraph(Schedule):
         self.spare: list[Tensor] = []
         """Where such rounds leave what the host reads: two that take turns."""
 
-    def step(self, verifier: Verifier, longest: int, stats: Stats, ahead: bool) -> tuple[Round, Emitted]:
+    def step(self, verifier: Verifier, longest: int, stats: Stats, asynchronous: bool) -> tuple[Round, Emitted]:
         """See `Schedule`. A round that has to be captured, or made room for, is launched when the one in front of it was read."""
-        if self.next is None and not (ahead and self._ready(longest)):
-            return super().step(verifier, longest, stats, ahead)
+        if self.next is None and not (asynchronous and self._ready(longest)):
+            return super().step(verifier, longest, stats, asynchronous)
         with timed(stats, "round"):
             this = self.next or self.launch(verifier)
-            self.next = self.launch(verifier) if ahead and self._ready(longest + self.program.longest) else None
+            self.next = self.launch(verifier) if asynchronous and self._ready(longest + self.program.longest) else None
             stats.replays += 1
             return this.done, this.wait()
 

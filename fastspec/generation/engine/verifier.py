@@ -12,7 +12,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import MixingDrafter, Place, Process
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
-from fastspec.generation.engine.round import Judged, Scored
+from fastspec.generation.engine.round_program import Judged, Scored
 from fastspec.generation.lockstep import Steps, walk_in_step
 from fastspec.generation.ops import Ops
 from fastspec.generation.verify import RowProcessor, choose, walk, walk_drawn, walk_with_history

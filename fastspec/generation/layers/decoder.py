@@ -80,6 +80,6 @@ def gated_as_one(ops: Ops, gate_up: nn.Linear, down: nn.Linear, kind: Gate = SIL
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a module is torch's own linear layer, or another of its own kinds, with nobody else having a say in its forward."""
+    """Whether a module is torch's own class of this kind, and its forward neither hooked nor replaced."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module) is kind and type(module.weight) is nn.Parameter and not hooks and "forward" not in module.__dict__

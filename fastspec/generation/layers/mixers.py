@@ -25,8 +25,8 @@ Linear: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Sight(NamedTuple):
-    """What the queries of a layer see, as far as the layout of its attention goes: all of a text (None) or a span, slots that do or do not
-    go round in a ring, by so many query heads a key head."""
+    """What decides the layout of a layer's attention: the span of the text that its queries see (None: all of it), whether its slots form
+    a ring, and the number of query heads per key head."""
 
     span: Span | None = None
     ring: int | None = None

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.attention import hopper
-from fastspec.kernels.attention.few import MAX_ROWS, few_attention, processors
+from fastspec.kernels.attention.few_queries import MAX_ROWS, few_attention, processors
 from fastspec.kernels.attention.layout import TreeLayout
 from fastspec.kernels.attention.parts import (
     LOG2E,
@@ -37,7 +37,7 @@ from fastspec.kernels.attention.parts import (
     wrapped,
 )
 from fastspec.kernels.launch import dependent, stages_within
-from fastspec.kernels.tuned import MISSING, find
+from fastspec.kernels.tuned_launches import MISSING, find
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MERGE_COST = 4  # what a merge takes, in the time of a block

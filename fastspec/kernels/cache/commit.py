@@ -1,4 +1,4 @@
-"""What a verdict changes beside the caches, one launch each, one program per row: the slots of the path, and what the round says.
+"""The commit of a round beside the caches, one launch each, one program per row: the slots of the accepted path, and the emitted tokens.
 
 B rows (sequences), N nodes of a row's tree, P nodes of the longest path.
 """

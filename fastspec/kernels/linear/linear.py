@@ -24,7 +24,7 @@ from fastspec.kernels.linear.hopper import MAX_ROWS, HopperLaunch, hopper_launch
 from fastspec.kernels.linear.reference import SILU, Gate, opened
 from fastspec.kernels.linear.row import RowLaunch, linear_row, row_launch_for
 from fastspec.kernels.linear.swiglu import gated
-from fastspec.kernels.tuned import MISSING, find
+from fastspec.kernels.tuned_launches import MISSING, find
 
 
 @triton.jit

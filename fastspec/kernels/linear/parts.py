@@ -19,7 +19,7 @@ from fastspec.kernels.launch import dependent, padded, stages_within
 from fastspec.kernels.linear.hopper import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
 from fastspec.kernels.linear.linear import MOST_TUNED, linear
 from fastspec.kernels.linear.reference import Parts
-from fastspec.kernels.tuned import MISSING, find
+from fastspec.kernels.tuned_launches import MISSING, find
 
 
 @triton.jit(do_not_specialize=["R"])

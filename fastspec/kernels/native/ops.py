@@ -17,7 +17,7 @@ from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import onednn
 from fastspec.kernels.linear import reference as linear_reference
-from fastspec.kernels.linear.measured import Measured
+from fastspec.kernels.linear.quickest import Measured
 from fastspec.kernels.linear.reference import SILU, Gate, Parts, joined
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.kernels.verification.reference import SamplingSettings

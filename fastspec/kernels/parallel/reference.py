@@ -1,4 +1,4 @@
-"""What processes that hold a model together tell each other in a pass, by torch.distributed: the specification of `symmetric.py` beside it.
+"""Sums and joins over the processes that share a model, by torch.distributed: the specification of `symmetric.py` beside it.
 
 Every process of the group calls an op, with tensors of the same shape and dtype, and all get the same bits.
 """

@@ -19,10 +19,10 @@ from fastspec.generation.drafters.cost import COSTS, LAYERS, Cost
 from fastspec.generation.drafters.draft_model.chain import ChainDrafter
 from fastspec.generation.drafters.draft_model.retokenized import room_for
 from fastspec.generation.drafters.draft_model.shared_vocabulary import SharedDrafter, shared_tokens
-from fastspec.generation.drafters.draft_model.text import TextDrafter
+from fastspec.generation.drafters.draft_model.text_drafter import TextDrafter
 from fastspec.generation.drafters.policy import Length
+from fastspec.generation.encoder_source import Source
 from fastspec.generation.ops import Ops
-from fastspec.generation.source import Source
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
 from fastspec.patches.hf.compat import device_of, recurrent_layers, unpack_weights

@@ -13,11 +13,11 @@ from transformers.generation.logits_process import LogitsProcessorList
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, Place, Process, adopt
 from fastspec.generation.drafters.given_text import CHUNKS
+from fastspec.generation.encoder_source import Source
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Clock
-from fastspec.generation.source import Source
 from fastspec.generation.state.base import Held
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.assistants.registry import EagleDecoding

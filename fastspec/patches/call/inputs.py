@@ -16,7 +16,7 @@ from fastspec.patches.hf.cache import import_past
 from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens, is_recurrent, read_cache, recurrent_layers
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, is_wrapped, may_see_ahead
-from fastspec.patches.hf.trust import reads_prompts_alike
+from fastspec.patches.hf.tree_check import reads_prompts_alike
 
 
 def besides_tokens(model_kwargs: dict[str, Any]) -> set[str]:

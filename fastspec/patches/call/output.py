@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from fastspec.generation.encoder_source import Source
 from fastspec.generation.engine.call import Outcome
-from fastspec.generation.source import Source
 from fastspec.generation.state.base import Held
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.call.inputs import OwnPrefill

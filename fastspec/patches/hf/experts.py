@@ -13,8 +13,8 @@ from fastspec.generation.layers.decoder import gated, is_plain, product
 from fastspec.generation.layers.mixers import Linear, Product
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Expert, Gate, Routing, joined, linear
+from fastspec.patches.hf.expert_rows import Mixture
 from fastspec.patches.hf.families import Adapter
-from fastspec.patches.hf.mixtures import Mixture
 from fastspec.patches.hf.modes import is_foreign
 from fastspec.patches.hf.parallel import share_of_experts, weights_of
 from fastspec.patches.hf.shards import ParallelStyle, parallel_style

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastspec.errors import Unsupported
+from fastspec.generation.encoder_source import Source
 from fastspec.generation.ops import Ops
-from fastspec.generation.source import Source
 from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, check_decoder, is_wrapped, may_see_ahead, why_generic
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
-from fastspec.patches.hf.trust import check_trust
+from fastspec.patches.hf.tree_check import check_trust
 
 
 def language_model(
@@ -22,7 +22,8 @@ def language_model(
     """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts`, `bounded` and `likeliest` as for
     `HFModel`.
 
-    Raises Unsupported for a model that has no adapter, or one of its decoder alone, and cannot be relied on (`fastspec.patches.hf.trust`).
+    Raises Unsupported for a model that has no adapter, or one of its decoder alone, and cannot be relied on
+    (`fastspec.patches.hf.tree_check`).
     """
     adapter = None if source is not None else adapter_for(model)
     if source is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fastspec.patches.hf.mixtures import GLM4_EXPERTS, GPT_OSS_EXPERTS, QWEN_EXPERTS, SHARED_EXPERT, Mixture
+from fastspec.patches.hf.expert_rows import GLM4_EXPERTS, GPT_OSS_EXPERTS, QWEN_EXPERTS, SHARED_EXPERT, Mixture
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
+from fastspec.generation.encoder_source import Source
 from fastspec.generation.layers.mixers import EVERYTHING, Nodes
 from fastspec.generation.ops import Ops
-from fastspec.generation.source import Source
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.families import SEQ2SEQ

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels.attention import few, tree
+from fastspec.kernels.attention import few_queries, tree
 from fastspec.kernels.attention.layout import attention_layout
 from fastspec.kernels.attention.reference import attention_layout as plain_layout
 from fastspec.kernels.attention.reference import tree_attention as plain_attention
 from fastspec.kernels.linear import hopper, linear, parts, row
 from fastspec.kernels.linear import reference as products
-from fastspec.kernels.tuned import Place, forced
+from fastspec.kernels.tuned_launches import Place, forced
 
 KINDS: dict[str, Any] = {
     "rows": linear.Launch, "row": row.RowLaunch, "hopper": hopper.HopperLaunch, "parts": parts.PartsLaunch, "tree": tree.Launch,
-    "few": few.Launch,
+    "few": few_queries.Launch,
 }  # fmt: skip
 """The names of launches in the file that keeps them."""
 COPIES_OF = 128 << 20
@@ -127,7 +127,7 @@ def _attention(op: str, place: Place, about: Any, device: torch.device) -> Trial
     wide, blocks = (4 if dtype == torch.float32 else 2) * max(64, size), (16, 32, 64, 128)
     launches: list[Any]
     if op == "few_attention":
-        launches = [few.Launch(*each) for each in product(blocks, (4, 8), (2, 3), (1, 2)) if each[0] * wide <= 128 * 256]
+        launches = [few_queries.Launch(*each) for each in product(blocks, (4, 8), (2, 3), (1, 2)) if each[0] * wide <= 128 * 256]
     else:
         tiles = [(16, 32, 4), (16, 64, 4), (32, 32, 4), (32, 64, 4), (64, 32, 4), (64, 64, 4), (128, 64, 8), (128, 128, 8)]
         launches = [

@@ -12,7 +12,7 @@ import torch
 
 from fastspec import cache_folder
 from fastspec.generation.ops import Ops
-from fastspec.kernels.tuned import Place, install, name_of
+from fastspec.kernels.tuned_launches import Place, install, name_of
 
 FOLDER = "tuned"
 Launches = dict[tuple[str, Place], Any]

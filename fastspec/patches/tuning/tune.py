@@ -111,7 +111,7 @@ def tune(
         raise Unsupported(f"backend {ops.name!r} has no launches to tune: fastspec.tune is for Triton's kernels, on a CUDA device")
     if not minutes > 0:
         raise Unsupported(f"minutes={minutes}: a positive number is accepted")
-    from fastspec.kernels.tuned import name_of, recorded
+    from fastspec.kernels.tuned_launches import name_of, recorded
     from fastspec.patches.tuning.candidates import bytes_of, trial
 
     began = time.perf_counter()
@@ -142,7 +142,7 @@ def tune(
 def tune_place(trial: Any, device: torch.device) -> Tuned:
     """The fastest of a place's launches. Raises FastSpecError where the launch that is used now computes something else."""
     from fastspec.kernels.ahead import compile_ahead
-    from fastspec.kernels.tuned import MISSING
+    from fastspec.kernels.tuned_launches import MISSING
 
     wanted = tensors(trial.reference())[0]
     if device.type == "cuda":

@@ -1,5 +1,5 @@
-"""What drafters have in common whose draft model has another tokenizer: the end of every row's text is encoded anew for it, and read from
-where the draft model's cache stops to agree."""
+"""The base of drafters whose draft model has another tokenizer. Each round the end of every row's text is encoded with the draft model's
+tokenizer, and the draft model reads it from where it differs from what its cache holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANEW, TRIES = 64, 8
 """Tokens at the end of a text that are always encoded anew, and places that are tried as the cut before them."""
 
 
-class Rereading(Drafter):
+class RetokenizingDrafter(Drafter):
     """The texts of a call's rows, and a draft model with a cache of its own rows, `room` tokens each, and one node of a tree behind.
 
     Texts are read with `tokenizer`, the target's, and `draft_tokenizer`; both decode lists of ids and encode text when called. `known` are

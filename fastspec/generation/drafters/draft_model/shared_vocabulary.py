@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Process
-from fastspec.generation.drafters.draft_model.retokenized import Rereading
+from fastspec.generation.drafters.draft_model.retokenized import RetokenizingDrafter
 from fastspec.generation.drafters.draft_model.tokenizer import Tokenizer, decoded
 from fastspec.generation.drafters.policy import Length, Pace
 from fastspec.generation.ops import Ops
@@ -21,12 +21,12 @@ from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree
 
 SHARE = 0.1
-"""A row is drafted for no further where the shared tokens hold less of the draft model's probability: what it would say cannot be said."""
+"""A row is drafted for no further where the shared tokens hold less of the draft model's probability than this."""
 SPACES = str.maketrans({"Ġ": " ", "▁": " "})
 """How byte-level and SentencePiece vocabularies write a leading space."""
 
 
-class SharedDrafter(Rereading):
+class SharedDrafter(RetokenizingDrafter):
     """Chains of target tokens drawn from a draft model.
 
     `shared` are pairs (target id, draft id) of tokens that mean the same, as `shared_tokens` finds them; pairs that one of the models has

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Drafter, Process, Traits
-from fastspec.generation.drafters.draft_model.scores import Scores
+from fastspec.generation.drafters.draft_model.tree_scores import Scores
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict

@@ -37,7 +37,7 @@ class NasdDrafter(HostDrafter):
     `storages` holds one storage per row, or the same one for every row. A tree has 1, 4, 8, ... or `nodes` nodes: the number that promises
     most in this round. With `stop_if_unknown=False` it always has `nodes`.
 
-    A round whose drafts come from the host cannot be launched ahead of it. With a target so small that this costs much, rounds go without
+    A round whose drafts come from the host waits for the host. With a target so small that this costs much, rounds go without
     look-ups for a while (`Credit`) where what was accepted does not pay for them; their tokens are counted behind the last one, without
     the target's likeliest ones beside them.
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from fastspec.errors import Unsupported
-from fastspec.generation.source import Source
+from fastspec.generation.encoder_source import Source
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.compat import device_of, has_global_hooks, is_out_of_memory

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastspec.generation.drafters.draft_model.retokenized import Rereading
+from fastspec.generation.drafters.draft_model.retokenized import RetokenizingDrafter
 from fastspec.generation.drafters.draft_model.tokenizer import decoded, encoded
 from fastspec.generation.drafters.policy import Pace
 from fastspec.generation.tree import TokenTree
@@ -20,7 +20,7 @@ OVERLAP = 8
 """Tokens of the text that are encoded again together with its continuation, since tokens merge across the seam."""
 
 
-class TextDrafter(Rereading):
+class TextDrafter(RetokenizingDrafter):
     """Chains of at most `length.most` target tokens, the text of as many of the draft model's most likely ones."""
 
     def propose(self, extent: int) -> TokenTree:

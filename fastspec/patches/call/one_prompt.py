@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.errors import Unsupported
-from fastspec.generation.draws import drawn_seed
-from fastspec.generation.engine.arrivals import Rule
+from fastspec.generation.engine.open_batch import Rule
+from fastspec.generation.random_numbers import drawn_seed
 from fastspec.patches.call.inputs import besides_tokens, position_shift
 from fastspec.patches.call.processors import Ending, Streaming, are_known, make_processors, read_settings, unknown_types
 from fastspec.patches.call.prompts import compact, real_tokens
@@ -23,7 +23,7 @@ from fastspec.patches.hf.compat import device_of, own_stop_strings
 class Single:
     """A prompt with its settings, and the `future` of its answer: what `generate` returns for it, [1, T + new tokens] int64.
 
-    See `fastspec.generation.engine.arrivals.Prompt`.
+    See `fastspec.generation.engine.open_batch.Prompt`.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class OpenBatch(Batch):
             self.errors.setdefault(row, error)
 
     def cancel(self) -> None:
-        """Let go of prompts that nobody waits for any more. What a row says in a round that was launched is not read."""
+        """Let go of prompts that nobody waits for any more. What a row emits in a round that was launched is not read."""
         for row, prompt in enumerate(self.prompts):
             if prompt is not None and prompt.is_cancelled:
                 self._leave(row, None)

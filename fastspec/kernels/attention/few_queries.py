@@ -30,7 +30,7 @@ from fastspec.kernels.attention.parts import (
     wrapped,
 )
 from fastspec.kernels.launch import dependent, stages_within
-from fastspec.kernels.tuned import MISSING, find
+from fastspec.kernels.tuned_launches import MISSING, find
 
 MAX_ROWS = 16
 LONG = 8192  # slots from which programs take wider blocks

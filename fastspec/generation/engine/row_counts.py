@@ -1,12 +1,12 @@
-"""As many rows as the load needs: the rounds of an open batch narrow and widen, and the prompts in them move."""
+"""The number of rows of an open batch: it follows the load, and prompts move between batches of different sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Generic
 
-from fastspec.generation.engine.arrivals import OpenBatch
 from fastspec.generation.engine.engine import TargetT
+from fastspec.generation.engine.open_batch import OpenBatch
 from fastspec.generation.engine.rounds import Rounds
 
 PATIENCE = 8

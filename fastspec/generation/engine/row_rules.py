@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Place
-from fastspec.generation.draws import uniform_at
-from fastspec.generation.engine.arrivals import OpenBatch, Rule
-from fastspec.generation.engine.round import Judged, Scored
+from fastspec.generation.engine.open_batch import OpenBatch, Rule
+from fastspec.generation.engine.round_program import Judged, Scored
 from fastspec.generation.engine.verifier import Text, Verifier
 from fastspec.generation.ops import Ops
+from fastspec.generation.random_numbers import uniform_at
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import RowProcessor, choose, walk, walk_with_history
@@ -79,11 +79,11 @@ class OwnRules(Verifier):
         """The verdict on the tree of a row whose processors look at the history."""
         batch, tree, one = self.batch, scored.tree, slice(row, row + 1)
         alone = TokenTree(tree.tokens[one], tree.parents[one], tree.depths[one], tree.ancestors[one], tree.max_path)
-        said, history = batch.out.tokens[row], rule.history
+        answer, history = batch.out.tokens[row], rule.history
         assert history is not None
         verdict, _ = walk_with_history(
-            alone, scored.logits[one], self._uniform(rule, positions[one]), [torch.cat((history, history.new_tensor(said)))], process_at,
-            [batch.limits[row] - len(said)], lambda _, more: batch.over(row, more), self.ops,
+            alone, scored.logits[one], self._uniform(rule, positions[one]), [torch.cat((history, history.new_tensor(answer)))], process_at,
+            [batch.limits[row] - len(answer)], lambda _, more: batch.over(row, more), self.ops,
         )  # fmt: skip
         return verdict
 
