@@ -36,7 +36,7 @@ from full_size import SHAPES as FULL_SIZE
 from fastspec.bench.device import versions
 from fastspec.generation.ops import Ops
 from fastspec.kernels import launch
-from fastspec.kernels.linear import linear
+from fastspec.kernels.linear import launches
 from fastspec.kernels.linear.reference import Parts
 from fastspec.patches.backends import TORCH, triton_ops
 
@@ -162,11 +162,11 @@ def rows_of(ops: Ops, stack: Stack, without: list[str], times: int) -> Iterator[
     base = None
     for way in ("base", "base no pdl", *without, "base again"):
         left_out = way if way in KERNELS else None
-        launch.PDL = linear.PDL = way != "base no pdl"
+        launch.PDL = launches.PDL = way != "base no pdl"
         try:
             ms, out = measure(partial(step, ops, stack, left_out), times)
         finally:
-            launch.PDL = linear.PDL = True
+            launch.PDL = launches.PDL = True
         base = out if base is None else base
         # when a kernel starts changes no sum's order: equal, to the bit
         off = None if left_out else compare(f'"{way}" beside "base"', out, base, 0.0)

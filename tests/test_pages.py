@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 import fastspec
 from fastspec.cli import app
-from fastspec.patches import heads
+from fastspec.patches.assistants import heads
 from fastspec.patches.session import session_of
 
 ALL = [snippet for page in PAGES for snippet in snippets(page)]

@@ -86,8 +86,8 @@ class Cascade:
     - mode="adaptive": stage 0 answers; where the answer's expected loss, `price` times the probability that it is bad, exceeds what going
       on is expected to cost, the next stage verifies it and goes on from the part that it would have written too. What stage k answers is
       what stage k alone would have answered. `predictor` (a path or a `fastspec.cascade.predictor.Predictor`) gives the probabilities;
-      `costs` are the stages' milliseconds per token, the large model's last (None: measured on this machine), and `price`, the cost of a bad
-      answer, is in milliseconds. `thresholds`, one per stage below the last, replace the expected costs: a stage answers where its
+      `costs` are the stages' milliseconds per token, the large model's last (None: measured on this machine), and `price`, the cost of a
+      bad answer, is in milliseconds. `thresholds`, one per stage below the last, replace the expected costs: a stage answers where its
       probability reaches its threshold. `risk` takes that lower quantile of the probability's posterior in place of its mean.
     - mode="token": the small model's tokens are accepted by a deferral `rule` ("chow", "diff", "opt", "token_v1", "token_v2", "token_v3")
       with its trade-off `alpha`; every token follows the rule's mixed distribution. alpha="lossless" is the large model's own distribution.

@@ -68,8 +68,8 @@ OTHER = {"bos_token_id": 2, "eos_token_id": 6, "pad_token_id": 7}
 
 def test_models_of_other_special_tokens_bring_a_warning_with_both_values():
     small = {"num_hidden_layers": 1}
-    emitted = r"bos_token_id \[2\] and \[1\]; eos_token_id \[6\] and \[5\]; pad_token_id \[7\] and \[0\]"
-    with pytest.warns(UserWarning, match=emitted) as told:
+    message = r"bos_token_id \[2\] and \[1\]; eos_token_id \[6\] and \[5\]; pad_token_id \[7\] and \[0\]"
+    with pytest.warns(UserWarning, match=message) as told:
         fastspec.patch(tiny_model(), speculative=tiny_model(**OTHER, **small))
     assert "speculative=(draft_model, draft_tokenizer, tokenizer)" in str(told[0].message)
     silent = [tiny_model(**small), tiny_model(**dict.fromkeys(OTHER), **small), tiny_model(**OTHER, **small)]
@@ -332,7 +332,7 @@ def test_no_pass_of_the_draft_model_is_run_for_a_token_that_is_not_drafted():
 
 
 @pytest.mark.parametrize(
-    "draft, said",
+    "draft, message",
     [
         (lambda target: target, "is the target itself"),
         (lambda target: tiny_model(vocab_size=5000), "vocabulary of 5000 tokens and the target one of 97"),
@@ -343,10 +343,10 @@ def test_no_pass_of_the_draft_model_is_run_for_a_token_that_is_not_drafted():
         (lambda target: (tiny_model(), DRAFT), r"\(draft_model, draft_tokenizer, tokenizer\) takes .*, not \(LlamaForCausalLM, \w+\)"),
     ],
 )
-def test_a_draft_model_that_cannot_draft_is_refused(draft, emitted):
+def test_a_draft_model_that_cannot_draft_is_refused(draft, message):
     target = tiny_model()
     before = dict(target.__dict__)
-    with pytest.raises(Unsupported, match=emitted):
+    with pytest.raises(Unsupported, match=message):
         fastspec.patch(target, speculative=draft(target))
     assert target.__dict__ == before
 

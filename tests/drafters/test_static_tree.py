@@ -179,7 +179,7 @@ def test_a_draft_never_waits_for_the_host(process):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"paths": [[0], [1, 0]]}, r"\[1, 0\] has no parent: add \[1\]"),
         ({"paths": [[0, 0]]}, r"\[0, 0\] has no parent"),
@@ -197,8 +197,8 @@ def test_a_draft_never_waits_for_the_host(process):
         ({"drafts": "random"}, "'random'; accepted are \"greedy\" and \"sampled\""),
     ],
 )
-def test_trees_that_are_none_are_refused(options, emitted):
-    with pytest.raises(Unsupported, match=emitted):
+def test_trees_that_are_none_are_refused(options, message):
+    with pytest.raises(Unsupported, match=message):
         Eagle1(**options)
 
 

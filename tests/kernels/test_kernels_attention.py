@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from fastspec.kernels.attention import few_queries as few_attention
 from fastspec.kernels.attention import hopper as hopper_attention
-from fastspec.kernels.attention import reference
+from fastspec.kernels.attention import launches, reference
 from fastspec.kernels.attention import tree as kernels
 from fastspec.kernels.attention.layout import TreeLayout, attention_layout
 from fastspec.kernels.launch import is_hopper
@@ -368,9 +368,10 @@ def test_hopper_takes_slices_of_a_cache_and_leaves_others(device):
 
 
 def test_large_tiles_are_for_work_that_fills_the_chip():
-    small, large = kernels._LAUNCHES[2, 64][-2][1], kernels._LAUNCHES[2, 64][-1][1]
+    small, large = launches.TREE[2, 64][-2][1], launches.TREE[2, 64][-1][1]
     for prompt in (256, 512):  # with SmolLM2's heads
-        assert kernels._launch(2, 64, prompt * 3, 3, 132) == small
-    assert kernels._launch(2, 64, 512 * 3, 3 * 8, 132) == large  # eight of them
-    assert kernels._launch(2, 128, 256 * 4, 8, 132).block_m == 64 < kernels._launch(2, 128, 512 * 4, 8, 132).block_m  # Llama-3.1-8B's
-    assert kernels._launch(4, 64, 256, 1, 132) == kernels._LAUNCHES[4, 64][-1][1]
+        assert launches.tree_launch_for(2, 64, prompt * 3, 3, 132) == small
+    assert launches.tree_launch_for(2, 64, 512 * 3, 3 * 8, 132) == large  # eight of them
+    short, long = (launches.tree_launch_for(2, 128, prompt * 4, 8, 132) for prompt in (256, 512))  # Llama-3.1-8B's
+    assert short.block_m == 64 < long.block_m
+    assert launches.tree_launch_for(4, 64, 256, 1, 132) == launches.TREE[4, 64][-1][1]

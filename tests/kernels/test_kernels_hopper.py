@@ -18,9 +18,10 @@ from fastspec.kernels.launch import is_hopper
 from fastspec.kernels.linear import hopper as kernel
 from fastspec.kernels.linear import linear as products
 from fastspec.kernels.linear import parts as split
-from fastspec.kernels.linear.hopper import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
+from fastspec.kernels.linear.hopper import hopper_linear, takes
+from fastspec.kernels.linear.launches import MULTIPROCESSORS, HopperLaunch, PartsLaunch, hopper_launch_for, hopper_parts
 from fastspec.kernels.linear.linear import Launch, linear
-from fastspec.kernels.linear.parts import PartsLaunch, linear_parts
+from fastspec.kernels.linear.parts import linear_parts
 from fastspec.kernels.linear.reference import SILU, joined
 
 HAS_HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
@@ -114,7 +115,7 @@ def test_a_graph_of_dependent_products_gives_what_torch_gives(rows):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_launch_chosen_fits_the_device(rows, shape):
     parts = hopper_parts(rows, *shape)
-    assert (parts > 1) == (shape in SPLIT) and parts <= max(1, kernel.MULTIPROCESSORS * 64 // shape[0])
+    assert (parts > 1) == (shape in SPLIT) and parts <= max(1, MULTIPROCESSORS * 64 // shape[0])
     for swiglu in (False, True):
         launch = hopper_launch_for(rows, shape[0] >> swiglu, shape[1], swiglu, 1 if swiglu else parts)
         if launch is None:

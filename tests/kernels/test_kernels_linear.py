@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from fastspec.kernels.linear import linear as kernel
 from fastspec.kernels.linear import reference
-from fastspec.kernels.linear.linear import Launch, RowLaunch, launch_for, linear, linear_row
+from fastspec.kernels.linear.launches import Launch, RowLaunch, launch_for
+from fastspec.kernels.linear.linear import linear, linear_row
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Gate
 
 ON_GPU = torch.cuda.is_available()

@@ -17,7 +17,8 @@ from fastspec.generation.layers.decoder import product as layer_product
 from fastspec.kernels.layer import reference
 from fastspec.kernels.layer.rms_norm import rms_norm
 from fastspec.kernels.linear import parts as kernel
-from fastspec.kernels.linear.parts import PartsLaunch, linear_parts, parts_launch_for
+from fastspec.kernels.linear.launches import MULTIPROCESSORS, PartsLaunch, parts_launch_for
+from fastspec.kernels.linear.parts import linear_parts
 from fastspec.kernels.linear.reference import Parts, joined
 from fastspec.patches.backends import triton_ops
 
@@ -127,7 +128,7 @@ def test_the_parts_of_a_table_fill_the_device_once(rows):
         for depth in (128, 576, 1536, 4096, 8960, 14336):
             launch = parts_launch_for(rows, channels, depth, torch.bfloat16)
             if launch is not None:
-                assert 1 <= launch.parts * -(-channels // launch.channels) <= kernel.MULTIPROCESSORS and depth % launch.depth == 0
+                assert 1 <= launch.parts * -(-channels // launch.channels) <= MULTIPROCESSORS and depth % launch.depth == 0
                 stages = launch.stages * launch.depth * (launch.channels + max(16, 1 << (rows - 1).bit_length())) * 2
                 assert stages <= 227 * 1024 and launch.parts <= depth // launch.depth
 

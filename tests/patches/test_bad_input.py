@@ -285,15 +285,15 @@ def test_memory_that_runs_out_on_the_way_is_named(model: Any, error: Exception |
         model.generate(PROMPT, **GREEDY, assistant="eagle3", logits_processor=[exhaust])
 
 
-@pytest.mark.parametrize("damage, said", [("nan", "contains NaN"), ("d2t", "d2t leads outside the target's vocabulary of 97")])
-def test_a_damaged_head_in_memory_is_refused_as_in_a_file(damage, emitted):
+@pytest.mark.parametrize("damage, message", [("nan", "contains NaN"), ("d2t", "d2t leads outside the target's vocabulary of 97")])
+def test_a_damaged_head_in_memory_is_refused_as_in_a_file(damage, message):
     model = tiny_model()
     head, before = tiny_head(model), dict(model.__dict__)
     if damage == "nan":
         head.layers[0].mlp.up_proj.weight.data[3, 5] = float("nan")
     else:
         head.d2t[7] = 97
-    with pytest.raises(fastspec.CheckpointError, match=emitted):
+    with pytest.raises(fastspec.CheckpointError, match=message):
         fastspec.patch(model, eagle3=head)
     assert model.__dict__ == before
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fastspec.cli import app, verdict
 from fastspec.errors import CheckpointError
 from fastspec.generation.drafters.eagle.head import EagleHead
-from fastspec.patches import heads as heads_module
+from fastspec.patches.assistants import heads as heads_module
 from fastspec.patches.assistants.binding import moved
 from fastspec.patches.assistants.heads import ProbeRow, find_head, inspect_head, load_head, probe_head, scaled_rope
 

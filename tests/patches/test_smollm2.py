@@ -14,7 +14,7 @@ from test_cli import HEAD, check_demo, run
 from fastspec.demo import PROMPTS, MarkedStreamer
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.models import SMOLLM2
-from fastspec.patches import heads
+from fastspec.patches.assistants import heads
 from fastspec.training.target import SOFTEN, TargetReader, head_for, start_from_target
 from fastspec.training.ttt import TrainingTimeTest
 

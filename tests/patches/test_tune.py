@@ -18,10 +18,11 @@ from fastspec.cli import app
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.kernels import tuned_launches
 from fastspec.kernels.attention import few_queries, tree
+from fastspec.kernels.attention.launches import FewLaunch, TreeLaunch
 from fastspec.kernels.launch import padded
 from fastspec.kernels.linear import linear, parts
+from fastspec.kernels.linear.launches import HopperLaunch, PartsLaunch, RowLaunch
 from fastspec.kernels.linear.linear import Launch
-from fastspec.kernels.linear.row import RowLaunch
 from fastspec.kernels.tuned_launches import MISSING
 from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.tuning import candidates, store, tune
@@ -59,9 +60,9 @@ PLACES = {
     "a row": (*ROW, RowLaunch), "rows": ("linear", (16, 48, 128, HALF), (5, 48, 128, HALF), Launch),
     "a gated row": ("gate_up", (1, 32, 64, HALF), (1, 32, 64, HALF), RowLaunch),
     "gated rows": ("gate_up", (16, 32, 64, HALF), (5, 32, 64, HALF), Launch),
-    "parts": ("linear_parts", (16, 48, 512, HALF), (5, 48, 512, HALF), parts.PartsLaunch),
-    "few queries": ("few_attention", (HALF, 16, 2, 1, 64), (1, 1, 4, 2, 16, 40, True, HALF), few_queries.Launch),
-    "a tree": ("tree_attention", (HALF, 16, 2, 64, 128), (1, 20, 4, 2, 16, 90, False, HALF), tree.Launch),
+    "parts": ("linear_parts", (16, 48, 512, HALF), (5, 48, 512, HALF), PartsLaunch),
+    "few queries": ("few_attention", (HALF, 16, 2, 1, 64), (1, 1, 4, 2, 16, 40, True, HALF), FewLaunch),
+    "a tree": ("tree_attention", (HALF, 16, 2, 64, 128), (1, 20, 4, 2, 16, 90, False, HALF), TreeLaunch),
 }  # fmt: skip
 
 
@@ -173,8 +174,8 @@ def test_other_places_stay_when_a_second_model_is_tuned(folder):
     path = store.keep(CPU, {second: None}, notes)
     assert store.read_launches(path) == tuned_launches.installed("cpu") == {first: RowLaunch(2, 16, 1), second: None}
     kinds: dict[Any, Any] = {("linear", (index,)): launch for index, launch in enumerate([
-        Launch(16, 128, 4, 4, pdl=True), candidates.hopper.HopperLaunch(64, 128, 4, 2), parts.PartsLaunch(64, 128, 2, 4, 4),
-        tree.Launch(16, 32, 4, 2, 1), few_queries.Launch(32, 4, 2, 1)])}  # fmt: skip
+        Launch(16, 128, 4, 4, pdl=True), HopperLaunch(64, 128, 4, 2), PartsLaunch(64, 128, 2, 4, 4),
+        TreeLaunch(16, 32, 4, 2, 1), FewLaunch(32, 4, 2, 1)])}  # fmt: skip
     store.keep(CPU, kinds, {key: {} for key in kinds})
     assert store.read_launches(path).items() >= kinds.items()
 

@@ -89,7 +89,7 @@ def test_the_rows(stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     measure = stack.measure
 
     def watched(run, times):
-        switches.append((stack.launch.PDL, stack.linear.PDL))
+        switches.append((stack.launch.PDL, stack.launches.PDL))
         return measure(run, times)
 
     monkeypatch.setattr(stack, "measure", watched)
@@ -100,7 +100,7 @@ def test_the_rows(stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     committed = [json.loads(line) for line in (ROOT / "benchmarks/results/stack_h200.jsonl").read_text().splitlines()]
     assert len(ways) == len(set(ways)) == 3 + len(OPS) and set(ways) <= {row["way"] for row in committed}
     assert ways[:2] == ["base", "base no pdl"] and ways[-1] == "base again"
-    assert switches == [((way != "base no pdl"),) * 2 for way in ways] and stack.launch.PDL and stack.linear.PDL
+    assert switches == [((way != "base no pdl"),) * 2 for way in ways] and stack.launch.PDL and stack.launches.PDL
     for row in rows:
         assert set(row) == set(committed[0]) - {"code"} | {"nodes", *versions()}
         assert row["difference"] == (None if row["way"].startswith("without") else 0.0)
@@ -123,7 +123,7 @@ def test_a_wrong_output_stops_it(stack) -> None:
 
     with pytest.raises(ArithmeticError, match='"base no pdl" beside "base"'):
         list(stack.rows_of(replace(TORCH, linear=drifting), made, [], 1))
-    assert stack.launch.PDL and stack.linear.PDL
+    assert stack.launch.PDL and stack.launches.PDL
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ share too, and the parts are summed by a launch of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.attention.launches import FEW
 from fastspec.kernels.attention.layout import TreeLayout
 from fastspec.kernels.attention.parts import (
     MAX_SPLITS,
@@ -122,29 +122,6 @@ def _few_kernel(
         tl.store(p_out + o_out[:, None] + o_d[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_md)
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Slots of a block, warps, pipeline stages, and how many programs a processor holds at once."""
-
-    block_n: int
-    warps: int
-    stages: int
-    resident: int
-
-
-# By bytes of an element and head size, rounded up to a power of two: over a short text, and over a long one.
-_LAUNCHES: dict[tuple[int, int], tuple[Launch, Launch]] = {
-    (2, 64): (Launch(64, 4, 2, 2), Launch(128, 4, 3, 1)),
-    (2, 128): (Launch(64, 4, 2, 2), Launch(128, 4, 3, 1)),
-    (2, 256): (Launch(32, 4, 3, 2), Launch(32, 4, 3, 2)),
-    (4, 64): (Launch(32, 4, 2, 2), Launch(32, 4, 2, 2)),
-    (4, 128): (Launch(32, 8, 2, 1), Launch(32, 8, 2, 1)),
-    (4, 256): (Launch(32, 8, 2, 1), Launch(32, 8, 2, 1)),
-    (2, 512): (Launch(16, 4, 3, 1), Launch(16, 4, 3, 1)),
-    (4, 512): (Launch(16, 8, 1, 1), Launch(16, 8, 1, 1)),
-}
-
-
 def few_attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, layout: TreeLayout, extent: int, scale: float, sinks: Tensor | None, cap: float | None
 ) -> None:
@@ -156,7 +133,7 @@ def few_attention(
     kv_heads = k.shape[1]
     rows, pairs, block_d = nodes * heads // kv_heads, batch * kv_heads, max(16, triton.next_power_of_2(size))
     reach = layout.reach(extent)
-    launch = _LAUNCHES[q.element_size(), max(64, block_d)][reach >= LONG]
+    launch = FEW[q.element_size(), max(64, block_d)][reach >= LONG]
     if layout.span is None and sinks is None and cap is None:
         place = q.dtype, size, heads // kv_heads, nodes, triton.next_power_of_2(extent)
         found = find("few_attention", q.device, place, (batch, nodes, heads, kv_heads, size, extent, layout.chain, q.dtype))

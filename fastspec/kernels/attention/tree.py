@@ -6,14 +6,14 @@ slots are cut into blocks of BLOCK_N that are aligned to the end of the prefix, 
 bits: first the full blocks of the prefix (no mask), then the rest at its start and the tail (masked). Up to S programs share the blocks
 of one tile and leave parts for parts.py to merge. All lengths are read on the device: the shares follow them. With a span (a window or
 chunks) the prefix begins for a tile where one of its queries begins to see, and its blocks are masked until all do; positions are counted
-from the prefix's end, where a node stands at its depth. Few queries, plain decoding above all, have a kernel of their own, few.py, and so
-have trees behind a long prefix on Hopper, hopper.py, which knows no spans, sinks and caps: these are computed here.
+from the prefix's end, where a node stands at its depth. Few queries, plain decoding above all, have a kernel of their own,
+few_queries.py, and so have trees behind a long prefix on Hopper, hopper.py, which knows no spans, sinks and caps: these are computed
+here.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastspec.kernels.attention import hopper
 from fastspec.kernels.attention.few_queries import MAX_ROWS, few_attention, processors
+from fastspec.kernels.attention.launches import TreeLaunch, tree_launch_for
 from fastspec.kernels.attention.layout import TreeLayout
 from fastspec.kernels.attention.parts import (
     LOG2E,
@@ -181,30 +182,7 @@ def _attention_kernel(
         tl.store(p_out + o_out[:, None] + o_d[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_md)
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Rows and slots of a tile, warps, pipeline stages, how many programs a processor holds at once, and the fewest blocks of a share."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    resident: int
-    least: int = 3  # a share of fewer costs more in merging than it saves
-
-
-# By bytes of an element and head size, rounded up to a power of two: for at most so many matrix rows; the last takes the rest.
-_LAUNCHES: dict[tuple[int, int], tuple[tuple[int, Launch], ...]] = {
-    (2, 64): ((16, Launch(16, 32, 4, 3, 2)), (32, Launch(32, 64, 4, 3, 2)), (512, Launch(64, 64, 4, 3, 2)), (0, Launch(128, 128, 8, 3, 1))),
-    (2, 128): ((16, Launch(16, 64, 4, 3, 1)), (512, Launch(64, 64, 4, 3, 2, least=2)), (0, Launch(128, 64, 8, 4, 1))),
-    (2, 256): ((16, Launch(16, 32, 4, 3, 2)), (32, Launch(32, 32, 4, 3, 2)), (64, Launch(64, 32, 4, 3, 1)), (0, Launch(128, 32, 8, 3, 1))),
-    (4, 64): ((16, Launch(16, 32, 4, 2, 2)), (0, Launch(32, 32, 4, 2, 3))),
-    (4, 128): ((16, Launch(16, 32, 8, 2, 1)), (0, Launch(32, 32, 8, 2, 1))),
-    (4, 256): ((0, Launch(16, 32, 8, 2, 1)),),
-    (2, 512): ((16, Launch(16, 16, 4, 2, 1)), (0, Launch(32, 16, 8, 2, 1))),
-    (4, 512): ((0, Launch(16, 16, 8, 1, 1)),),
-}
-_HOPPER = Launch(hopper.TILE, hopper.BLOCK_N, warps=9, stages=hopper.STAGES, resident=1, least=hopper.MIN_BLOCKS)
+_HOPPER = TreeLaunch(hopper.TILE, hopper.BLOCK_N, warps=9, stages=hopper.STAGES, resident=1, least=hopper.MIN_BLOCKS)
 
 
 def tree_attention(
@@ -233,7 +211,7 @@ def tree_attention(
         few_attention(q, k, v, out, layout, extent, scale, sinks, cap)
         return out
     on_hopper = span is None and sinks is None and cap is None and hopper.fits(q, k, v, rows, extent)
-    launch = _HOPPER if on_hopper else _launch(q.element_size(), block_d, rows, pairs, processors(q.device))
+    launch = _HOPPER if on_hopper else tree_launch_for(q.element_size(), block_d, rows, pairs, processors(q.device))
     if not on_hopper and span is None and sinks is None and cap is None:
         place = q.dtype, size, group, triton.next_power_of_2(rows), triton.next_power_of_2(extent)
         found = find("tree_attention", q.device, place, (batch, nodes, q.shape[2], kv_heads, size, extent, chain, q.dtype))
@@ -294,15 +272,6 @@ def _check_extras(q: Tensor, sinks: Tensor | None, cap: float | None) -> None:
         raise ValueError(f"sinks are {given}; they must be contiguous floats [{q.shape[2]}] of one of {', '.join(map(str, DTYPES))}")
     if cap is not None and not 0 < cap < math.inf:
         raise ValueError(f"the cap is {cap}; it must be positive and finite, or None")
-
-
-@lru_cache
-def _launch(element: int, block_d: int, rows: int, pairs: int, slots: int) -> Launch:
-    """The row of the table for so many bytes per element, a padded head size, and so many matrix rows of each of the pairs: the last where
-    its tiles come to more than half of the chip's processors, else the tile of 64 rows before it."""
-    *before, (_, last) = options = _LAUNCHES[element, max(64, block_d)]
-    half = bool(before) and before[-1][1].block_m >= 64 and 2 * triton.cdiv(rows, last.block_m) * pairs <= slots
-    return next((launch for most, launch in options if rows <= most), before[-1][1] if half else last)
 
 
 @lru_cache(maxsize=4096)

@@ -10,8 +10,6 @@ are read as they lie.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +18,7 @@ from torch import Tensor
 from fastspec.kernels.launch import dependent, stages_within
 from fastspec.kernels.layer.rms_norm import rows_of
 from fastspec.kernels.linear.experts_row import experts_row
+from fastspec.kernels.linear.launches import ExpertsLaunch, experts_launch_for
 from fastspec.kernels.linear.reference import SWIGLU, Expert
 from fastspec.kernels.linear.swiglu import gated
 
@@ -228,37 +227,6 @@ def _weighted_sum(
     tl.store(p_out + token * HIDDEN + o_h, b_sum.to(p_out.dtype.element_ty), mask=m_h)
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How the two products run: `tile` rows of the weight by blocks of `depth`, against up to `small` pairs of an expert, or, where it has
-    more, `large` at a time, with a pass over its weight for each. The stages are for the two cases.
-    """
-
-    tile: int
-    depth: int
-    small: int
-    large: int
-    warps: int
-    small_stages: int
-    large_stages: int
-
-
-# By whether elements are fp32, which has no tensor cores (small tiles for the registers' sake): for at most so many tokens; the last takes
-# the rest. For up to 64 tokens an expert's pairs fit in one pass, and two programs' stages (100 KB each) on a multiprocessor.
-_LAUNCHES: dict[bool, tuple[tuple[int, Launch], ...]] = {
-    True: ((16, Launch(32, 32, 16, 16, 4, 3, 3)), (0, Launch(32, 32, 16, 32, 4, 3, 3))),
-    False: (
-        (16, Launch(64, 128, 16, 16, 4, 5, 5)), (32, Launch(64, 128, 16, 32, 4, 5, 4)), (64, Launch(64, 128, 16, 64, 4, 5, 3)),
-        (0, Launch(128, 64, 16, 128, 8, 4, 3)),
-    ),
-}  # fmt: skip
-
-
-def launch_for(tokens: int, dtype: torch.dtype) -> Launch:
-    """The launch for so many tokens of a dtype."""
-    return next(launch for most, launch in _LAUNCHES[dtype == torch.float32] if tokens <= most or not most)
-
-
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: Expert = SWIGLU, *,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
@@ -304,7 +272,7 @@ def experts(
     pdl = dependent(x.device)
     _group[(count,)](chosen, order, expert, begin, end, pairs, BY_EXPERT=pairs >= count, BLOCK=block, num_warps=max(1, block // 256), **pdl)
 
-    launch = launch_for(tokens, x.dtype)
+    launch = experts_launch_for(tokens, x.dtype)
     activated, parts = x.new_empty((pairs, inner)), x.new_empty((pairs, size))
     same = pdl | {"TILE": launch.tile, "SMALL": launch.small, "LARGE": launch.large, "num_warps": launch.warps}
     stage = launch.depth * x.element_size()
@@ -335,5 +303,5 @@ def _is_transposed(weight: Tensor, name: str) -> bool:
     return True
 
 
-def _depth(launch: Launch, depth: int) -> int:
+def _depth(launch: ExpertsLaunch, depth: int) -> int:
     return min(launch.depth, max(16, int(triton.next_power_of_2(depth))))

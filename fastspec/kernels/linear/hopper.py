@@ -8,7 +8,6 @@ sums are those of linear.py and parts.py in their order, to the bit. Gluon has n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastspec.kernels.launch import dependent, is_hopper, padded
+from fastspec.kernels.linear.launches import HopperLaunch
 from fastspec.kernels.linear.reference import SILU, Gate
 
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed since Triton 3.6
@@ -117,68 +117,6 @@ def _hopper_linear(
             b_out = (b_gate.to(gl.float32) * b_up.to(dtype).to(gl.float32)).to(dtype)
         b_out = gl.convert_layout(b_out, OUT)
         gl.store(p_out + o_r[None, :].to(gl.int64) * M + o_m[:, None], b_out, mask=m_out)
-
-
-@dataclass(frozen=True, slots=True)
-class HopperLaunch:
-    """Weight tiles of channels x depth, `stages` of them at once in shared memory, the first `ahead` before the rows are there; `parts` of
-    the inner size, 1 but for `linear_parts`. With `rows` (a power of 2, 16 to 256) a program takes so many rows; else it takes all,
-    256 at most."""
-
-    channels: int
-    depth: int
-    stages: int
-    ahead: int
-    parts: int = 1
-    rows: int = 0
-
-
-MULTIPROCESSORS = 132
-"""Of the GPU that the launches were measured on, an H200 (stack_steps_h200.jsonl in benchmarks/results)."""
-MAX_ROWS = 512
-"""As many as a round of eight sequences with trees of up to 64 nodes has; more were not measured."""
-FEW_WEIGHTS = 1536**2
-"""Products of fewer are cut into tiles of rows: those of a hidden size of 576 were measured, not those of 1,536."""
-AHEAD = {(32, False): 4, (32, True): 2, (64, False): 3, (64, True): 4}
-"""(rows of a tile, with SwiGLU) -> steps of weights that are asked for before the rows are there."""
-
-
-def _few_weights(rows: int, channels: int, depth: int, swiglu: bool = False) -> bool:
-    """Whether a product of many rows is of so few weights that it is cut into tiles of rows: only so it fills the device, and weights that
-    are read again come from the L2."""
-    shape = min(channels, depth) >= 512 and depth <= (2048 if channels < 1024 else 1024)
-    return 16 < rows <= MAX_ROWS and shape and channels * depth * (1 + swiglu) < FEW_WEIGHTS
-
-
-def hopper_parts(rows: int, channels: int, depth: int) -> int:
-    """How many parts `linear_parts` makes of x [rows, depth] times `channels` output channels, of three steps at least; 1: none."""
-    tiles = -(-channels // 64)
-    if _few_weights(rows, channels, depth):
-        return min(6, depth // 192) if rows <= 64 and channels < 1024 and depth % 64 == 0 else 1
-    if not 1 < rows <= 64 or channels < 1024 or depth <= 1024 or depth % 128:
-        return 1
-    return max(1, min(MULTIPROCESSORS // tiles, depth // 128 // 3))
-
-
-def hopper_launch_for(rows: int, channels: int, depth: int, swiglu: bool = False, parts: int = 1) -> HopperLaunch | None:
-    """The launch of x [rows, depth] times `channels` output channels (twice as many weights with swiglu); None: linear.py is as good."""
-    if _few_weights(rows, channels, depth, swiglu):
-        if parts > 1:
-            steps = -(-depth // 64 // parts)
-            return HopperLaunch(64, 64, min(4, steps), min(4, steps), parts)
-        tile = 32 if rows <= 128 else 64
-        return HopperLaunch(64, 64 if swiglu else 128, 4, AHEAD[tile, swiglu], rows=tile)
-    if not 1 < rows <= 64 or depth <= 1024 or channels >= 65536:
-        return None
-    few, deep = rows <= 16, depth >= 4096
-    if swiglu:
-        return HopperLaunch(64, 128 if few and deep else 64, 4, 2 if few else 1)
-    if parts > 1:
-        short = depth // 128 // parts <= 3
-        return HopperLaunch(64, 128, 3, 3, parts) if short else HopperLaunch(64, 128, 8 if few else 6, 2 if few else 6, parts)
-    if deep:
-        return HopperLaunch(64, 128, 6, 2 if few else 3)
-    return None if few else HopperLaunch(64, 128, 4, 2)
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:

@@ -7,7 +7,6 @@ the rows padded to a power of 2. One row has a kernel of its own, row.py, and so
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastspec.kernels.launch import dependent, has_descriptors, padded, prefetch, stages_within
 from fastspec.kernels.linear import swiglu as swiglu_kernel
-from fastspec.kernels.linear.hopper import MAX_ROWS, HopperLaunch, hopper_launch_for, hopper_linear, takes
+from fastspec.kernels.linear.hopper import hopper_linear, takes
+from fastspec.kernels.linear.launches import MAX_ROWS, MOST_TUNED, HopperLaunch, Launch, RowLaunch, hopper_launch_for, launch_for
 from fastspec.kernels.linear.reference import SILU, Gate, opened
-from fastspec.kernels.linear.row import RowLaunch, linear_row, row_launch_for
+from fastspec.kernels.linear.row import linear_row
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.tuned_launches import MISSING, find
 
@@ -95,59 +95,7 @@ def _linear_kernel(
     tl.store(p_out + o_r[None, :].to(tl.int64) * M + o_i[:, None], b_out, mask=m_i[:, None] & m_r[None, :])
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How a product is launched: weight tiles of channels x depth, a program for each tile of channels, warps and pipeline stages.
-
-    `tma` reads the weights through a tensor descriptor, which wants lines of a multiple of 16 bytes. `pdl` lets the kernel start while
-    the one before it in the stream still runs (programmatic dependent launch): it then fetches at most `prefetch` bytes (a multiple of
-    16) of each line of its first weight tile into L2, and waits before it touches anything else.
-    """
-
-    channels: int
-    depth: int
-    warps: int
-    stages: int
-    tma: bool = False
-    pdl: bool = False
-    prefetch: int = 512
-
-
-PDL = True
-"""Whether launches that `launch_for` chooses start before the kernel in front of them has finished."""
-
-MOST_TUNED = 64
-"""Rows of products whose launch may be tuned: what a Launch holds at once."""
-_SMALL = 3 * 2**19
-"""A number of weights that parts the launches below, which were measured on an H200 (linear_h200.jsonl and stack_steps_h200.jsonl in
-benchmarks/results)."""
 _SERVED = ({torch.bfloat16}, {torch.float16}, {torch.float32})
-
-
-def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu: bool = False) -> Launch | RowLaunch | None:
-    """The launch of x [rows, depth] times `channels` output channels (twice as many weights with swiglu); None: torch is as good."""
-    if dtype == torch.float32 or not 0 < rows <= 64:
-        return None
-    size = channels * depth * (1 + swiglu)
-    launch: Launch | None = None
-    if rows == 1:
-        return row_launch_for(channels, depth, swiglu)
-    if rows <= 16:
-        if swiglu:
-            launch = Launch(64, 128, 4, 3, tma=True) if depth > 1024 else Launch(32, 64, 4, 4)
-        elif size <= _SMALL:
-            launch = Launch(16, 128, 4, 4)
-        elif channels >= 65536 and depth > 1024:
-            launch = Launch(64, 128, 4, 4)
-        elif depth >= 4096 or 1024 < depth < channels:
-            launch = Launch(64, 128, 4, 6)
-    elif swiglu and depth >= 4096:
-        launch = Launch(128, 64, 4, 4, tma=True)
-    elif swiglu:
-        launch = Launch(64, 64, 4, 4) if depth > 1024 else Launch(32, 64, 4, 4)
-    elif channels >= 65536 and depth >= 4096:
-        launch = Launch(128, 64, 4, 4)
-    return replace(launch, pdl=True) if launch is not None and PDL else launch
 
 
 def _chosen(x: Tensor, weight: Tensor, rows: int, channels: int, swiglu: bool) -> Launch | RowLaunch | HopperLaunch | None:

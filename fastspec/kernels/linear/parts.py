@@ -7,7 +7,7 @@ launch, which reads them where it would have read the product (`rms_norm`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent, padded, stages_within
-from fastspec.kernels.linear.hopper import HopperLaunch, hopper_launch_for, hopper_linear, hopper_parts, takes
-from fastspec.kernels.linear.linear import MOST_TUNED, linear
+from fastspec.kernels.linear.hopper import hopper_linear, takes
+from fastspec.kernels.linear.launches import MOST_TUNED, HopperLaunch, PartsLaunch, hopper_launch_for, hopper_parts, parts_launch_for
+from fastspec.kernels.linear.linear import linear
 from fastspec.kernels.linear.reference import Parts
 from fastspec.kernels.tuned_launches import MISSING, find
 
@@ -47,30 +48,6 @@ def _parts_kernel(
         b_sum += tl.where(part == 0, b_bias, 0.0)[:, None]
     o_out = (part * R + o_r)[None, :].to(tl.int64) * M + o_m[:, None]
     tl.store(p_out + o_out, b_sum, mask=m_m[:, None] & m_r[None, :])
-
-
-@dataclass(frozen=True, slots=True)
-class PartsLaunch:
-    """Weight tiles of channels x depth, the parts of the inner size, warps and pipeline stages."""
-
-    channels: int
-    depth: int
-    parts: int
-    warps: int
-    stages: int
-
-
-MULTIPROCESSORS = 132
-"""Of the GPU that the launches were measured on; a program's stages take most of one's shared memory."""
-
-
-def parts_launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype) -> PartsLaunch | None:
-    """The launch of x [rows, depth] times `channels` output channels; None: `linear` is as good, or what it does is not known here."""
-    tiles = -(-channels // 64)
-    deep = depth >= 4096 or (rows > 16 and depth > 2 * channels)
-    if dtype == torch.float32 or not 1 < rows <= 64 or depth % 128 or not deep or 2 * tiles > MULTIPROCESSORS:
-        return None
-    return PartsLaunch(64, 128, min(depth // 128, MULTIPROCESSORS // tiles), 4, 6 if rows <= 16 else 4)
 
 
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: PartsLaunch | HopperLaunch | None = None) -> Tensor | Parts:

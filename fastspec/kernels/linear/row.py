@@ -7,13 +7,12 @@ finished: no kernel of a stream writes weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
+from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.reference import SILU, Gate
 from fastspec.kernels.linear.swiglu import gated
 
@@ -82,34 +81,6 @@ def _row_kernel(
             b_up += tl.load(p_bias + M + o_i, mask=m_i, other=0.0).to(tl.float32)
         b_out = gated(b_out, b_up.to(p_out.dtype.element_ty), ALPHA, CUBIC, 0.0, None)
     tl.store(p_out + o_i, b_out, mask=m_i)
-
-
-@dataclass(frozen=True, slots=True)
-class RowLaunch:
-    """How a product of one row is launched: a program takes blocks of channels x depth, powers of two."""
-
-    channels: int
-    depth: int
-    warps: int
-
-
-# With SwiGLU: for a depth of at most so much; the last takes the rest.
-_GATED = ((1024, RowLaunch(4, 1024, 4)), (2048, RowLaunch(2, 512, 1)), (0, RowLaunch(2, 2048, 4)))
-
-
-def row_launch_for(channels: int, depth: int, swiglu: bool = False) -> RowLaunch:
-    """The launch of a row [depth] times `channels` output channels (twice as many weights with swiglu) in half precision.
-
-    Found on an H200 by the time of whole stacks of layers, in which kernels overlap (benchmarks/results/stack_h200.jsonl).
-    """
-    if swiglu:
-        return next(launch for most, launch in _GATED if depth <= most or not most)
-    if channels >= 65536:
-        return RowLaunch(4, 512, 2)
-    if depth <= 2048:  # a line at once
-        block = max(512, triton.next_power_of_2(depth))
-        return RowLaunch(4, block, block // 512)
-    return RowLaunch(4, 2048, 8) if channels <= 2048 else RowLaunch(4, 1024, 4)  # few programs: more of their lines on the way
 
 
 def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: RowLaunch, swiglu: bool, kind: Gate = SILU) -> None:

@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels.attention import few_queries, tree
+from fastspec.kernels.attention import tree
+from fastspec.kernels.attention.launches import FewLaunch, TreeLaunch
 from fastspec.kernels.attention.layout import attention_layout
 from fastspec.kernels.attention.reference import attention_layout as plain_layout
 from fastspec.kernels.attention.reference import tree_attention as plain_attention
-from fastspec.kernels.linear import hopper, linear, parts, row
+from fastspec.kernels.linear import hopper, linear, parts
 from fastspec.kernels.linear import reference as products
+from fastspec.kernels.linear.launches import HopperLaunch, Launch, PartsLaunch, RowLaunch
 from fastspec.kernels.tuned_launches import Place, forced
 
 KINDS: dict[str, Any] = {
-    "rows": linear.Launch, "row": row.RowLaunch, "hopper": hopper.HopperLaunch, "parts": parts.PartsLaunch, "tree": tree.Launch,
-    "few": few_queries.Launch,
+    "rows": Launch, "row": RowLaunch, "hopper": HopperLaunch, "parts": PartsLaunch, "tree": TreeLaunch,
+    "few": FewLaunch,
 }  # fmt: skip
 """The names of launches in the file that keeps them."""
 COPIES_OF = 128 << 20
@@ -89,13 +91,13 @@ def _of_rows(op: str, rows: int, channels: int, depth: int, on_hopper: bool) -> 
         sizes = [(2, 512, 1), (2, 1024, 2), (2, 2048, 4), (4, 512, 1), (4, 512, 2), (4, 1024, 2), (4, 1024, 4), (4, 2048, 4), (4, 2048, 8),
                  (8, 512, 4), (8, 1024, 8)]  # fmt: skip
         whole = max(16, 1 << (depth - 1).bit_length())  # a line at once
-        return [row.RowLaunch(*size) for size in sizes if size[1] <= whole] or [row.RowLaunch(4, whole, 1)]
+        return [RowLaunch(*size) for size in sizes if size[1] <= whole] or [RowLaunch(4, whole, 1)]
     tiles = [(16, 128, 4), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4)]
-    found: list[Any] = [linear.Launch(*tile, stages, pdl=True) for tile, stages in product(tiles, (3, 4, 6)) if tile[0] < 2 * channels]
-    found += [linear.Launch(64, 128, 4, stages, tma=True, pdl=True) for stages in (3, 4)]
+    found: list[Any] = [Launch(*tile, stages, pdl=True) for tile, stages in product(tiles, (3, 4, 6)) if tile[0] < 2 * channels]
+    found += [Launch(64, 128, 4, stages, tma=True, pdl=True) for stages in (3, 4)]
     if on_hopper:
-        found += [hopper.HopperLaunch(64, deep, stages, min(ahead, stages)) for deep, stages, ahead in product((64, 128), (4, 6), (2, 4))]
-        found += [hopper.HopperLaunch(64, 128, 8, 2)] if op == "linear" and rows <= 16 else []
+        found += [HopperLaunch(64, deep, stages, min(ahead, stages)) for deep, stages, ahead in product((64, 128), (4, 6), (2, 4))]
+        found += [HopperLaunch(64, 128, 8, 2)] if op == "linear" and rows <= 16 else []
     return found
 
 
@@ -104,8 +106,8 @@ def _of_parts(rows: int, channels: int, depth: int, on_hopper: bool) -> list[Any
     found: list[Any] = []
     for deep, count in product((64, 128), (2, 3, 4, 6, 8)):
         if depth % deep == 0 and depth // deep >= 2 * count and rows > 1:
-            found += [parts.PartsLaunch(64, deep, count, 4, stages) for stages in (4, 6)]
-            found += [hopper.HopperLaunch(64, deep, min(4, depth // deep // count), 2, count)] if on_hopper else []
+            found += [PartsLaunch(64, deep, count, 4, stages) for stages in (4, 6)]
+            found += [HopperLaunch(64, deep, min(4, depth // deep // count), 2, count)] if on_hopper else []
     return found
 
 
@@ -127,11 +129,11 @@ def _attention(op: str, place: Place, about: Any, device: torch.device) -> Trial
     wide, blocks = (4 if dtype == torch.float32 else 2) * max(64, size), (16, 32, 64, 128)
     launches: list[Any]
     if op == "few_attention":
-        launches = [few_queries.Launch(*each) for each in product(blocks, (4, 8), (2, 3), (1, 2)) if each[0] * wide <= 128 * 256]
+        launches = [FewLaunch(*each) for each in product(blocks, (4, 8), (2, 3), (1, 2)) if each[0] * wide <= 128 * 256]
     else:
         tiles = [(16, 32, 4), (16, 64, 4), (32, 32, 4), (32, 64, 4), (64, 32, 4), (64, 64, 4), (128, 64, 8), (128, 128, 8)]
         launches = [
-            tree.Launch(*tile, stages, resident) for tile, stages, resident in product(tiles, (2, 3), (1, 2)) if tile[1] * wide <= 128 * 256
+            TreeLaunch(*tile, stages, resident) for tile, stages, resident in product(tiles, (2, 3), (1, 2)) if tile[1] * wide <= 128 * 256
         ]
     reference = partial(plain_attention, q, k, v, plain, size**-0.5)
     return Trial(op, place, about, tuple(launches), once, reference, copies)
