@@ -22,12 +22,12 @@ from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.assistants.speculative import check_draft
 from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend
-from fastspec.patches.call.generate import generate, generate_batch
+from fastspec.patches.call.generate import generate, generate_batch, init_continuous_batching
 from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.cascade.loop import CascadeModels
 from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
-from fastspec.patches.hf.modes import adapter_for, check_supported, mode_of
+from fastspec.patches.hf.modes import adapter_for, check_supported, mode_of, not_patched
 from fastspec.patches.session import STATE, PatchSession, session_of
 from fastspec.patches.tuning.store import tables_of
 
@@ -72,8 +72,9 @@ def patch(
     try:
         session.set(model, STATE, session)
         session.set(model, "generate", types.MethodType(generate, model))
-        if hasattr(model, "generate_batch"):
-            session.set(model, "generate_batch", types.MethodType(generate_batch, model))
+        for method in (generate_batch, init_continuous_batching):
+            if hasattr(model, method.__name__):
+                session.set(model, method.__name__, types.MethodType(method, model))
         session.pack(model)
     except BaseException:  # an interrupt too must not leave the model half patched
         session.undo(force=True)
@@ -105,7 +106,7 @@ def unpatch(model: Any, *, force: bool = False) -> Any:
     given, model = model, unwrapped(model)
     session = session_of(model)
     if session is None:
-        raise PatchConflict(f"this {type(model).__name__} is not patched: fastspec.patch(model) comes first")
+        raise PatchConflict(not_patched(model, "fastspec.patch(model) comes first"))
     left = session.undo(force)
     if not session.captured:
         drop_capturing_hooks(model)
@@ -134,7 +135,7 @@ def profile(model: Any) -> Iterator[Profile]:
     """
     session = session_of(unwrapped(model))
     if session is None:
-        raise Unsupported(f"this {type(model).__name__} is not patched: nothing to profile before fastspec.patch(model)")
+        raise Unsupported(not_patched(model, "nothing to profile before fastspec.patch(model)"))
     before, session.profile = session.profile, Profile()
     try:
         yield session.profile
@@ -150,7 +151,7 @@ def clear_memory(model: Any) -> None:
     """
     session = session_of(model)
     if session is None:
-        raise Unsupported(f"this {type(model).__name__} is not patched: nothing to clear before fastspec.patch(model)")
+        raise Unsupported(not_patched(model, "nothing to clear before fastspec.patch(model)"))
     held = session.resources.get("cascade")
     if held is None or held.memory is None:
         raise Unsupported(
@@ -242,7 +243,7 @@ def report(model: Any) -> Report:
     model = unwrapped(model)
     session = session_of(model)
     if session is None:
-        raise Unsupported(f"this {type(model).__name__} is not patched: nothing to report before fastspec.patch(model)")
+        raise Unsupported(not_patched(model, "nothing to report before fastspec.patch(model)"))
     place, ops = [device_of(model), model.dtype], session.ops(model)
     return Report(
         model=type(model).__name__,

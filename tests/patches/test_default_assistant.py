@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import GenerationConfig
 
 import fastspec
 from fastspec import Unsupported
+from fastspec.patches.session import session_of
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "max_position_embeddings": 16}
 """A rotary embedding that reads the length of the text, past 16 tokens: a call that goes further is refused late."""
@@ -83,7 +85,10 @@ def test_an_object_in_a_generation_config_is_refused(model):
 
 @pytest.mark.parametrize(
     ("given", "match"),
-    [({"name": "eagle4"}, "has the name 'eagle4'"), ({"name": "nasd", "gama": 3}, "does not fit fastspec.Nasd"), ({}, "has the name None")],
+    [
+        ({"name": "eagle4"}, "has the name 'eagle4'"), ({"name": "nasd", "gama": 3}, "does not fit fastspec.Nasd"),
+        ({}, "has the name None"), ({"name": ["nasd"]}, r"has the name \['nasd'\]"),
+    ],
 )
 def test_a_dictionary_that_fits_nothing_is_refused(model, given, match):
     with pytest.raises(Unsupported, match=match):
@@ -192,7 +197,27 @@ def test_generate_batch_does_not_swallow_an_assistant(model):
     """transformers' continuous batching has its own loop; what it would take as a keyword and ignore is refused."""
     with pytest.raises(Unsupported, match="generate_batch takes no assistant="):
         model.generate_batch([[7, 8, 9]], assistant="nasd")
+    with pytest.raises(Unsupported, match="generation_config names 'nasd'"):
+        model.generate_batch([[7, 8, 9]], generation_config=GenerationConfig(assistant="nasd"))
+    with pytest.raises(Unsupported, match="generation_config names 'nasd'"):
+        model.init_continuous_batching(generation_config=GenerationConfig(assistant="nasd"))
     assert fastspec.unpatch(model).generate_batch.__func__ is type(model).generate_batch
+    assert model.init_continuous_batching.__func__ is type(model).init_continuous_batching
+
+
+@pytest.mark.parametrize("where", ["patch", "model"])
+def test_a_default_is_left_out_of_continuous_batching_with_a_warning(where, monkeypatch):
+    model, begun = shallow_model(), []
+    fastspec.patch(model, assistant="nasd" if where == "patch" else None)
+    if where == "model":
+        model.generation_config.assistant = "nasd"
+    monkeypatch.setattr(type(model), "init_continuous_batching", lambda self, *given, **named: begun.append(given))
+    for config in (None, GenerationConfig(max_new_tokens=3), model.generation_config):
+        with pytest.warns(UserWarning, match="continuous batching takes no assistant") if not begun else nullcontext():
+            model.init_continuous_batching(config)
+    model.init_continuous_batching(GenerationConfig(assistant="none"))
+    [(reason, count)] = session_of(model).unassisted.items()
+    assert "continuous batching" in reason and count == 3 and len(begun) == 4
 
 
 def test_no_name_stands_for_the_default(model):

@@ -141,6 +141,25 @@ def test_a_compiled_model_generates_through_its_wrapper():
     assert fastspec.report(wrapped).last.rounds
 
 
+@pytest.mark.parametrize("name", ["model", "module"])
+def test_an_object_that_holds_the_model_is_told_which_part_to_pass(name):
+    class Pipeline:
+        pass
+
+    class Trainers(torch.nn.Module):
+        pass
+
+    for holder in (Pipeline(), Trainers()):
+        setattr(holder, name, shallow_model())
+        kind = type(holder).__name__
+        with pytest.raises(fastspec.Unsupported, match=rf"not {kind}: pass its \.{name}"):
+            fastspec.patch(holder)
+        fastspec.patch(getattr(holder, name))
+        for ask in (fastspec.report, fastspec.unpatch):
+            with pytest.raises(fastspec.FastSpecError, match=rf"{kind}.*pass its \.{name}"):
+                ask(holder)
+
+
 @pytest.mark.parametrize("given", [None, "model", 3, dict])
 def test_what_is_no_model_is_named(given):
     with pytest.raises(fastspec.Unsupported, match="patch takes a transformers model, not"):

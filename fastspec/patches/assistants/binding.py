@@ -16,7 +16,13 @@ BOUND_ROWS = "_bound_rows"  # set on a head: the rows of the target's embedding 
 
 
 def rows_of(target: PreTrainedModel) -> tuple[int, int]:
-    """Rows of a target's embedding and of its LM head."""
+    """Rows of a target's embedding and of its LM head. Raises Unsupported for a module in place of either that has no weight of its own."""
+    for name, module in (("embedding", target.get_input_embeddings()), ("LM head", target.get_output_embeddings())):
+        if not isinstance(getattr(module, "weight", None), torch.Tensor):
+            raise Unsupported(
+                f"a drafting head needs the size of its target's {name}, and that of this {type(target).__name__} is a "
+                f"{type(module).__name__} without a weight: use autoregressive, nasd or speculative"
+            )
     return target.get_input_embeddings().weight.shape[0], target.get_output_embeddings().weight.shape[0]
 
 

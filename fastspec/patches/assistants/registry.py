@@ -153,7 +153,7 @@ def read_config(fields: dict[str, Any]) -> Any:
     """The config object of a dictionary: its `name` says which, the rest are its settings. Raises Unsupported for what is none."""
     settings = dict(fields)
     name = settings.pop("name", None)
-    if name not in NAMES or NAMES[name] is Cascade:
+    if not isinstance(name, str) or name not in NAMES or NAMES[name] is Cascade:
         known = ", ".join(repr(each) for each in NAMES if each != Cascade.name)
         raise Unsupported(f"assistant={fields!r} has the name {name!r}: accepted are {known}")
     try:

@@ -155,14 +155,15 @@ def pass_ms(times: Cost, model: Any, layers: int | None = None) -> float:
     """Milliseconds of a pass over one node of a model, or of its first `layers` and its LM head."""
     whole, read = model.config.get_text_config().num_hidden_layers, read_weights(model)
     if layers is not None:
-        head = model.get_output_embeddings().weight.numel()
+        head = vocabulary(model) * model.config.get_text_config().hidden_size
         read = head + (read - head) * layers / whole
     return times.one * (layers or whole) / LAYERS + read * model.dtype.itemsize / times.bytes_per_ms
 
 
 def vocabulary(model: Any) -> int:
-    """Rows of a model's LM head."""
-    return model.get_output_embeddings().weight.shape[0]
+    """Rows of a model's LM head, or what its configuration says where a module without a weight is in its place."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return int(model.config.get_text_config().vocab_size if weight is None else weight.shape[0])
 
 
 def read_parameters(model: Any) -> list[nn.Parameter]:
@@ -173,7 +174,8 @@ def read_parameters(model: Any) -> list[nn.Parameter]:
     if model.config.is_encoder_decoder:
         embedding, parts = model.get_decoder().get_input_embeddings(), [model.get_decoder(), head]
     whole = {id(p): p for part in parts for p in part.parameters()}
-    return [p for p in whole.values() if p is not embedding.weight or embedding.weight is head.weight]
+    looked_up = {id(p) for p in embedding.parameters()} - {id(p) for p in head.parameters()}
+    return [p for name, p in whole.items() if name not in looked_up]
 
 
 def read_weights(model: Any) -> int:

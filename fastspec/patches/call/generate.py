@@ -89,17 +89,37 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
                 drop_capturing_hooks(self)  # a model that has them cannot be pickled
 
 
+INSTEAD = (
+    "it is transformers' own continuous batching. For many prompts with an assistant: model.generate(**inputs, "
+    "assistant=fastspec.ContinuousBatch(...)), or fastspec.continuous(model, assistant, rows=...)"
+)
+
+
 def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' continuous batching, which takes no assistant: it would swallow the argument. Raises Unsupported for one."""
     if kwargs.pop("assistant", None) not in (None, "none"):
-        raise Unsupported(
-            "generate_batch takes no assistant=: it is transformers' own continuous batching. For many prompts with an assistant: "
-            "model.generate(**inputs, assistant=fastspec.ContinuousBatch(...))"
-        )
-    session = session_of(self)
-    before = ABSENT if session is None else session.before(self, "generate_batch")
-    original = type(self).generate_batch.__get__(self) if before is ABSENT else before
-    return original(*args, **kwargs)
+        raise Unsupported(f"generate_batch takes no assistant=: {INSTEAD}")
+    return _original(self, "generate_batch")(*args, **kwargs)
+
+
+def init_continuous_batching(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """What all of transformers' continuous batching begins with. Raises Unsupported for an assistant in the call's own generation_config; a
+    default is left out with a warning."""
+    session, own = session_of(self), self.generation_config
+    call = None if generation_config is own else generation_config
+    assistant, named = chosen(call, own, None if session is None else session.default)
+    if session is not None and assistant not in (None, "none"):
+        if named:
+            raise Unsupported(f"continuous batching takes no assistant, and its generation_config names {assistant!r}: {INSTEAD}")
+        session.leave(Unsupported(f"continuous batching takes no assistant: {INSTEAD}"))
+    return _original(self, "init_continuous_batching")(generation_config, *args, **kwargs)
+
+
+def _original(model: Any, name: str) -> Any:
+    """A method of a model as it was before the patch."""
+    session = session_of(model)
+    before = ABSENT if session is None else session.before(model, name)
+    return getattr(type(model), name).__get__(model) if before is ABSENT else before
 
 
 def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str, Any]) -> Any:

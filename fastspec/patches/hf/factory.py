@@ -12,7 +12,7 @@ from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, check_decoder, is_wrapped, may_see_ahead, why_generic
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
-from fastspec.patches.hf.tree_check import check_trust
+from fastspec.patches.hf.tree_check import check_states, check_trust
 
 
 def language_model(
@@ -36,6 +36,8 @@ def language_model(
             )
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
         check_trust(model, reads_source=source is not None)
+        if taps is not None and source is None:
+            check_states(model)
     elif is_wrapped(model) or may_see_ahead(model):
         check_trust(model, adapter=adapter)
     if source is not None:

@@ -24,11 +24,26 @@ from fastspec.patches.hf.parallel import check_shares
 from fastspec.patches.hf.wrappers import calls_original, where_defined
 
 
+def model_within(holder: Any) -> str:
+    """What to pass in place of an object that has transformers models as attributes, such as a pipeline or an engine; "" for none."""
+    if isinstance(holder, PreTrainedModel):
+        return ""
+    parts = {**getattr(holder, "__dict__", {}), **getattr(holder, "__dict__", {}).get("_modules", {})}
+    names = sorted(f".{name}" for name, part in parts.items() if isinstance(part, PreTrainedModel) and not name.startswith("_"))
+    return f"pass its {' or '.join(names)}" if names else ""
+
+
+def not_patched(model: Any, then: str) -> str:
+    """What to tell of an object that is not patched; `then` is what comes before the call."""
+    return f"this {type(model).__name__} is not patched: {model_within(model) or then}"
+
+
 def check_supported(model: Any) -> None:
     """Raise `Unsupported`, naming the reason, for a model that fastspec cannot decode with."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise Unsupported(f"patch takes a transformers model, not {name}: load one with AutoModelForCausalLM.from_pretrained(...)")
+        what = model_within(model) or "load one with AutoModelForCausalLM.from_pretrained(...)"
+        raise Unsupported(f"patch takes a transformers model, not {name}: {what}")
     if not callable(getattr(model, "generate", None)) or not model.can_generate():
         raise Unsupported(f"{name} has no generate method: patch a causal language model, such as {name.replace('Model', '')}ForCausalLM")
     if not isinstance(model, GenerationMixin):

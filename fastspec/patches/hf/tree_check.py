@@ -77,6 +77,19 @@ def reads_prompts_alike(model: Any, adapter: Adapter | None) -> bool:
     return _verdict(model, False, adapter).alike
 
 
+def check_states(model: Any) -> None:
+    """Raise Unsupported for a model that gives no hidden states when asked for them: once per class, configuration, dtype and versions."""
+    key = "states", _key(model)
+    if key not in _VERDICTS:
+        with _undisturbed(model), torch.no_grad():
+            two = torch.tensor([[1, 2]], device=device_of(model))
+            states = model(input_ids=two, use_cache=False, output_hidden_states=True, return_dict=True).hidden_states
+        reason = f"{type(model).__name__} gives no hidden states when it is asked for them, and this assistant's drafter reads them"
+        _VERDICTS[key] = _Verdict(reason if states is None else None)
+    if (reason := _VERDICTS[key].reason) is not None:
+        raise Unsupported(reason)
+
+
 def _verdict(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
     key = adapter is not None, _key(model)
     if key not in _VERDICTS:
