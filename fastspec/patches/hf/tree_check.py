@@ -84,8 +84,8 @@ def check_states(model: Any) -> None:
         with _undisturbed(model), torch.no_grad():
             two = torch.tensor([[1, 2]], device=device_of(model))
             states = model(input_ids=two, use_cache=False, output_hidden_states=True, return_dict=True).hidden_states
-        reason = f"{type(model).__name__} gives no hidden states when it is asked for them, and this assistant's drafter reads them"
-        _VERDICTS[key] = _Verdict(reason if states is None else None)
+        silent = f"{type(model).__name__} gives no hidden states when it is asked for them, and this assistant's drafter reads them"
+        _VERDICTS[key] = _Verdict(silent if states is None else None)
     if (reason := _VERDICTS[key].reason) is not None:
         raise Unsupported(reason)
 
