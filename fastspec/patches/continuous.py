@@ -113,7 +113,8 @@ class Continuous:
     def submit(
         self, ids: Tensor, generation_config: Any = None, streamer: Any = None, *, seed: int | None = None, **options: Any
     ) -> Future[Tensor]:  # fmt: skip
-        """Ask for the answer to one prompt, ids [T] or [1, T] int64 -> the future of what `generate` returns, [1, T + new tokens].
+        """Ask for the answer to one prompt, ids [T] or [1, T] int64 on any device -> the future of what `generate` returns, [1, T + new
+        tokens] on the model's.
 
         `generation_config`, `streamer` and further options are those of `generate`, one by one for each prompt; `seed` is that of its draws
         (None: one from torch's own generator). `future.cancel()` lets go of it, whether it waits or runs. The streamer is called from the
@@ -125,6 +126,8 @@ class Continuous:
         if ids.dim() == 1:
             ids = ids[None]
         given = {"input_ids": ids, "generation_config": generation_config, "streamer": streamer, **options}
+        device = device_of(self.model)
+        given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
         single = prepare(self.model, self._original, {name: value for name, value in given.items() if value is not None}, seed)
         length = single.ids.shape[1] + single.limit
         if length > self.max_length:
