@@ -67,8 +67,9 @@ class Rounds(Generic[TargetT]):
         self.joining: Joining | None = None
         """The prompt of which a part was read."""
 
-    def turn(self) -> None:
-        """Let prompts join, and take a round, where any row goes on."""
+    def turn(self, stays: bool = True) -> None:
+        """Let prompts join, and take a round, where any row goes on. Other rounds go on after this turn unless it `stays`: then the next
+        round is not launched ahead."""
         engine, batch = self.engine, self.batch
         if self.joining is not None and not batch.expects(self.joining.row):
             self.joining = None
@@ -76,7 +77,7 @@ class Rounds(Generic[TargetT]):
             self._admit()
         if any(batch.running) or engine.in_flight:
             engine.state.activate(batch.running, batch.padded)
-            ahead = self.joining is None and not batch.free() and batch.goes_on(engine.main.longest)
+            ahead = stays and self.joining is None and not batch.free() and batch.goes_on(engine.main.longest)
             take(engine.step(max(batch.lengths), batch.stats, self.verifier, ahead), engine, batch)
 
     def _admit(self) -> None:
