@@ -38,7 +38,7 @@ def way_of(nbytes: int, dtype: torch.dtype, reachable: bool) -> str:
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """See `reference.all_reduce`."""
-    if isinstance(x, FakeTensor):  # a program that is looked at before its first run (ahead.py): nothing is summed, and no one is asked
+    if isinstance(x, FakeTensor):  # a look at a program before its first run (kernels/ahead.py): no one is asked
         return torch.empty_like(x)
     way = way_of(x.nbytes, x.dtype, x.is_cuda and _reachable(group))
     if way == "library":
