@@ -41,6 +41,29 @@ def prepare_with(prepare: Prepare) -> None:
     _prepare = prepare
 
 
+_capturing = threading.Lock()
+
+
+@contextmanager
+def recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Capture what the block launches.
+
+    Other threads may use the device meanwhile, as a server's do that prepare prompts: only calls of this thread that no graph can hold fail
+    ("thread_local"; in torch's own "global" mode a copy or a read on any thread ends the capture, and fails itself). Their memory does not
+    come from the graph's pool, which serves the stream that is captured. One capture runs at a time, since it begins by waiting for the
+    whole device, which no other may be in the midst of.
+    """
+    with _capturing:
+        collecting = gc.isenabled()
+        gc.disable()  # a collection may free CUDA memory, which ends a capture
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                yield
+        finally:
+            if collecting:
+                gc.enable()
+
+
 class Captured(Generic[Result]):
     """Runs a program and returns its result; with the same `key` as before, from a graph.
 
@@ -79,14 +102,8 @@ class Captured(Generic[Result]):
 
     def _capture(self, program: Callable[[], Result]) -> None:
         graph = torch.cuda.CUDAGraph()
-        collecting = gc.isenabled()
-        gc.disable()  # a collection may free CUDA memory, which ends a capture
-        try:
-            with torch.cuda.graph(graph):
-                self.result = program()
-        finally:
-            if collecting:
-                gc.enable()
+        with recorded(graph):
+            self.result = program()
         self.graph = graph
 
 

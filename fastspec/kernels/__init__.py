@@ -1,4 +1,4 @@
-"""Operations on raw tensors, in the order of a round. Each folder has `reference.py`, plain torch, which its kernels are held to.
+"""Operations on raw tensors, in the order of a round. Each folder has a reference in plain torch, which its kernels are held to.
 
 - `layer/`, `linear/`, `attention/`, `recurrent/`: the passes of a model or of a head
 - `drafting/`: growing a draft tree

@@ -40,7 +40,7 @@ CHUNK = 256
 
 def continuous(
     model: Any, assistant: Any = "eagle3", rows: int = 8, *, max_length: int | None = None, prefill_chunk: int = CHUNK,
-    narrows: bool | None = None,
+    narrows: bool = True,
 ) -> Continuous:  # fmt: skip
     """Decode prompts as they come, up to `rows` at a time:
 
@@ -52,9 +52,9 @@ def continuous(
     positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are read `prefill_chunk` tokens at a time between two
     rounds.
 
-    With `narrows` rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`; else always `rows`, idle ones among them. None:
-    they narrow where rounds are not captured, where an idle row takes as long as another. In low precision a text's rounding depends on the
-    number of rows, and so on the load where they narrow.
+    Rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`, since a tree in an idle row costs as much as in another. In low
+    precision a text's rounding depends on the number of rows, and so on the load. With `narrows=False` there are always `rows`, which take
+    half the memory of keys and values.
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
@@ -75,8 +75,7 @@ def continuous(
     refuse_overrides(model)
     if sees_ahead(model):
         raise Unsupported(f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them")
-    narrow = not session.ops(model).captures if narrows is None else narrows
-    return Continuous(model, session, decoding, rows, max_length, prefill_chunk, narrow)
+    return Continuous(model, session, decoding, rows, max_length, prefill_chunk, narrows)
 
 
 class Continuous:
@@ -105,7 +104,7 @@ class Continuous:
         session.tell_mode(model)
         self._batch = OpenBatch(rows, self.stats, device_of(model))
         with session.turn.taken():
-            self._widths = Widths(lambda count: self._rounds(count), self._batch, rows, narrows=narrows)
+            self._widths = Widths(lambda count, other: self._rounds(count, other), self._batch, rows, narrows=narrows)
         session.batches += 1
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
         self._thread.start()
@@ -113,7 +112,8 @@ class Continuous:
     def submit(
         self, ids: Tensor, generation_config: Any = None, streamer: Any = None, *, seed: int | None = None, **options: Any
     ) -> Future[Tensor]:  # fmt: skip
-        """Ask for the answer to one prompt, ids [T] or [1, T] int64 -> the future of what `generate` returns, [1, T + new tokens].
+        """Ask for the answer to one prompt, ids [T] or [1, T] int64 on any device -> the future of what `generate` returns, [1, T + new
+        tokens] on the model's.
 
         `generation_config`, `streamer` and further options are those of `generate`, one by one for each prompt; `seed` is that of its draws
         (None: one from torch's own generator). `future.cancel()` lets go of it, whether it waits or runs. The streamer is called from the
@@ -125,6 +125,8 @@ class Continuous:
         if ids.dim() == 1:
             ids = ids[None]
         given = {"input_ids": ids, "generation_config": generation_config, "streamer": streamer, **options}
+        device = device_of(self.model)
+        given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
         single = prepare(self.model, self._original, {name: value for name, value in given.items() if value is not None}, seed)
         length = single.ids.shape[1] + single.limit
         if length > self.max_length:
@@ -182,8 +184,8 @@ class Continuous:
             raise FastSpecError("this batch is closed: fastspec.continuous(model, ...) opens another")
 
     @torch.no_grad()
-    def _rounds(self, rows: int) -> Rounds[HFModel]:
-        """Rounds of so many rows, which hold a text of one token each that nobody reads."""
+    def _rounds(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel]:
+        """Rounds of so many rows, which hold a text of one token each that nobody reads; prompts are read where those of `other` are."""
         batch, device = self._batch, device_of(self.model)
         ends = self.model.generation_config.eos_token_id
         assembly = Assembly(
@@ -200,7 +202,8 @@ class Continuous:
         if engine.drafter is not None:
             engine.drafter.begin(*blank, features, root)
         engine.begin(root)
-        return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), partial(assembly.entry, engine), self.chunk)
+        entry = partial(assembly.entry, engine) if other is None else other.entry
+        return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), entry, self.chunk)
 
     def _run(self) -> None:
         """What the thread does: a turn of the rounds after another, while there is a prompt."""
@@ -216,7 +219,7 @@ class Continuous:
                     batch.cancel()
                 try:
                     with self.session.turn.taken():
-                        self._widths.fit().turn()
+                        self._widths.turn()
                 except Exception as error:
                     self._recover(error)
                 if self._dead is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
+from fastspec.generation.capture import recorded
 from fastspec.training.config import TrainConfig
 from fastspec.training.data import Row, Texts, encode_prompts
 from fastspec.training.shards import Clock, Shards
@@ -278,7 +279,7 @@ class _Decoder:
             self._step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with recorded(graph):
             self._step()
         for x, old in zip((self.token, self.position, self.done, self.out), kept, strict=True):
             x.copy_(old)

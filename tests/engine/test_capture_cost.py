@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -30,8 +31,9 @@ class Graph:
 
 
 @contextmanager
-def slow(graph: Graph) -> Iterator[None]:
-    """A capture that takes NAP longer."""
+def slow(graph: Graph, capture_error_mode: str) -> Iterator[None]:
+    """A capture that takes NAP longer, of which other threads do not hear."""
+    assert capture_error_mode == "thread_local"
     time.sleep(NAP)
     yield
 
@@ -74,6 +76,32 @@ def test_a_thread_has_seconds_of_its_own() -> None:
     thread.start()
     thread.join()
     assert seen[0] >= NAP and capture.SPENT.captures == before
+
+
+def test_one_capture_runs_at_a_time_without_a_garbage_collection(monkeypatch) -> None:
+    """Of all threads, whichever models they decode with."""
+    inside: list[int] = []
+    most: list[int] = []
+
+    @contextmanager
+    def counted(graph: Graph, capture_error_mode: str) -> Iterator[None]:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(NAP)
+        yield
+        inside.pop()
+
+    def capture_one() -> None:
+        with capture.recorded(Graph()):  # type: ignore[arg-type]
+            assert not gc.isenabled()
+
+    monkeypatch.setattr(torch.cuda, "graph", counted)
+    threads = [threading.Thread(target=capture_one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 4 and gc.isenabled()
 
 
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "nasd"], ids=["autoregressive", "eagle3", "nasd"])

@@ -55,10 +55,10 @@ def entries(monkeypatch) -> Iterator[dict[str, list[str]]]:
         phase[0] = "prefill"
         return decode(*args)
 
-    def turning(self):
+    def turning(self, *args):
         phase[0] = "round"
         found["round"].clear()  # the last round is what is looked at
-        turn(self)
+        turn(self, *args)
         phase[0] = "output"
 
     monkeypatch.setattr(rounds.Rounds, "turn", turning)
@@ -78,7 +78,7 @@ def test_no_room_is_entered_again_more_than_once_in_a_phase(monkeypatch, assista
     model.generate(**options, assistant=assistant)  # what is done once is done
     with entries(monkeypatch) as found:
         model.generate(**options, assistant=assistant)
-    assert {"engine.py", "round.py", "schedule.py", "verifier.py", "batching.py"} <= set(found["round"])
+    assert {"engine.py", "round_program.py", "schedule.py", "verifier.py", "batching.py"} <= set(found["round"])
     for phase, rooms in found.items():
         visits = Counter(room for room, _ in groupby(rooms))
         assert max(visits.values()) <= ONCE_MORE, (phase, visits)

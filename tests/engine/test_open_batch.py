@@ -21,6 +21,7 @@ import fastspec
 from fastspec import Unsupported
 from fastspec.generation.engine import batching
 from fastspec.generation.random_numbers import uniform_at
+from fastspec.patches import continuous
 from fastspec.patches.backends import TORCH
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
@@ -157,6 +158,25 @@ def test_what_an_open_batch_does_not_decode_is_refused_at_once(words, options):
         with pytest.raises(ValueError, match="temperature"):
             batch.submit(texts(5)[0], temperature=-1.0, do_sample=True, max_new_tokens=4)
         assert batch.waiting == 0 and len(told([batch.submit(texts(5)[0], max_new_tokens=4, **GREEDY)])[0]) == 9
+
+
+def test_a_prompt_is_moved_to_the_models_device(monkeypatch):
+    """With all tensors that come with it; a tokenizer leaves them on the host."""
+    _, model = made()
+    given: list[dict[str, Any]] = []
+
+    def prepare(model: Any, original: Any, options: dict[str, Any], seed: Any) -> Any:
+        given.append(options)
+        raise Unsupported("seen")
+
+    with fastspec.continuous(model, "autoregressive", rows=1, max_length=40) as batch:
+        monkeypatch.setattr(continuous, "prepare", prepare)
+        monkeypatch.setattr(continuous, "device_of", lambda model: torch.device("meta"))
+        for ids in (texts(5)[0], texts(5)[0][None]):
+            with pytest.raises(Unsupported, match="seen"):
+                batch.submit(ids, attention_mask=torch.ones(1, 5), max_new_tokens=3)
+    for options in given:
+        assert options["input_ids"].is_meta and options["attention_mask"].is_meta and options["input_ids"].shape == (1, 5)
 
 
 def test_prompts_with_images_are_refused():

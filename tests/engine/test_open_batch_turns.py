@@ -79,8 +79,8 @@ def test_prompts_are_cancelled_while_they_wait_are_read_and_run(monkeypatch):
         assert batch.running == 1 and batch.waiting == 3 and waits.cancel()
         turn, at = Rounds.turn, []
 
-        def watched(self: Any) -> None:
-            turn(self)
+        def watched(self: Any, *stays: bool) -> None:
+            turn(self, *stays)
             if self.joining is not None and self.joining.ids.shape[1] == 20:
                 at.append(self.joining.done)
                 read.cancel()

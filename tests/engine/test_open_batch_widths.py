@@ -16,7 +16,7 @@ from test_windows import windowed
 
 import fastspec
 from fastspec.generation.drafters.base import Decoding, Drafter
-from fastspec.generation.engine import row_counts
+from fastspec.generation.engine import batching, row_counts
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.tree import TokenTree
 
@@ -51,8 +51,14 @@ def asked(batch: Any, ids: list[Any], options: list[dict[str, Any]]) -> list[lis
     return told([first, *others])
 
 
-@pytest.mark.parametrize("assistant", ["autoregressive", TREE, "eagle", "nasd"], ids=str)
-def test_rows_follow_the_load_and_no_answer_changes(rows_seen, assistant):
+@pytest.mark.parametrize("assistant, captured", [
+    ("autoregressive", False), (TREE, False), ("eagle", False), ("nasd", False), ("autoregressive", True), (TREE, True), ("nasd", True),
+], ids=str)  # fmt: skip
+def test_rows_follow_the_load_and_no_answer_changes(monkeypatch, rows_seen, assistant, captured):
+    """Also where rounds are launched before the one in front is read, and each width has graphs of its own."""
+    if captured:
+        stand_in(monkeypatch)
+        monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
     plain, model = made()
     ids = texts(*COUNTS)
     options: list[dict[str, Any]] = [{**GREEDY, "max_new_tokens": count} for count in NEW]
@@ -95,9 +101,9 @@ def test_a_seed_gives_its_answer_in_rounds_of_any_width(rows_seen):
 
 
 def test_rows_wait_before_they_narrow(rows_seen, monkeypatch):
-    """Not while a prompt ends and the next one comes, and at once where nothing has to move."""
+    """Not while a prompt ends and the next one comes, and no further than the most that the turns in between had need of."""
     monkeypatch.setattr(row_counts, "PATIENCE", 5)
-    _, model = made()
+    plain, model = made()
     ids = texts(5, 6)
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=64) as batch:
         asked(batch, ids, [{**GREEDY, "max_new_tokens": 20}, {**GREEDY, "max_new_tokens": 4}])
@@ -109,8 +115,42 @@ def test_rows_wait_before_they_narrow(rows_seen, monkeypatch):
         gate.go.release(9)
         told(both)
         rows_seen.clear()
-        told([batch.submit(ids[0], max_new_tokens=3, **GREEDY)])
-        assert {rows for rows, _ in rows_seen} == {1}
+        for _ in range(3):
+            assert told([batch.submit(ids[0], max_new_tokens=5, **GREEDY)]) == [alone(plain, ids[0], 5)]
+        seen = [rows for rows, _ in rows_seen]
+        assert 1 <= seen.count(2) <= 5 and seen == sorted(seen, reverse=True) and seen[-1] == 1
+
+
+def test_rounds_ahead_of_the_host_do_not_keep_others_waiting(monkeypatch, rows_seen):
+    """A prompt that comes while the only row is asynchronous joins it: rounds widen long before that row's answer ends."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
+    _, model = made()
+    ids = texts(5, 6)
+    with fastspec.continuous(model, "autoregressive", rows=2, max_length=64) as batch:
+        asked(batch, ids, [{**GREEDY, "max_new_tokens": 40}, {**GREEDY, "max_new_tokens": 30}])
+    before = [rows for rows, _ in rows_seen].index(2)
+    assert before <= 8 and rows_seen.count((2, 2)) >= 25
+
+
+def test_all_widths_read_their_prompts_in_one_place(rows_seen):
+    """One row of keys and values, and one set of graphs, for the prompts of all of them."""
+    _, model = made()
+    with fastspec.continuous(model, TREE, rows=4, max_length=64) as batch:
+        asked(batch, texts(*COUNTS), [{**GREEDY, "max_new_tokens": count} for count in NEW])
+        rounds = batch._widths.made.values()
+        assert len(rounds) == 3 and len({id(each.entry) for each in rounds}) == 1
+        assert sum(each.engine.entry is not None for each in rounds) == 1
+
+
+def test_rounds_that_do_not_fit_are_named_when_the_batch_is_opened(monkeypatch):
+    """Those of all rows, though one row would do at first."""
+    from fastspec.generation.state import sequence
+
+    _, model = made()
+    monkeypatch.setattr(sequence, "_memory", lambda device: 2**22)
+    with pytest.raises(fastspec.FastSpecError, match="for 64 rows needs"):
+        fastspec.continuous(model, "autoregressive", rows=64, max_length=2000)
 
 
 class Said(Decoding, Drafter):
@@ -135,12 +175,12 @@ class Said(Decoding, Drafter):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_where_rows_do_not_move_or_rounds_are_captured_there_are_always_as_many(monkeypatch, rows_seen, captured):
+def test_where_rows_do_not_move_or_are_not_to_there_are_always_as_many(monkeypatch, rows_seen, captured):
     if captured:
         stand_in(monkeypatch)
     plain, model = made()
     ids = texts(*COUNTS)
-    with fastspec.continuous(model, TREE if captured else Said(), rows=4, max_length=64) as batch:
-        emitted = asked(batch, ids, [{**GREEDY, "max_new_tokens": count} for count in NEW])
-    assert emitted == [alone(plain, each, count) for each, count in zip(ids, NEW, strict=True)]
+    with fastspec.continuous(model, TREE if captured else Said(), rows=4, max_length=64, narrows=not captured) as batch:
+        generated = asked(batch, ids, [{**GREEDY, "max_new_tokens": count} for count in NEW])
+    assert generated == [alone(plain, each, count) for each, count in zip(ids, NEW, strict=True)]
     assert {rows for rows, _ in rows_seen} == {4}

@@ -19,6 +19,7 @@ from torch import multiprocessing
 from transformers import CONFIG_MAPPING
 
 import fastspec
+from fastspec.kernels import ahead
 from fastspec.kernels.parallel import symmetric
 from fastspec.kernels.parallel.symmetric import way_of
 from fastspec.patches.hf.modes import check_supported
@@ -158,6 +159,25 @@ def test_all_processes_find_the_same_way(told: list[Any], reachable: bool, monke
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, other, peers=peers: other in peers)
         monkeypatch.setattr(symmetric.dist, "all_gather_object", lambda heard, mine, group: heard.__setitem__(slice(None), told))
         assert symmetric._reachable.__wrapped__(SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)) is reachable
+
+
+@pytest.mark.parametrize("rows", [1, 61, 512, 4096])
+def test_a_look_at_a_program_sums_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the message's way is: a look has no data, so that no process can be asked, and two-shot sums do not run without it."""
+
+    def asked(*_: Any) -> None:
+        raise AssertionError("a look asked the other processes")
+
+    for name in ("_reachable", "_space"):
+        monkeypatch.setattr(symmetric, name, asked)
+    made = SimpleNamespace()
+
+    def program() -> None:
+        made.total = symmetric.all_reduce(torch.ones(rows, 4096, device="cuda", dtype=torch.bfloat16), SimpleNamespace(group_name="0"))
+
+    monkeypatch.setattr(ahead, "_warned", False)
+    ahead._look(program, ahead.Collector())
+    assert not ahead._warned and made.total.is_cuda and (made.total.shape, made.total.dtype) == ((rows, 4096), torch.bfloat16)
 
 
 def test_what_is_refused_by_name(both: Made) -> None:

@@ -67,15 +67,16 @@ class Rounds(Generic[TargetT]):
         self.joining: Joining | None = None
         """The prompt of which a part was read."""
 
-    def turn(self) -> None:
-        """Let prompts join, and take a round, where any row goes on."""
+    def turn(self, stays: bool = True) -> None:
+        """Let prompts join, and take a round, where any row goes on. Other rounds go on after this turn unless it `stays`: then the next
+        round is not asynchronous."""
         engine, batch = self.engine, self.batch
         if self.joining is not None and not batch.expects(self.joining.row):
             self.joining = None
         if not engine.in_flight:
             self._admit()
         if any(batch.running) or engine.in_flight:
-            asynchronous = self.joining is None and not batch.free() and batch.goes_on(engine.main.longest)
+            asynchronous = stays and self.joining is None and not batch.free() and batch.goes_on(engine.main.longest)
             engine.state.activate(batch.running, batch.padded)
             take(engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous), engine, batch)
 

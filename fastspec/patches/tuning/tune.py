@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.capture import recorded
 from fastspec.patches.checks.compare import tensors, unlike
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.notices import notice
@@ -77,7 +78,7 @@ def seconds_of(run: Callable[[int], object], copies: int, device: torch.device) 
         run(0)
     torch.cuda.synchronize()
     graph, turns = torch.cuda.CUDAGraph(), max(copies, 8)
-    with torch.cuda.graph(graph):
+    with recorded(graph):
         for turn in range(turns):
             run(turn % copies)
     spent = []

@@ -71,9 +71,11 @@ class EagleDrafter(HeadDrafter):
         if self.phase is not None:
             self.phase.counts.zero_()
 
-    def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        """Begin a row anew, see `HeadDrafter.copy_row`: it has no pairs that wait for the next launch."""
-        super().copy_row(row, other, count)
+    def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
+        """Go on with a row of another state: pairs that wait there for the next launch are fed first, as here none may wait."""
+        if isinstance(other, EagleDrafter) and other.phase is not None and bool(other.phase.counts.any()):
+            other._extend(*other.phase.take())
+        super().move_row(row, other, source, count)
         if self.phase is not None:
             self.phase.counts[row] = 0
 

@@ -39,6 +39,12 @@ class FusedPhase:
         """The phase that grows trees of a shape, where the head, its weights and the backend allow it."""
         return cls(drafter, shape) if why_separate(drafter, shape) is None else None
 
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The pairs that wait for the next launch, which it will not feed: tokens [B, P], features [B, P, F], how many count [B]."""
+        counts = self.counts.clone()
+        self.counts.zero_()
+        return self.tokens, self.features, counts
+
     def run(self, drafter: HeadDrafter) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates, as `EagleDrafter._grow`."""
         k, v = drafter.attention.k[0], drafter.attention.v[0]

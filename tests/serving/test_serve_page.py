@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_clients import MARKS
 from helpers_models import tiny_head
 from helpers_pages import snippets
-from helpers_serve import openai, served, uvicorn
+from helpers_serve import MARKS, openai, served, uvicorn
 from helpers_training import small_target, small_tokenizer
 
 import fastspec

@@ -7,8 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from helpers_clients import MARKS
-from helpers_serve import NAME, Served, openai, post, served
+from helpers_serve import MARKS, NAME, Served, openai, post, served
 from helpers_training import small_target
 
 import fastspec

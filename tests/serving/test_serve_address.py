@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from helpers_clients import MARKS
-from helpers_serve import Served, openai, served
+from helpers_serve import MARKS, Served, openai, served
 from helpers_training import small_target
 from typer.testing import CliRunner
 

@@ -1,0 +1,87 @@
+"""Sums over processes on CUDA: through symmetric memory by two processes that share one GPU, and NCCL's in a graph by a process alone."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing
+
+from fastspec.generation.capture import recorded
+from fastspec.kernels.parallel import reference, symmetric
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+WIDTH = 4096
+WAYS = {1: "one-shot", 61: "one-shot", 128: "two-shot", 512: "two-shot", 1024: "two-shot"}
+"""Rows in bf16, and how they are summed."""
+
+
+def drawn(rows: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+
+
+def replayed(run: Callable[[Tensor], Tensor], x: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """What a run makes of the inputs one after another, from one graph that reads x; the first run, on x, is a real one."""
+    run(x.clone())
+    graph = torch.cuda.CUDAGraph()
+    with recorded(graph):
+        out = run(x.clone())
+    made = []
+    for each in inputs:
+        x.copy_(each)
+        graph.replay()
+        made.append(out.clone())
+    return made
+
+
+def begin(rank: int, size: int, folder: str, backend: str) -> dist.ProcessGroup:
+    torch.cuda.set_device(0)
+    store = f"file://{Path(folder) / 'store'}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120))
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def shared(rank: int, folder: str) -> None:
+    """One of two processes on one GPU, which see each other's memory as GPUs over NVLink do."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    group = begin(rank, 2, folder, "gloo")
+    symmetric._reachable = lambda group: True  # type: ignore[assignment]  # each counts as a GPU of its own
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, way in WAYS.items():
+            if dtype is torch.bfloat16:
+                assert symmetric.way_of(rows * WIDTH * 2, dtype, True) == way
+            if rows * WIDTH * dtype.itemsize > symmetric.TWO_SHOT_BYTES:
+                continue
+            parts = [[drawn(rows, 10 * turn + each, dtype) for each in range(2)] for turn in range(4)]
+            want = [first + second for first, second in parts]  # of two addends any order gives the same bits
+            mine = [pair[rank] for pair in parts]
+            for x, total in zip(mine, want, strict=True):
+                assert torch.equal(symmetric.all_reduce(x.clone(), group), total), (rows, dtype)
+            made = replayed(lambda x: symmetric.all_reduce(x, group), mine[0].clone(), mine)
+            assert all(map(torch.equal, made, want)), (rows, dtype)
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def alone(rank: int, folder: str) -> None:
+    """The only process of a group of NCCL's: nothing is added, and its launches are captured."""
+    group = begin(rank, 1, folder, "nccl")
+    inputs = [drawn(61, turn, torch.bfloat16) for turn in range(3)]
+    for run in (lambda x: reference.all_reduce(x, group), lambda x: reference.all_gather(x, WIDTH, group)):
+        assert all(map(torch.equal, replayed(run, inputs[-1].clone(), inputs), inputs))
+    long = [drawn(1025, turn, torch.bfloat16) for turn in range(3)]  # longer than what goes through symmetric memory
+    assert all(map(torch.equal, replayed(lambda x: symmetric.all_reduce(x, group), long[-1].clone(), long), long))
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("run, processes", [(shared, 2), (alone, 1)], ids=["symmetric memory", "NCCL"])
+def test_sums_are_exact_and_captured(run: Callable[[int, str], None], processes: int, tmp_path: Path) -> None:
+    multiprocessing.spawn(run, args=(str(tmp_path),), nprocs=processes)
