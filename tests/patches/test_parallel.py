@@ -18,11 +18,9 @@ from helpers_vision import seeing
 from torch import multiprocessing
 from transformers import CONFIG_MAPPING
 
-import fastspec
 from fastspec.kernels import ahead
 from fastspec.kernels.parallel import symmetric
 from fastspec.kernels.parallel.symmetric import way_of
-from fastspec.patches.hf.modes import check_supported
 
 GENERIC = "hunyuan_v1_dense"
 FAMILIES = (
@@ -120,14 +118,6 @@ def test_whole_models_need_nothing_of_transformers_parallelism(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)
     shards = runpy.run_module("fastspec.patches.hf.shards")
     assert shards["local_heads"](tiny_model("llama", **SMALL), 2) == 2
-
-
-def test_a_model_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `device_map="auto"` lays one over GPUs."""
-    model = tiny_model("llama", **SMALL)
-    monkeypatch.setattr(model, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda", index)) for index in range(2)]))
-    with pytest.raises(fastspec.Unsupported, match=r"spread over cuda:0, cuda:1; .*\(tp_plan='auto', under torchrun\)"):
-        check_supported(model)
 
 
 @pytest.mark.parametrize(

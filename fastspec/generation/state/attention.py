@@ -25,6 +25,11 @@ class FullAttentionState(LayerState):
         self.k = torch.zeros((layers, rows, kv_heads, 0, size), dtype=dtype, device=device)
         self.v = torch.zeros((layers, rows, kv_heads, 0, size if value_size is None else value_size), dtype=dtype, device=device)
 
+    @property
+    def device(self) -> torch.device:
+        """See `LayerState`."""
+        return self.k.device
+
     def bytes(self, slots: int) -> int:
         """Memory of keys and values with so many slots a row."""
         layers, rows, heads, _, size = self.k.shape

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from fastspec.generation.ops import Ops
@@ -25,6 +26,15 @@ class Moves:
     sources: Tensor
     targets: Tensor
 
+    def on(self, device: torch.device) -> Moves:
+        """The same on a device."""
+        if self.sources.device == device:
+            return self
+        verdict = replace(
+            self.verdict, path=self.verdict.path.to(device), accepted=self.verdict.accepted.to(device), bonus=self.verdict.bonus.to(device)
+        )
+        return Moves(verdict, self.active.to(device), self.sources.to(device), self.targets.to(device))
+
 
 class LayerState(ABC):
     """Buffers of all layers of one kind, for every row of a call. Slots below a row's length hold its committed tokens, the tail behind
@@ -36,6 +46,11 @@ class LayerState(ABC):
 
     layers: int
     """How many layers there are of the kind."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where its layers compute, and its buffers are."""
 
     @abstractmethod
     def bytes(self, slots: int) -> int:

@@ -43,6 +43,11 @@ class DeltaState(LayerState):
         self.u = torch.zeros((layers, rows, nodes, heads, size), dtype=torch.float32, device=device)
         self.g = torch.zeros((layers, rows, nodes, heads), dtype=torch.float32, device=device)
 
+    @property
+    def device(self) -> torch.device:
+        """See `LayerState`."""
+        return self.s.device
+
     def bytes(self, slots: int) -> int:
         """The same for texts of any length."""
         return sum(each.numel() * each.element_size() for each in (self.s, self.held, self.inputs, self.mixed, self.u, self.g))

@@ -37,7 +37,7 @@ WIDE_STEP = 16384
 
 
 class SequenceState:
-    """The states `kinds` of a model's layers, one for all layers of a kind, and `lengths` [B] int64, all on one device.
+    """The states `kinds` of a model's layers, one for all layers of a kind, each where they compute, and `lengths` [B] int64.
 
     `order` says of every layer of the model whose keys and values, or state, it reads: which of the kinds, and which layer of it; layers
     may share one. None: there is one kind, and every layer has its own.
@@ -66,9 +66,10 @@ class SequenceState:
     def open(self, capacity: int) -> None:
         """Begin a call of at most `capacity` tokens a row on the buffers that are there, with every row empty."""
         self.limit = capacity
-        need = self._bytes(capacity + self.tail)
-        if need > _memory(self.lengths.device):  # the system may grant it, and kill the process later
-            raise _too_large(capacity, len(self.lengths), need, self.lengths.device)
+        for device in dict.fromkeys(kind.device for kind in self.kinds):
+            need = sum(kind.bytes(capacity + self.tail) for kind in self.kinds if kind.device == device)
+            if need > _memory(device):  # the system may grant it, and kill the process later
+                raise _too_large(capacity, len(self.lengths), need, device)
         self.lengths.zero_()
         for kind in self.kinds:
             kind.clear()
@@ -111,7 +112,7 @@ class SequenceState:
         sources, targets = ops.commit_slots(self.lengths, verdict.path, verdict.accepted, active, self.bound)
         moves = Moves(verdict, active, sources, targets)
         for kind in self.kinds:
-            kind.commit(ops, moves)
+            kind.commit(ops, moves.on(kind.device))
 
     def copy_row(self, row: int, other: SequenceState, count: int, source: int = 0) -> None:
         """Begin a row anew with the `count` committed tokens of row `source` of another state; there must be room for them."""

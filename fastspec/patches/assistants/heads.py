@@ -38,6 +38,7 @@ from fastspec.generation.drafters.eagle.dialects import TRAINED_THETA, Flag
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
 from fastspec.patches.assistants.binding import BOUND_ROWS, OWN_EMBEDDING, rows_of
 from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.placement import check_borrowed
 
 PATTERNS = ["*.json", "*.safetensors", "*.bin"]
 PROBE_TOKENS = 64
@@ -157,9 +158,15 @@ def _build(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> EagleHead:
         head.set_rope(*scaled_rope(head.config))
     embedding = _embedding(checkpoint, target)
     head.__dict__[OWN_EMBEDDING] = embedding is not target.get_input_embeddings()
-    head.bind(embedding, target.get_output_embeddings())
+    _bind(head, embedding, target)
     head.__dict__[BOUND_ROWS] = rows_of(target)
     return head
+
+
+def _bind(head: EagleHead, embedding: nn.Module, target: PreTrainedModel) -> None:
+    if head.lm_head is None:
+        check_borrowed(target)
+    head.bind(embedding, target.get_output_embeddings())
 
 
 def _embedding(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> nn.Module:
@@ -200,7 +207,7 @@ def _bind_module(head: EagleHead, target: PreTrainedModel) -> EagleHead:
         twin.set_rope(*scaled_rope(head.config))
     wider = own is not None and own.shape[1] != target.get_input_embeddings().weight.shape[1]
     keeps = head.__dict__.get(OWN_EMBEDDING, False) or wider
-    twin.bind(bound if keeps else target.get_input_embeddings(), target.get_output_embeddings())
+    _bind(twin, bound if keeps else target.get_input_embeddings(), target)
     twin.__dict__[OWN_EMBEDDING], twin.__dict__[BOUND_ROWS] = keeps, rows_of(target)
     return twin
 

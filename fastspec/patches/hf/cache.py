@@ -35,7 +35,8 @@ class SlotCache(Cache):
                     f"layer {layer_idx} has {states.shape[1]} {name} heads of size {states.shape[3]}, its config says {held[0]} of "
                     f"{held[1]}: fastspec makes its cache by the config"
                 )
-        store.write(self.ops, index, key_states.transpose(1, 2), value_states.transpose(1, 2), self.slots[store.ring])
+        slots = self.slots[store.ring].to(store.device)
+        store.write(self.ops, index, key_states.transpose(1, 2), value_states.transpose(1, 2), slots)
         return store.k[index][:, :, : self.extent], store.v[index][:, :, : self.extent]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -59,14 +60,15 @@ def import_past(state: SequenceState, past: list[Held], keep: Tensor) -> None:
     order = torch.argsort((~keep).int(), dim=1, stable=True)[:, :width]  # kept slots first, in order
     state.reserve(width)
     for (kind, layer), held in zip(state.owned, past, strict=True):
-        kind.load(layer, held, order, counts)
+        kind.load(layer, held, order.to(kind.device), counts.to(kind.device))
     state.lengths.copy_(counts)
 
 
 def export_span(state: SequenceState, first: Tensor, width: int, offset: Tensor) -> list[Held]:
-    """What transformers keeps of slots first[b] .. of every row, layer by layer: keys and values [B, Hkv, width, D], where row b starts at
-    column offset[b] and columns before it or past the row's length are zero."""
+    """What transformers keeps of slots first[b] .. of every row, layer by layer, where each computes: keys and values [B, Hkv, width, D],
+    where row b starts at column offset[b] and columns before it or past the row's length are zero."""
     column = torch.arange(width, device=first.device)
     slots = first[:, None] + column - offset[:, None]
     real = (column >= offset[:, None]) & (slots < state.lengths[:, None])
-    return [kind.export(layer, slots.clamp(0, state.slots - 1), real, state.lengths) for kind, layer in state.owned]
+    found = slots.clamp(0, state.slots - 1), real, state.lengths
+    return [kind.export(layer, *(each.to(kind.device) for each in found)) for kind, layer in state.owned]

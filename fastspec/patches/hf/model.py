@@ -342,10 +342,11 @@ class HFModel(Target):
             input_ids=tokens, attention_mask=mask, position_ids=nodes.positions, use_cache=True, past_key_values=cache,
             output_hidden_states=self.taps is not None, return_dict=True,
         )  # fmt: skip
-        states = dict(enumerate(out.hidden_states)) if self.taps is not None else {}
+        states = {at: each.to(tokens.device) for at, each in enumerate(out.hidden_states)} if self.taps is not None else {}
         if self.taps is not None:
             self._check_states(states, tokens)
-        return out.logits if pick is None else out.logits[pick], self._features(states, states.get(self.depth, out.logits))
+        logits = out.logits.to(tokens.device)  # of a model over several devices they come from the last
+        return logits if pick is None else logits[pick], self._features(states, states.get(self.depth, logits))
 
     def _check_states(self, states: dict[int, Tensor], tokens: Tensor) -> None:
         """Raise Unsupported for a model whose hidden states are not one per layer and token, as a head reads them."""

@@ -21,6 +21,7 @@ from fastspec.patches.hf.compat import (
 from fastspec.patches.hf.families import ADAPTERS, SEQ2SEQ, Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS
 from fastspec.patches.hf.parallel import check_shares
+from fastspec.patches.hf.placement import check_placement, devices_of, is_spread
 from fastspec.patches.hf.wrappers import calls_original, where_defined
 
 
@@ -64,13 +65,7 @@ def check_supported(model: Any) -> None:
     if not model.config.is_encoder_decoder and adapter_for(model) is None:
         _check_generic(model, config)
     check_shares(model)
-    devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
-    if len(devices) > 1:
-        raise Unsupported(
-            f"{name} is spread over {', '.join(sorted(devices))}; fastspec keeps one KV cache on one device: load it on one "
-            "(device_map='cuda:0'), with layers offloaded to the CPU where it does not fit (device_map='auto' with max_memory of one GPU), "
-            "or cut over processes (tp_plan='auto', under torchrun)"
-        )
+    check_placement(model)
 
 
 def _check_generic(model: PreTrainedModel, config: Any) -> None:
@@ -116,10 +111,10 @@ def _takes_positions(table: nn.Module) -> bool:
 
 
 def adapter_for(model: nn.Module) -> Adapter | None:
-    """The model's row, or None for the generic mode: no row, a layer whose forward belongs to someone else, or autocast, which
-    chooses dtypes op by op in the modules' own forward."""
+    """The model's row, or None for the generic mode: no row, layers on several devices, a layer whose forward belongs to someone else, or
+    autocast, which chooses dtypes op by op in the modules' own forward."""
     adapter = _row_of(model)
-    if adapter is None or _differs_by(model, adapter) or has_global_hooks() or is_autocast(device_of(model)):
+    if adapter is None or _differs_by(model, adapter) or has_global_hooks() or is_autocast(device_of(model)) or is_spread(model):
         return None
     return None if any(is_foreign(module) for module in _looped_over(model, adapter)) else adapter
 
@@ -185,6 +180,8 @@ def why_generic(model: Any) -> str | None:
         return "torch has global module hooks"
     if is_autocast(device_of(model)):
         return "under autocast"
+    if is_spread(model):
+        return f"its layers are on {' and '.join(devices_of(model))}, uncaptured, through accelerate's hooks"
     found = next((module for module in _looped_over(model, adapter) if is_foreign(module)), None)
     if found is None:
         return None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.base import LayerState
 from fastspec.generation.state.recurrent import DeltaState
@@ -14,24 +12,27 @@ from fastspec.generation.state.sequence import SequenceState
 from fastspec.generation.state.window import WindowState, ring_of
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.compat import delta_shape, device_of, kept_by, layer_shapes, recurrent_layers
+from fastspec.patches.hf.placement import layer_devices
 from fastspec.patches.hf.shards import local_heads
 
 
 def sequence_state(
     model: Any, spans: Sequence[Span | None], *, rows: int, capacity: int, tail: int, chunk: int, bounded: bool
 ) -> SequenceState:  # fmt: skip
-    """The state of `rows` texts of at most `capacity` tokens, for passes over up to `tail` nodes or `chunk` tokens of a prompt.
+    """The state of `rows` texts of at most `capacity` tokens, for passes over up to `tail` nodes or `chunk` tokens of a prompt. What a
+    layer keeps is where it computes.
 
     Where it is `bounded`, layers that see a span of the text keep no more than they can see again.
     """
-    device, dtype, owners = device_of(model), model.dtype, kept_by(model.config)
-    keys: list[tuple[Any, ...]] = [
+    dtype, owners, devices = model.dtype, kept_by(model.config), layer_devices(model)
+    kinds: list[tuple[Any, ...]] = [
         ("recurrent",) if recurrent else (span if bounded else None, local_heads(model, heads), *sizes)
         for span, (heads, *sizes), recurrent in zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)
     ]
+    keys = list(zip(kinds, devices, strict=True))
     of = {key: [layer for layer in dict.fromkeys(owners) if keys[layer] == key] for key in keys}
     made: list[LayerState] = []
-    for key, layers in of.items():
+    for (key, device), layers in of.items():
         if key == ("recurrent",):
             made.append(DeltaState(len(layers), rows, tail, delta_shape(model.config), dtype=dtype, device=device))
         elif key[0] is None:
@@ -41,4 +42,4 @@ def sequence_state(
             made.append(WindowState(len(layers), rows, *key[1:], span=key[0], ring=ring, dtype=dtype, device=device))
     found = list(of)
     order = [(found.index(keys[owner]), of[keys[owner]].index(owner)) for owner in owners]
-    return SequenceState(made, rows=rows, capacity=capacity, tail=tail, device=torch.device(device), order=order)
+    return SequenceState(made, rows=rows, capacity=capacity, tail=tail, device=device_of(model), order=order)
