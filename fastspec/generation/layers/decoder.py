@@ -81,5 +81,10 @@ def gated_as_one(ops: Ops, gate_up: nn.Linear, down: nn.Linear, kind: Gate = SIL
 
 def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Whether a module is torch's own class of this kind, and its forward neither hooked nor replaced."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is kind and type(module.weight) is nn.Parameter and not hooks and "forward" not in module.__dict__
+    hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    return type(module) is kind and type(module.weight) is nn.Parameter and not hooks and _is_torchs_own(kind)
+
+
+def _is_torchs_own(kind: type[nn.Module]) -> bool:
+    """Whether a class's `forward` and `__call__` are torch's, wherever `functools.wraps` says that they are from."""
+    return all(getattr(kind, name).__globals__["__name__"].startswith("torch.") for name in ("forward", "__call__"))

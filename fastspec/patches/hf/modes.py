@@ -22,6 +22,7 @@ from fastspec.patches.hf.families import ADAPTERS, SEQ2SEQ, Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS
 from fastspec.patches.hf.parallel import check_shares
 from fastspec.patches.hf.placement import check_placement, devices_of, is_spread
+from fastspec.patches.hf.replaced import has_foreign_attention, replaced_functions
 from fastspec.patches.hf.wrappers import calls_original, where_defined
 
 
@@ -78,7 +79,8 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
         raise Unsupported(f"{name} is more than one stack of layers (its configuration has no num_hidden_layers); fastspec runs one")
     if getattr(config, "alibi", False):
         raise Unsupported(f"{name} derives positions from the cache (alibi=True), where the nodes of a draft tree lie out of order")
-    _check_masks(name, config)
+    if not has_foreign_attention(model):  # whether it heeds a mask is seen when it is tried
+        _check_masks(name, config)
 
 
 def _check_masks(name: str, config: Any) -> None:
@@ -112,11 +114,12 @@ def _takes_positions(table: nn.Module) -> bool:
 
 def adapter_for(model: nn.Module) -> Adapter | None:
     """The model's row, or None for the generic mode: no row, layers on several devices, a layer whose forward belongs to someone else, or
-    autocast, which chooses dtypes op by op in the modules' own forward."""
+    autocast, which chooses dtypes op by op in the modules' own forward, or a function of someone else's that these call."""
     adapter = _row_of(model)
     if adapter is None or _differs_by(model, adapter) or has_global_hooks() or is_autocast(device_of(model)) or is_spread(model):
         return None
-    return None if any(is_foreign(module) for module in _looped_over(model, adapter)) else adapter
+    looped = _looped_over(model, adapter)
+    return None if any(is_foreign(module) for module in looped) or replaced_functions(model, looped) else adapter
 
 
 def _row_of(model: Any) -> Adapter | None:
@@ -182,9 +185,11 @@ def why_generic(model: Any) -> str | None:
         return "under autocast"
     if is_spread(model):
         return f"its layers are on {' and '.join(devices_of(model))}, uncaptured, through accelerate's hooks"
-    found = next((module for module in _looped_over(model, adapter) if is_foreign(module)), None)
+    looped = _looped_over(model, adapter)
+    found = next((module for module in looped if is_foreign(module)), None)
     if found is None:
-        return None
+        replaced = replaced_functions(model, looped)
+        return None if not replaced else f"{replaced[0][0]} is someone else's ({where_defined(replaced[0][1])})"
     name = type(found).__name__
     if is_watched(found):
         return f"{name} has a forward hook"

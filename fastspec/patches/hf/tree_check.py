@@ -25,6 +25,7 @@ from fastspec.patches.hf.compat import device_of, has_global_hooks, is_out_of_me
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, spans_of
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.replaced import attention_functions, replaced_functions
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 from fastspec.patches.hf.wrappers import autocast_inside
 
@@ -103,7 +104,8 @@ def _key(model: Any) -> Any:
     parts = frozenset((type(module), getattr(module.__dict__.get("forward"), "__qualname__", None)) for module in model.modules())
     attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
     versions = torch.__version__, transformers.__version__
-    return type(model), hash(config), parts, attention, _computed(model), device_of(model).type, has_global_hooks(), versions
+    replaced = frozenset((*attention_functions(model), *replaced_functions(model, list(model.modules()))))
+    return type(model), hash(config), parts, replaced, attention, _computed(model), device_of(model).type, has_global_hooks(), versions
 
 
 def _computed(model: Any) -> torch.dtype:
