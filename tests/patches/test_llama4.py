@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_captured import stand_in
 from helpers_generate import free, prompts
 from helpers_models import tiny_head, tiny_model
 from torch import Tensor
@@ -15,8 +16,14 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 import fastspec
 from fastspec.generation.state import window
+from fastspec.kernels.layer import reference as layer_reference
+from fastspec.kernels.linear import reference
 from fastspec.patches.hf.families import ADAPTERS
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.hf.rotary import position_factor
+from fastspec.patches.session import session_of
+from fastspec.training.target import TargetReader
 
 SPAN, NEW = 8, 40
 TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
@@ -60,6 +67,17 @@ def test_texts_outgrow_chunks_and_scales(settings: str) -> None:
     for layer in model.model.layers:
         layer.self_attn.attn_temperature_tuning = False
     assert ([free(model, inputs, NEW) for inputs in (ONE, BATCH)] == expected) == (settings == "no scales")
+
+
+def test_captured_rounds_outgrow_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the experts by the op, whose weights are turned."""
+    stand_in(monkeypatch, experts=reference.experts)
+    model = llama4()
+    expected = [free(model, inputs, NEW) for inputs in (ONE, BATCH)]
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        for assistant in ("autoregressive", TREE):
+            assert [free(model, inputs, NEW, assistant=assistant) for inputs in (ONE, BATCH)] == expected, assistant
+        assert HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=session_of(model).ops(model)).captures
 
 
 def test_turns_go_on_from_a_returned_cache() -> None:
@@ -123,4 +141,16 @@ def test_the_factor_is_that_of_transformers(dtype: torch.dtype, monkeypatch: pyt
     x = torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     attn(x, None, None)
     assert found is not None and len(found.unique()) == 13
-    assert torch.equal(seen[0].transpose(1, 2), (x.view(1, 60, 4, 16) * found[:, None, None]).to(dtype))
+    qkv, still, steps = torch.cat((x, x), -1), torch.ones(60, 1), torch.arange(60)[None]  # two heads of keys, two of values
+    caches = torch.zeros(2, 1, 2, 60, 16, dtype=dtype)
+    scaled = layer_reference.rope_cache(qkv, still, torch.zeros(60, 1), steps, *caches, steps, factor=found)
+    assert torch.equal(seen[0].transpose(1, 2), scaled)  # multiplied in fp32, and rounded once
+
+
+def test_a_head_is_trained_on_what_its_layers_give() -> None:
+    """The model names itself as its decoder."""
+    model, ids = llama4(), BATCH["input_ids"]
+    read = TargetReader(model, (1, 2), torch.arange(97)).read(ids, torch.tensor([3, 7]))
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+    assert torch.equal(read.features, torch.cat((states[1], states[2]), -1))
