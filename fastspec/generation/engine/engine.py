@@ -113,7 +113,8 @@ class Engine(Generic[TargetT]):
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
         found = schedule.run_ahead(verifier, longest, stats, ahead) if isinstance(schedule, WholeGraph) else None
         if found is None:
-            extent = program.reserve(rounded(longest))
+            room = program.reserve(rounded(longest + program.longest))  # for what the round commits
+            extent = min(room, rounded(longest))
             if program.clock is not None:
                 program.clock.start()
             found = schedule.run(verifier, extent, stats)

@@ -140,7 +140,7 @@ class WholeGraph:
     def _ready(self, longest: int) -> bool:
         """Whether a round can be launched without a wait: from its graph, in the buffers as they are."""
         program = self.program
-        return program.clock is None and self.graph.ready(program.key) and program.fits(rounded(longest))
+        return program.clock is None and self.graph.ready(program.key) and program.fits(rounded(longest + program.longest))
 
     def _round(self, verifier: Verifier) -> Round:
         program, extent = self.program, self.program.target.bound
