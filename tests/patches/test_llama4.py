@@ -80,6 +80,20 @@ def test_captured_rounds_outgrow_them_too(monkeypatch: pytest.MonkeyPatch) -> No
         assert HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=session_of(model).ops(model)).captures
 
 
+@pytest.mark.slow
+def test_published_sizes_of_chunks_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 Scout's and Maverick's: a prompt ends right before them, and the text behind."""
+    monkeypatch.undo()
+    held = Llama4TextConfig()
+    published = {name: getattr(held, name) for name in ("attention_chunk_size", "floor_scale", "attn_scale")}
+    assert set(published.values()) == {8192, 0.1}
+    model, inputs = llama4(**published, max_position_embeddings=16384), prompts(8180, 8180)
+    expected = free(model, inputs, NEW)
+    with fastspec.patched(model, speculative=llama4(**published), eagle3=tiny_head(model)):
+        for assistant in ("nasd", fastspec.Speculative(gamma=3), TREE):
+            assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+
+
 def test_turns_go_on_from_a_returned_cache() -> None:
     model = llama4()
 
