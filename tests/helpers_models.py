@@ -44,6 +44,9 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "sliding_window": 64, "tie_word_embeddings": False,
         "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
     },
+    "gemma4_unified_text": {
+        "head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "sliding_window": 64, "tie_word_embeddings": False,
+    },
     "gemma2": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
     "gpt_oss": {"head_dim": 16, "sliding_window": 64, "num_local_experts": 4, "rope_parameters": PLAIN_ROPE, **MOE},
     "olmo3": {"sliding_window": 64},
@@ -92,6 +95,10 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, **MOE,
     },
     "mimo_v2_flash": {"head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "moe_intermediate_size": 48, "sliding_window": 64, **MOE},
+    "llama4_text": {
+        "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+        "no_rope_layers": None, "no_rope_layer_interval": 3, "tie_word_embeddings": False, "router_jitter_noise": 0.0,
+    },
     "phi3": {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}},
 }
 """model_type -> what its configuration needs besides COMMON and GROUPED."""

@@ -41,7 +41,9 @@ SIZES: dict[str, Any] = {
 UNSET = {"head_dim": HEAD, "num_key_value_heads": KEY_HEADS}
 """Sizes that some classes derive from others, where these are of the class's own defaults."""
 SECTIONS = {
-    **dict.fromkeys(("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"), (2, 2, 4)), "glm4v_moe": (1, 1, 2),
+    **dict.fromkeys(
+        ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"), (2, 2, 4)
+    ), "glm4v_moe": (1, 1, 2),
 }  # fmt: skip
 """How three kinds of positions share a head, where the class's default is for larger ones."""
 LEFT_OUT = "transformers_version", "architectures", "dtype", "torch_dtype", "per_layer_config"
@@ -57,10 +59,15 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "gpt_neo": {"window_size": 512},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "blt": {"encoder_hash_byte_group_vocab": 502},
-    "dots3_note": {"audio_config": {"adapter_in_dim": WIDTH}},
+    "dots3_note": {
+        "text_config": {"num_key_value_heads": 4}, "vision_config": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
+        "audio_config": {"adapter_input_size": WIDTH, "adapter_output_size": WIDTH},
+    },
+    **{kind: {"vision_start_token_id": 92} for kind in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")},
     "qwen4_exp_text": INDEXER,
     "qwen4_exp": {"text_config": INDEXER},
-    **{kind: {"vocabulary_map": {"<image>": 90}} for kind in ("chameleon", "emu3")},
+    "chameleon": {"vocabulary_map": {"<image>": 90}},
+    "emu3": {"vocabulary_map": {"<image>": 90}, "vq_config": {"base_channels": 32}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
     "hunyuan_vl": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 2, 2, 2]}}},
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 2, 4]}}},
@@ -82,6 +89,10 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"num_key_value_heads": 4},
 }
 """What tiny models of a type need besides, or have to keep."""
+
+
+WITHIN = {"musicgen": "decoder", "musicgen_melody": "decoder"}
+"""The part of a type's configuration that its language model is made of."""
 
 
 def shrink(held: dict[str, Any]) -> dict[str, Any]:
@@ -140,14 +151,17 @@ def tiny(kind: str, auto: Any, **over: Any) -> Any:
     config: PretrainedConfig = CONFIG_MAPPING[kind]()
     settings = settings_of(kind, config) | over
     made = type(config).from_dict(settings)
+    make = auto.from_config
+    if kind in WITHIN:
+        made, make = getattr(made, WITHIN[kind]), auto._model_mapping[type(config)]._from_config
     if hasattr(made, "is_decoder") and not made.is_encoder_decoder:
         made.is_decoder = True
     with torch.device("meta"):
-        size = sum(weight.numel() for weight in auto.from_config(made).parameters())
+        size = sum(weight.numel() for weight in make(made).parameters())
     if size > LARGEST:
         raise ValueError(f"{size / 1e6:.0f} M weights")
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
-    model = auto.from_config(made, dtype=torch.float32).eval()
+    model = make(made, dtype=torch.float32).eval()
     torch.random.set_rng_state(state)
     return model

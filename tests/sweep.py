@@ -2,6 +2,7 @@
 
     python tests/sweep.py            # writes benchmarks/results/models.jsonl and docs/models.md
     python tests/sweep.py gpt2 git   # prints the rows of these
+    python tests/sweep.py --write gpt2 git    # writes them among the others
 
 The outcome of a row is `equal` (every one of its `assistants` gives plain generate's tokens: one text, three texts left-padded, and three
 turns on returned caches), `refused` (by name, by `patch` or by the first call), `plain fails`, `not built`, and what must not be:
@@ -228,14 +229,24 @@ def main() -> None:
     """Write the rows and the page, or print some rows."""
     from sweep_page import page
 
-    found = []
-    for each in rows(sys.argv[1:]):
+    kinds = [each for each in sys.argv[1:] if each != "--write"]
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    if "--write" in sys.argv and lines[0] != versions:
+        raise SystemExit(f"{RESULTS} holds rows of {lines[0]}, and these are of {versions}: write all rows anew")
+    found = {place(each): each for each in lines[1:]} if "--write" in sys.argv else {}
+    for each in rows(kinds):
         print(json.dumps(each), flush=True)
-        found.append(each)
-    if len(sys.argv) == 1:
-        versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-        RESULTS.write_text("".join(json.dumps(each) + "\n" for each in (versions, *found)))
-        PAGE.write_text(page(versions, found))
+        found[place(each)] = each
+    if not kinds or "--write" in sys.argv:
+        held = [found[each] for each in wanted() if each in found]
+        RESULTS.write_text("".join(json.dumps(each) + "\n" for each in (versions, *held)))
+        PAGE.write_text(page(versions, held))
+
+
+def place(found: dict[str, Any]) -> tuple[str, str]:
+    """Where a row stands among the others: its mapping and model type."""
+    return found["mapping"], found["model_type"]
 
 
 if __name__ == "__main__":

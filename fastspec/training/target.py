@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.patches.hf.compat import stack_of
 from fastspec.training.data import Batch
 from fastspec.training.ttt import Teacher
 
@@ -59,7 +60,7 @@ def head_for(
 
 def decoder(target: Any) -> Any:
     """The target without its LM head."""
-    return target.get_decoder() if hasattr(target, "get_decoder") else getattr(target, target.base_model_prefix)
+    return stack_of(target.get_decoder()) if hasattr(target, "get_decoder") else getattr(target, target.base_model_prefix)
 
 
 def final_norm(target: Any) -> nn.Module | None:

@@ -25,6 +25,7 @@ from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.verification import reference as verification_reference
+from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.rotary import position_factor
 
 SIZES = st.sampled_from([1, 2, 7, 63, 65, 130])
@@ -325,7 +326,7 @@ def test_queries_are_scaled_by_their_positions_as_transformers_does():
     caches = torch.zeros(2, 1, 2, 4, 16)
     found = layer_reference.rope_cache(
         torch.cat([each.flatten(2) for each in (q, k, v)], -1), cos[0, :, :8], sin[0, :, :8], positions, *caches,
-        torch.arange(4)[None], factor=position_factor(model, 100),
+        torch.arange(4)[None], factor=position_factor(model, ADAPTERS["ministral3"].position_factor, 100),
     )  # fmt: skip
     assert torch.equal(found, wanted.transpose(1, 2))
 

@@ -65,9 +65,15 @@ def _llama4(**over: Any) -> Any:
     return Llama4ForCausalLM(Llama4TextConfig(**sizes)).eval()
 
 
+def _hooked(model: Any) -> Any:
+    """The model in generic mode."""
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    return model
+
+
 WINDOWED = {
     "doge": (lambda: DogeForCausalLM(DogeConfig(**SIZES, keep_window_size=250)).eval(), "keep_window_size"),
-    "llama4 scaling": (lambda: _llama4(attention_chunk_size=500, floor_scale=250), "floor_scale"),
+    "llama4 scaling, generic": (lambda: _hooked(_llama4(attention_chunk_size=500, floor_scale=250)), "floor_scale"),
 }
 
 

@@ -43,6 +43,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next, not normalised": ("qwen3_next", {"norm_topk_prob": False}),
     "glm4_moe, a group, no norms": ("glm4_moe", {"n_group": 1, "use_qk_norm": False, "norm_topk_prob": False}),
     "gpt_oss, close limits": ("gpt_oss", {"swiglu_limit": 0.5}),
+    "llama4_text, two experts": ("llama4_text", {"num_experts_per_tok": 2}),
 }
 """(model_type, what its configuration has besides)"""
 
@@ -58,7 +59,8 @@ def stirred(kind: str, **over: Any) -> Any:
 
 
 def mixtures(model: Any) -> list[Any]:
-    return [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    found = [getattr(layer, ADAPTERS[model.config.model_type].mlp) for layer in model.model.layers]
+    return [mlp for mlp in found if hasattr(mlp, "experts")]
 
 
 @pytest.mark.parametrize("way", BACKENDS)
@@ -72,7 +74,7 @@ def test_a_mixture_is_the_family_s_own(variant: str, way: str) -> None:
     x = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(2))
     wanted = found[-1](x)
     got = mixture_of(row, found[-1], BACKENDS[way])(x)
-    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+    wanted = wanted[0].view_as(x) if isinstance(wanted, tuple) else wanted
     # Sums of up to 96 terms in another order, 1e-6 of the largest value; the least of biases shows at 1e-2.
     torch.testing.assert_close(got, wanted, rtol=0.0, atol=5e-6 * float(wanted.abs().max()))
 
@@ -137,9 +139,12 @@ def test_every_assistant_gives_the_same_tokens(variant: str, monkeypatch: pytest
     assert fastspec.report(model).mode == f"adapter {kind}"
 
 
-def test_weights_with_their_outputs_side_by_side_are_turned_and_turned_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["gpt_oss", "llama4_text"])
+def test_weights_with_their_outputs_side_by_side_are_turned_and_turned_back(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # fmt: skip
     """On a backend that packs: a kernel reads an output's inputs as a line."""
-    model, inputs, lines = stirred("gpt_oss"), prompts(5, 11), set()
+    model, inputs, lines = stirred(kind), prompts(5, 11), set()
     expected = free(model, inputs)
     before = {name: (weight.clone(), weight.stride()) for name, weight in model.named_parameters()}
 

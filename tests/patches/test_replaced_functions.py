@@ -1,4 +1,4 @@
-"""Functions of someone else's in the place of transformers' or torch's: assisted calls run them as plain generate does, or are left to it."""
+"""Functions of someone else's in the place of transformers' or torch's: calls run them as plain generate does, or are left to it."""
 
 from __future__ import annotations
 

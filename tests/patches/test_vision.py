@@ -25,7 +25,7 @@ AROUND = (3, 4), (6, 9)
 TREE = fastspec.Eagle3(depth=3, top_k=3, total_tokens=12)
 ADAPTED = (
     "gemma3", "llava", "mistral3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "paligemma",
-    "internvl", "llava_next", "gemma4", "aya_vision",
+    "internvl", "llava_next", "gemma4", "gemma4_unified", "aya_vision", "llama4",
 )  # fmt: skip
 GENERIC = ("glm4v",)
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -74,6 +74,36 @@ def test_a_mistral_3_around_a_ministral_3() -> None:
     assert inputs["input_ids"].shape[1] > 16 and expected != free(seeing("mistral3"), inputs, NEW)
     with fastspec.patched(model, eagle3=tiny_head(model)):
         assert fastspec.report(model).mode == "adapter ministral3"
+        for assistant in ("nasd", TREE):
+            assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_last_layers_that_read_the_keys_of_others(kind: str) -> None:
+    """As in Gemma 4's E2B and E4B: the cache of the model's own pass over an image holds nothing of them."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = seeing(kind, num_hidden_layers=4, num_kv_shared_layers=2, layer_types=kinds)
+    inputs = prompts_with_images(model, AROUND)
+    text = without_images(inputs)
+    expected, of_text = free(model, inputs, NEW), free(model, text, NEW)
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        for assistant in ("nasd", TREE):
+            assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+            assert free(model, text, NEW, assistant=assistant) == of_text, assistant
+
+
+def test_a_llama_4_whose_images_outgrow_its_scale() -> None:
+    """Prompts of one length: what comes behind an image stands where queries are scaled."""
+    model = seeing("llama4", floor_scale=24, attn_scale=0.7, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"])
+    inputs = prompts_with_images(model, ((9, 14), (16, 7)))
+    expected = free(model, inputs, NEW)
+    for layer in decoder_of(model).layers:
+        layer.self_attn.attn_temperature_tuning = False
+    assert inputs["input_ids"].shape[1] > 24 and expected != free(model, inputs, NEW)
+    for layer in decoder_of(model).layers:
+        layer.self_attn.attn_temperature_tuning = True
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        assert fastspec.report(model).mode == "adapter llama4_text"
         for assistant in ("nasd", TREE):
             assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
 

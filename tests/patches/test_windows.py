@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "granite_swa": MIXED, "ministral": {**MIXED, "head_dim": 16},
     "smollm3": {**MIXED, "use_sliding_window": True, "no_rope_layers": [1, 0, 1]},
     "gpt_oss": {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gemma4_unified_text": {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     "llama4_text": {
         "layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "no_rope_layers": [1, 0, 1], "head_dim": 16,
         "intermediate_size_mlp": 96, "num_local_experts": 2, "attention_chunk_size": SPAN,

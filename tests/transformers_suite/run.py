@@ -27,7 +27,8 @@ import transformers
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3", "gemma4", "gpt_oss", "olmo3", "glm4_moe",
-    "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "llava", "mistral3",
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "llava", "mistral3", "ministral", "cohere2", "exaone4", "smollm3",
+    "phi3", "olmo_hybrid", "smolvlm", "gemma3n", "gemma4_unified",
 )  # fmt: skip
 SETTINGS = ("unpatched", "autoregressive", "nasd", "eagle3", "early_exit")
 INPUTS = {"as they are": (), "padded on the left": ("--left-padding",)}

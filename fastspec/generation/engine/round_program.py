@@ -1,6 +1,6 @@
 """One round of drafting and verifying, as functions from tensors to tensors.
 
-    extent  = open(committed)        room for what the rows may have committed then
+    extent  = open(longest)          room for what the rows have and for what the round commits
     tree    = draft(extent)          the next tree of draft tokens                                        [B, N]
     scored  = score(tree, extent)    one forward over the N nodes of every row                            [B, N, V]
     judged  = verifier(scored)       which path of the tree the call takes, and the token after it        (verifier.py)
@@ -28,6 +28,13 @@ from fastspec.generation.profile import Clock, unmarked
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import measure
+
+EXTENT_BUCKET = 128
+
+
+def rounded(longest: int) -> int:
+    """Committed tokens that room is made for, so that few lengths tell launches apart."""
+    return -(-longest // EXTENT_BUCKET) * EXTENT_BUCKET
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +138,13 @@ class RoundProgram:
         """What a captured round depends on beside its tensors."""
         return self.clock, self.target.buffers, None if self.drafter is None else self.drafter.buffers
 
-    def open(self, committed: int) -> int:
-        """Begin a round: make room for so many committed tokens a row -> how many of them are in bounds."""
+    def open(self, longest: int) -> int:
+        """Begin a round where no row has more than `longest` committed tokens: make room for these and for what the round commits -> how
+        many of them are in bounds."""
+        room = rounded(longest + self.longest)
         if self.drafter is not None:
-            self.drafter.reserve(committed)
-        extent = self.target.reserve(committed)
+            self.drafter.reserve(room)
+        extent = min(self.target.reserve(room), rounded(longest))
         if self.clock is not None:
             self.clock.start()
         return extent

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from fastspec.generation.capture import Captured, CapturedByShape
 from fastspec.generation.drafters.base import Place
-from fastspec.generation.engine.round_program import Committed, Judged, Round, RoundProgram, Scored
+from fastspec.generation.engine.round_program import Committed, Judged, Round, RoundProgram, Scored, rounded
 from fastspec.generation.engine.verifier import Verifier
 from fastspec.generation.profile import Marks
 from fastspec.generation.stats import Stats, timed
 from fastspec.generation.tree import TokenTree, Verdict
 
-EXTENT_BUCKET = 128
 Value = TypeVar("Value")
 Marked: TypeAlias = tuple[Value, Marks]
 """What phases leave, and where their profile's marks lie."""
@@ -35,11 +34,6 @@ ByPath: TypeAlias = dict[int, CapturedByShape[Marked[Value]]]
 """Graphs by the longest path of a tree, and then by its other shapes."""
 Emitted: TypeAlias = list[list[int]]
 """Per row the number of accepted drafts, and the tokens."""
-
-
-def rounded(longest: int) -> int:
-    """Committed tokens that room is made for, so that few lengths tell launches apart."""
-    return -(-longest // EXTENT_BUCKET) * EXTENT_BUCKET
 
 
 class Schedule(ABC):
@@ -97,7 +91,7 @@ class Eager(Schedule):
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
         program = self.program
-        extent = program.open(rounded(longest))
+        extent = program.open(longest)
         with timed(stats, "draft"):
             tree = program.draft(extent)
         with timed(stats, "score"):
@@ -138,7 +132,7 @@ class WholeGraph(Schedule):
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
-        self.program.open(rounded(longest))
+        self.program.open(longest)
         with timed(stats, "round"):
             done = _run(self.graph, self.program, partial(self._round, verifier), stats)
             return done, done.committed.emitted.tolist()
@@ -175,7 +169,7 @@ class WholeGraph(Schedule):
     def _ready(self, longest: int) -> bool:
         """Whether a round can be launched without a wait: from its graph, in the buffers as they are."""
         program = self.program
-        return program.clock is None and self.graph.ready(program.key) and program.fits(rounded(longest))
+        return program.clock is None and self.graph.ready(program.key) and program.fits(rounded(longest + program.longest))
 
     def _round(self, verifier: Verifier) -> Round:
         program, extent = self.program, self.program.target.bound
@@ -198,7 +192,7 @@ class SplitGraph(Schedule):
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
-        self.program.open(rounded(longest))
+        self.program.open(longest)
         with timed(stats, "draft and score"):
             scored = _run(self.front, self.program, self._front, stats)
         with timed(stats, "choose"):
@@ -235,7 +229,7 @@ class GraphOfScore(Schedule):
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
-        extent = self.program.open(rounded(longest))
+        extent = self.program.open(longest)
         with timed(stats, "draft"):
             tree = self.program.draft(extent)
         return self.judge(tree, verifier, extent, stats)
@@ -266,7 +260,7 @@ class GraphFromScore(Schedule):
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
         program = self.program
-        extent = program.open(rounded(longest))
+        extent = program.open(longest)
         with timed(stats, "draft"):
             tree = program.draft(extent)
         if tree.q is not None:

@@ -44,8 +44,8 @@ def rope_cache(
     weights of an RMS norm over each head, with `rms_norm`'s numerics and its `offset`, before the rotation. With `gated` every head's
     queries are followed by D gates, which `gate_heads` reads: qkv is [B, N, (2 * Hq + 2 * Hkv) * D]. With `ties_values` qkv holds queries
     and keys, and values are the keys before all else; with `norms_values` they are normed without a weight, rounded once. Hkv may be 0:
-    queries alone are rotated. `factor` [P], a table by position, is rounded to the queries' dtype and multiplies them once they are rotated
-    and rounded.
+    queries alone are rotated. `factor` [P] fp32, a table by position, multiplies queries once they are rotated and rounded, which rounds
+    them once more.
     """
     kv_heads, size = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.unflatten(-1, (-1, size))
@@ -59,7 +59,7 @@ def rope_cache(
     c, s = cos[positions][:, :, None].float(), sin[positions][:, :, None].float()
     q, k = _rotate(q, c, s, interleaved), _rotate(k, c, s, interleaved)
     cache_write(k_cache, v_cache, k, v, slots)
-    return q if factor is None else q * factor[positions][:, :, None, None].to(q.dtype)
+    return q if factor is None else (q * factor[positions][:, :, None, None]).to(q.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -64,7 +64,7 @@ def _turn_heads(
     b_one = (b_a * b_cos - b_b * b_sin).to(dtype)
     b_two = (b_b * b_cos + b_a * b_sin).to(dtype)
     if FACTOR:
-        b_factor = tl.load(p_factor).to(dtype).to(tl.float32)
+        b_factor = tl.load(p_factor)
         b_one = (b_one.to(tl.float32) * b_factor).to(dtype)
         b_two = (b_two.to(tl.float32) * b_factor).to(dtype)
     tl.store(p_a_out, b_one, mask=m_turn)

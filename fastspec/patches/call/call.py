@@ -46,7 +46,7 @@ from fastspec.patches.hf.compat import (
     read_cache,
     text_length,
 )
-from fastspec.patches.hf.limits import layer_spans
+from fastspec.patches.hf.limits import check_padding, layer_spans
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
@@ -144,6 +144,8 @@ class Call:
         limit, steps, config = self.ending.limit, self.steps, self.config
         rows = prompts.shape[0] if self.rows is None else self.rows
         self.capacity = int(self.keep[:, : self.past_length].sum(1).max()) + prompts.shape[1] + limit
+        for exact in (self.model, *((self.decoding.draft,) if isinstance(self.decoding, MixedDecoding) else ())):
+            check_padding(exact, int((~self.keep).sum(1).max()), self.keep.shape[1] + limit)
         process_all, process_at = make_processors(self.processors, self.ids)
         if steps is not None:  # drafts are not drawn: they would take random numbers that plain decoding does not
             process_all, process_at = process_all if isinstance(self.decoding, MixedDecoding) else None, None

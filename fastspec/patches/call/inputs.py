@@ -88,7 +88,7 @@ class OwnPrefill:
     def _check(self, cache: Any, layers: int) -> None:
         length = int(cache.get_seq_length())
         for layer in cache.layers[:layers]:
-            if is_recurrent(layer) or getattr(layer, "is_sliding", False):
+            if is_recurrent(layer) or getattr(layer, "is_sliding", False) or layer.keys is None:  # it reads another's
                 continue
             if layer.keys.shape[2] != length or length != self.keep.shape[1]:
                 raise Unsupported(

@@ -280,6 +280,15 @@ def device_of(model: Any) -> torch.device:
     return next((torch.device(device) for device in found if device is not None), model.device)
 
 
+def stack_of(base: Any) -> Any:
+    """What a model gives as its decoder or base, or, where that is a model with an LM head, what is below the head.
+
+    Llama 4 gives itself, since its `base_model_prefix` is no attribute of it; delete when it gives its `model`.
+    """
+    below = getattr(base, "model", None)
+    return below if below is not None and hasattr(base, "lm_head") and not hasattr(base, base.base_model_prefix) else base
+
+
 CAPTURING_FLAG = "_output_capturing_hooks_installed"
 """The attribute by which transformers remembers that its capturing hooks are on a model; it goes with the three below."""
 

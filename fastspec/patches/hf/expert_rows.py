@@ -12,7 +12,8 @@ class Mixture:
     router: str = "gate"
     sigmoid: bool = False
     normalised_if: str = ""
-    """The router's attribute that says whether the shares of the chosen add up to one; "": they do."""
+    """The router's attribute that says whether the shares of the chosen add up to one; "": what `normalised` says."""
+    normalised: bool = True
     correction: str = ""
     """The router's, which scores are added to where experts are chosen."""
     groups: str = ""
@@ -25,11 +26,13 @@ class Mixture:
     """Whether logits are computed in fp32 whatever the weights' dtype."""
     shared: str = ""
     shared_gate: str = ""
-    """An expert that every token goes to, and what it is gated by."""
+    shared_act: str = "act_fn"
+    """An expert that every token goes to, what it is gated by, and its activation."""
     transposed: bool = False
     """Whether the experts' weights are [E, in, out], else [E, out, in]."""
     interleaved: bool = False
     offset: float = 0.0
+    scales_input: bool = False
     """As in `kernels.linear.reference.Expert`."""
     alpha: str = ""
     limit: str = ""
@@ -43,3 +46,6 @@ GLM4_EXPERTS = Mixture(
     scale="routed_scaling_factor", wide=True, shared="shared_experts",
 )  # fmt: skip
 GPT_OSS_EXPERTS = Mixture(router="router", transposed=True, interleaved=True, offset=1.0, alpha="alpha", limit="limit")
+LLAMA4_EXPERTS = Mixture(
+    router="router", sigmoid=True, normalised=False, shared="shared_expert", shared_act="activation_fn", transposed=True, scales_input=True
+)

@@ -72,7 +72,8 @@ def _shared(side: Any, group: dist.ProcessGroup | None, ops: Ops) -> Product | N
 
 def _routing(row: Mixture, router: Any) -> Routing:
     return Routing(
-        choices=router.top_k, sigmoid=row.sigmoid, normalised=bool(getattr(router, row.normalised_if)) if row.normalised_if else True,
+        choices=router.top_k, sigmoid=row.sigmoid,
+        normalised=bool(getattr(router, row.normalised_if)) if row.normalised_if else row.normalised,
         scale=float(getattr(router, row.scale)) if row.scale else 1.0, groups=getattr(router, row.groups) if row.groups else 1,
         kept=getattr(router, row.kept) if row.kept else 1, rounded=row.rounded,
     )  # fmt: skip
@@ -91,7 +92,7 @@ def experts_of(held: Any, ops: Ops) -> Callable[..., Tensor]:
 def _expert(row: Mixture, held: Any) -> Expert:
     return Expert(
         interleaved=row.interleaved, gate=Gate(float(getattr(held, row.alpha))) if row.alpha else ACTIVATIONS[_act(held)],
-        offset=row.offset, limit=float(getattr(held, row.limit)) if row.limit else None,
+        offset=row.offset, limit=float(getattr(held, row.limit)) if row.limit else None, scales_input=row.scales_input,
     )  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def is_mixture(row: Mixture, mlp: Any) -> bool:
         return False
     side, opening = (getattr(mlp, name) if name else None for name in (row.shared, row.shared_gate))
     cut = share_of_experts(mlp.experts) is not None
-    if (cut and row.transposed) or (side is not None and not (gate_of(side) == SILU and _is_addend(side, cut))):
+    if (cut and row.transposed) or (side is not None and not (gate_of(side, row.shared_act) == SILU and _is_addend(side, cut))):
         return False
     return opening is None or is_plain(opening)
 

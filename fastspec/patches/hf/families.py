@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fastspec.patches.hf.expert_rows import GLM4_EXPERTS, GPT_OSS_EXPERTS, QWEN_EXPERTS, SHARED_EXPERT, Mixture
+from fastspec.patches.hf.expert_rows import GLM4_EXPERTS, GPT_OSS_EXPERTS, LLAMA4_EXPERTS, QWEN_EXPERTS, SHARED_EXPERT, Mixture
+
+
+@dataclass(frozen=True, slots=True)
+class PositionFactor:
+    """What queries are multiplied by, growing with the logarithm of where they stand: 1 + b * log(1 + floor((p + first) / period)), with
+    the names of these settings of the configuration, or of its `rope_parameters`."""
+
+    b: str
+    period: str
+    first: int = 0
+    """The number of a text's first position."""
+    used_if: str = ""
+    """The setting that says whether there is such a factor at all."""
+    unrotated: bool = False
+    """Whether only the layers have it that rotate nothing, and padding in front of a text counts among its positions."""
+    rounded: bool = False
+    """Whether the factor is rounded to the model's dtype, else fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +34,8 @@ class Adapter:
     norm: str = "norm"
     rotary: str = "rotary_emb"
     lm_head: str = "lm_head"
+    inside: str = ""
+    """The attribute of a vision-language model that is a whole language model, its LM head included."""
     attention: str = "self_attn"
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -26,6 +45,9 @@ class Adapter:
     """Norms of what attention and feed-forward add, where there are any; a family without norms of what they read has "" for those."""
     qk_norm: bool = False
     """Whether each head's queries and keys are normed."""
+    heads_norm: str = ""
+    """The norm of an attention that has no weight, for every head's queries and keys, where there is one. It stands behind the rotation,
+    which leaves a mean square as it is."""
     normed_if: str = ""
     """The attribute of an attention that says whether they are, where not all models do so."""
     wide_qk_norm: bool = False
@@ -42,8 +64,7 @@ class Adapter:
     """Whether it gives each angle twice in a row."""
     interleaved: bool = False
     """Whether neighbouring channels are rotated with each other; in the others those of the two halves of a head."""
-    position_factor: bool = False
-    """Whether queries are multiplied by a factor that grows with the logarithm of their position (`llama_4_scaling_beta`)."""
+    position_factor: PositionFactor | None = None
     rotates: str = ""
     """The attribute of an attention that says whether it rotates at all, where some do not."""
     rotates_all: str = ""
@@ -101,9 +122,11 @@ class Adapter:
     recurrent_row: Adapter | None = None
     """The row of the layers that have one, where their norms stand elsewhere than in the others."""
     gated_mlp: bool = True
-    """Whether a dense `mlp` is down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
+    """Whether a dense `mlp` is down_proj(act(gate_proj(x)) * up_proj(x))."""
     gate_up: str = ""
-    """The attribute of such an `mlp` that is the product of both, where it is one, its activation being `activation_fn`."""
+    """The attribute of such an `mlp` that is the product of both, where it is one."""
+    act: str = "act_fn"
+    """The activation of such an `mlp`."""
     mixture: Mixture | None = None
     """That of the layers that have one."""
     unless: tuple[str, ...] = ()
@@ -114,12 +137,18 @@ GEMMA2 = Adapter(
     "gemma2", mlp_norm="pre_feedforward_layernorm", mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm",
     eps="eps", offset=1.0, cap="attn_logit_softcapping", final_cap="final_logit_softcapping",
 )  # fmt: skip
+GEMMA4 = replace(
+    GEMMA2, model_type="gemma4_text", cap="", qk_norm=True, rotary_by_kind=True, offset=0.0, norms_values=True,
+    layer_input="per_layer_input_gate", layer_scale="layer_scalar", experts="experts",
+    hides=("image_token_id", "video_token_id", "audio_token_id"),
+)  # fmt: skip
 OLMO2 = Adapter(
     "olmo2", input_norm="", mlp_norm="", mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm",
     wide_qk_norm=True,
 )  # fmt: skip
 QWEN3_5 = Adapter("qwen3_5_text", qk_norm=True, eps="eps", offset=1.0, gated_attention=True, recurrent="linear_attn")
 PAIRS = Adapter("ernie4_5", interleaved=True)
+GLM = replace(PAIRS, model_type="glm", gate_up="gate_up_proj", act="activation_fn")
 COHERE = replace(
     PAIRS, model_type="cohere", angles_twice=True, parallel=True, mlp_norm="", eps="", logit_scale="logit_scale", unless=("use_qk_norm",)
 )
@@ -139,7 +168,10 @@ ADAPTERS = {
         Adapter("mixtral", gated_mlp=False, mixture=Mixture(rounded=False)),
         Adapter("glm4_moe", qk_norm=True, normed_if="use_qk_norm", mixture=GLM4_EXPERTS),
         Adapter("ministral"),
-        Adapter("ministral3", position_factor=True),
+        Adapter(
+            "ministral3",
+            position_factor=PositionFactor("llama_4_scaling_beta", "original_max_position_embeddings", rounded=True),
+        ),
         Adapter("qwen2_moe", mixture=SHARED_EXPERT),
         Adapter("seed_oss"),
         Adapter("cwm"),
@@ -149,11 +181,8 @@ ADAPTERS = {
         Adapter("gemma", eps="eps", offset=1.0),
         GEMMA2,
         replace(GEMMA2, model_type="gemma3_text", cap="", qk_norm=True, rotary_by_kind=True),
-        replace(
-            GEMMA2, model_type="gemma4_text", cap="", qk_norm=True, rotary_by_kind=True, offset=0.0, norms_values=True,
-            layer_input="per_layer_input_gate", layer_scale="layer_scalar", experts="experts",
-            hides=("image_token_id", "video_token_id", "audio_token_id"),
-        ),
+        GEMMA4,
+        replace(GEMMA4, model_type="gemma4_unified_text", layer_input="", experts=""),
         OLMO2,
         replace(OLMO2, model_type="olmo3", rotary_by_kind=True),
         QWEN3_5,
@@ -182,16 +211,20 @@ ADAPTERS = {
         Adapter("stablelm", unless=("use_parallel_residual", "qk_layernorm")),
         Adapter("apertus", input_norm="attention_layernorm", mlp_norm="feedforward_layernorm", qk_norm=True),
         Adapter("phi", out="dense", parallel=True, mlp_norm="", norm="final_layernorm", unless=("qk_layernorm",)),
-        Adapter("phi3", qkv="qkv_proj", gate_up="gate_up_proj"),
+        Adapter("phi3", qkv="qkv_proj", gate_up="gate_up_proj", act="activation_fn"),
         replace(GEMMA2, model_type="vaultgemma", mixer_out_norm="", mlp_out_norm=""),
         replace(OLMO2, model_type="exaone4", wide_qk_norm=False, qk_norm=True, rotates="is_sliding", rotates_all="sliding_window"),
         replace(OLMO2, model_type="flex_olmo", mixture=QWEN_EXPERTS),
         PAIRS,
         replace(PAIRS, model_type="ernie4_5_moe"),
         replace(PAIRS, model_type="helium"),
-        replace(PAIRS, model_type="glm", gate_up="gate_up_proj"),
+        GLM,
+        replace(GLM, model_type="glm4", mixer_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"),
         replace(
-            PAIRS, model_type="glm4", gate_up="gate_up_proj", mixer_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"
+            PAIRS, model_type="llama4_text", inside="language_model", eps="eps", mlp="feed_forward", act="activation_fn",
+            rotates="use_rope", heads_norm="qk_norm",
+            position_factor=PositionFactor("attn_scale", "floor_scale", 1, "attn_temperature_tuning", unrotated=True),
+            mixture=LLAMA4_EXPERTS,
         ),
         COHERE,
         replace(COHERE, model_type="cohere2", rotates="sliding_window", unless=()),
@@ -201,6 +234,27 @@ ADAPTERS = {
             GRANITE, model_type="hyperclovax", mixer_out_norm="post_norm1", mlp_out_norm="post_norm2", logit_scale="logits_scaling",
             logit_divisor="", scaled_around=("hyperclovax_vision_v2",),
         ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Generic:
+    """What a decoder's configuration does not say of it, or says otherwise, where it has no adapter."""
+
+    model_type: str
+    by_slot: str = ""
+    """The setting past which a layer counts slots of the cache, which hold draft nodes out of order."""
+    whole: bool = False
+    """Whether layers see the whole text, whatever the configuration says of a window."""
+
+
+GENERIC = {
+    row.model_type: row
+    for row in (
+        Generic("doge", by_slot="keep_window_size"),
+        Generic("llama4_text", by_slot="floor_scale"),
+        Generic("moshi", whole=True),
     )
 }
 

@@ -20,7 +20,7 @@ from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import Rates
 from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter
-from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, norms_heads
+from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
 from fastspec.patches.hf.parallel import product_of_shares, share_of, weights_of
 from fastspec.patches.hf.rotary import NO_ROTATION
 from fastspec.patches.hf.shards import ParallelStyle, local_part
@@ -94,16 +94,26 @@ def _attention(
 ) -> FullAttention:  # fmt: skip
     inputs = _projections(parts, attn)
     owns, ties = bool(parts.qkv) or len(inputs) > 1, len(inputs) == 2
-    normed = norms_heads(parts, attn)
-    norms = (attn.q_norm.weight, (attn.k_norm if owns else attn.q_norm).weight) if normed else (None, None)
+    q_norm, k_norm, eps = _head_norms(parts, attn, state, owns)
     return FullAttention(
-        ops, state, index, scale=attn.scaling, eps=getattr(attn.q_norm, parts.eps) if normed else 0.0,
-        qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of(inputs, ops),
-        out=product_of((getattr(attn, parts.out),), ops, parts=True), q_norm=norms[0], k_norm=norms[1], interleaved=parts.interleaved,
+        ops, state, index, scale=attn.scaling, eps=eps, qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of(inputs, ops),
+        out=product_of((getattr(attn, parts.out),), ops, parts=True), q_norm=q_norm, k_norm=k_norm, interleaved=parts.interleaved,
         norms_values=parts.norms_values, ties_values=ties, owns=owns, offset=parts.offset, sight=sight, rotary=rotary,
         gated=parts.gated_attention, sinks=local_part(getattr(attn, parts.sinks)) if parts.sinks else None,
         cap=getattr(attn, parts.cap) if parts.cap and attn.config._attn_implementation != "sdpa" else None,  # which leaves it out
     )  # fmt: skip
+
+
+def _head_norms(parts: Adapter, attn: Any, state: FullAttentionState, owns: bool) -> tuple[Tensor | None, Tensor | None, float]:
+    """The weights of the norms of each head's queries and keys, and what these add to a mean square; an attention that does not own its
+    keys has no norm for them."""
+    if norms_heads(parts, attn):
+        return attn.q_norm.weight, (attn.k_norm if owns else attn.q_norm).weight, getattr(attn.q_norm, parts.eps)
+    norm = getattr(attn, parts.heads_norm, None) if parts.heads_norm else None
+    if norm is None:
+        return None, None, 0.0
+    weight = state.k.new_ones(attn.head_dim)
+    return weight, weight, getattr(norm, parts.eps)
 
 
 def _projections(parts: Adapter, attn: Any) -> list[Any]:
@@ -189,7 +199,7 @@ def times(factor: float, norm: Norm) -> Norm:
 def vocabulary_of(model: Any, parts: Adapter, ops: Ops, *, likeliest: bool = False) -> Linear:
     """The LM head, hidden states [..., H] -> logits [..., V], scaled or soft-capped where the family does so; with `likeliest`, of one that
     several processes hold, the keys of each one's likeliest token [..., R] int64."""
-    lm_head, config = getattr(model, parts.lm_head), model.config.get_text_config()
+    lm_head, config = lm_head_of(model, parts), model.config.get_text_config()
     scales = not is_wrapped(model) or model.config.model_type in parts.scaled_around
     names = parts.final_cap, parts.logit_scale if scales else "", parts.logit_divisor if scales else ""
     cap, factor, divisor = (getattr(config, name) if name else None for name in names)
@@ -226,13 +236,14 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     own = is_own(mlp)
     inner = weights_of((mlp.gate_proj, mlp.up_proj)) if dense and own else None
     if inner is not None and weights_of((mlp.down_proj,), behind=True) is not None:
-        kind = gate_of(mlp)
+        kind = gate_of(mlp, parts.act)
         if kind is not None:
             return gated(ops, inner[0], inner[1], product_of((mlp.down_proj,), ops, parts=True), kind)
         gate, up, down = (product_of((layer,), ops) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        return lambda x: down(mlp.act_fn(gate(x)) * up(x))
+        act = getattr(mlp, parts.act)
+        return lambda x: down(act(gate(x)) * up(x))
     if parts.gate_up and own and all(map(is_plain, (getattr(mlp, parts.gate_up), mlp.down_proj))):
-        kind = gate_of(mlp, "activation_fn")
+        kind = gate_of(mlp, parts.act)
         if kind is not None:
             return gated_as_one(ops, getattr(mlp, parts.gate_up), mlp.down_proj, kind)
     if parts.mixture is not None and ops.experts is not None and is_mixture(parts.mixture, mlp):
@@ -240,7 +251,7 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
 
     def run(x: Tensor) -> Tensor:
         mixed = mlp(x)
-        return mixed[0] if isinstance(mixed, tuple) else mixed
+        return mixed[0].view_as(x) if isinstance(mixed, tuple) else mixed
 
     return run
 

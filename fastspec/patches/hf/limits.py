@@ -9,17 +9,14 @@ from typing import Any
 from torch import nn
 
 from fastspec.errors import Unsupported
-from fastspec.generation.engine.schedule import EXTENT_BUCKET
+from fastspec.generation.engine.round_program import EXTENT_BUCKET
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.compat import position_limit, rope_bound
+from fastspec.patches.hf.families import ADAPTERS, GENERIC
 
 LAYER_KINDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kinds of layers that see a span of the text -> the setting that says how long it is."""
 ALL_LAYERS = "all layers"
-WHOLE = ("moshi",)
-"""Model types whose layers see the whole text, whatever their configuration says of a window."""
-BY_SLOT = {"keep_window_size": "doge", "floor_scale": "llama4_text"}
-"""Settings past which a layer of a model type counts slots of the cache, which hold draft nodes out of order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +46,23 @@ def check_length(model: Any, limits: list[Limit], capacity: int, tail: int) -> N
             raise Unsupported(f"the call may reach {capacity} tokens, and {limit.why}: {ask} ({type(model).__name__})")
 
 
+def check_padding(model: Any, padding: int, slots: int) -> None:
+    """Raise Unsupported for a call of up to `slots` tokens a row, `padding` among them, whose queries would be scaled by where they stand
+    with the padding counted."""
+    row = ADAPTERS.get(model.config.get_text_config().model_type)
+    factor = None if row is None else row.position_factor
+    if factor is None or not factor.unrotated or not padding:
+        return
+    config = model.config.get_text_config()
+    size = getattr(config, factor.period)
+    if getattr(config, factor.used_if) and slots > size:
+        raise Unsupported(
+            f"a prompt has {padding} tokens of padding, which {type(model).__name__} counts where it scales queries past {size} tokens "
+            f"({factor.period}), and the call may reach {slots}: ask for at most {size}, prompt and padding included, pass prompts of one "
+            "length, or one at a time"
+        )
+
+
 def spans_of(config: Any) -> dict[str, Span | None]:
     """What the queries of each kind of layer see, a span or the whole text (None), from a decoder's configuration; `ALL_LAYERS` is the only
     kind where `layer_types` names none."""
@@ -60,7 +74,8 @@ def spans_of(config: Any) -> dict[str, Span | None]:
 
 
 def _span(config: Any, kind: str) -> Span | None:
-    size = None if config.model_type in WHOLE else getattr(config, LAYER_KINDS.get(kind, ""), None)
+    row = GENERIC.get(config.model_type)
+    size = None if row is not None and row.whole else getattr(config, LAYER_KINDS.get(kind, ""), None)
     return Span(size, kind == "chunked_attention") if isinstance(size, int) and size > 0 else None
 
 
@@ -83,10 +98,11 @@ def _by_module(model: Any) -> Iterator[Limit]:
     rows = position_rows(model)
     if rows is not None:  # the last token of a text is given no position
         yield Limit(rows + 1, f"its positions end at {rows} (max_position_embeddings)")
-    for name, kind in BY_SLOT.items():
-        size = getattr(config, name, None)
-        if config.model_type == kind and isinstance(size, int):
-            yield Limit(size, f"past {size} slots of the cache ({name}) its layers count slots, where draft nodes lie out of order", True)
+    row = GENERIC.get(config.model_type)
+    size = getattr(config, row.by_slot, None) if row is not None and row.by_slot else None
+    if row is not None and isinstance(size, int):
+        why = f"past {size} slots of the cache ({row.by_slot}) its layers count slots, where draft nodes lie out of order"
+        yield Limit(size, why, True)
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's
         size = config.window_size
         yield Limit(size, f"its local layers count a window of {size} slots (window_size), where draft nodes lie out of order", True)

@@ -16,6 +16,7 @@ from fastspec.patches.hf.compat import (
     is_autocast,
     is_capturing_hook,
     is_unpacking_hook,
+    stack_of,
     varied_lengths,
 )
 from fastspec.patches.hf.families import ADAPTERS, SEQ2SEQ, Adapter
@@ -127,9 +128,14 @@ def _row_of(model: Any) -> Adapter | None:
     if getattr(model.config, "is_encoder_decoder", False):
         return None
     adapter = ADAPTERS.get(getattr(model.config.get_text_config(), "model_type", ""))
-    if adapter is None or not hasattr(model, adapter.lm_head):
+    if adapter is None or lm_head_of(model, adapter) is None:
         return None
     return adapter if all(hasattr(decoder_of(model), name) for name in (adapter.layers, adapter.norm, adapter.embed)) else None
+
+
+def lm_head_of(model: Any, adapter: Adapter) -> Any:
+    """The LM head of a model or of the one inside it, or None where it is elsewhere."""
+    return getattr(model if hasattr(model, adapter.lm_head) else getattr(model, adapter.inside, None), adapter.lm_head, None)
 
 
 def _differs_by(model: Any, adapter: Adapter) -> list[str]:
@@ -140,12 +146,12 @@ def _differs_by(model: Any, adapter: Adapter) -> list[str]:
 
 def decoder_of(model: Any) -> Any:
     """The stack of layers under a model's LM head."""
-    return model.get_decoder()
+    return stack_of(model.get_decoder())
 
 
 def is_wrapped(model: Any) -> bool:
     """Whether a model has more in front of its decoder than tokens, images for one."""
-    return decoder_of(model) is not model.base_model
+    return decoder_of(model) is not stack_of(model.base_model)
 
 
 def may_see_ahead(model: Any) -> bool:
@@ -161,9 +167,10 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     nets = [getattr(layer, adapter.recurrent) for layer in layers if adapter.recurrent and hasattr(layer, adapter.recurrent)]
     own = adapter.recurrent_row or adapter
     names = ("q_norm", "k_norm", "v_norm") if adapter.qk_norm else ()
-    norms = [getattr(each, name) for each in attention for name in names if hasattr(each, name)]
+    norms = [getattr(each, name) for each in attention for name in (*names, adapter.heads_norm) if name and hasattr(each, name)]
     inner = [module for net in nets for module in (net, net.conv1d, getattr(net, own.recurrent_norm))]
-    return [model, model.base_model, decoder, *layers, *attention, *norms, *inner]
+    within = [getattr(model, adapter.inside)] if hasattr(model, adapter.inside) else []
+    return [model, *within, model.base_model, decoder, *layers, *attention, *norms, *inner]
 
 
 def norms_heads(adapter: Adapter, attention: Any) -> bool:

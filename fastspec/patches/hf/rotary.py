@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastspec.generation.layers.mixers import Rotary
 from fastspec.patches.hf.compat import device_of
-from fastspec.patches.hf.families import Adapter
+from fastspec.patches.hf.families import Adapter, PositionFactor
 from fastspec.patches.hf.modes import decoder_of
 
 NO_ROTATION = "none"
@@ -19,16 +19,21 @@ NO_ROTATION = "none"
 
 def rotary_tables(model: Any, parts: Adapter, kinds: Iterable[str | None], count: int) -> dict[str | None, Rotary]:
     """The tables of the first `count` positions, in the model's dtype, by the kind of layer; None: of all layers."""
-    factor = position_factor(model, count) if parts.position_factor else None
-    return {kind: Rotary(*_angles(model, parts, kind, count), factor) for kind in kinds}
+    row = parts.position_factor
+    factor = None if row is None else position_factor(model, row, count)
+    scaled = {kind for kind in kinds if row is not None and (kind == NO_ROTATION or not row.unrotated)}
+    return {kind: Rotary(*_angles(model, parts, kind, count), factor if kind in scaled else None) for kind in kinds}
 
 
-def position_factor(model: Any, count: int) -> Tensor:
-    """What the queries of the first `count` positions are multiplied by [count] fp32: 1 + b * log(1 + floor(p / L)), L the positions of the
-    model's first training and b its `llama_4_scaling_beta`."""
-    rope = model.config.get_text_config().rope_parameters
-    places = torch.arange(count, device=device_of(model))
-    return 1 + rope["llama_4_scaling_beta"] * torch.log(1 + torch.floor(places / rope["original_max_position_embeddings"]))
+def position_factor(model: Any, row: PositionFactor, count: int) -> Tensor | None:
+    """What the queries of the first `count` positions are multiplied by [count] fp32, or None where the model leaves it out."""
+    config = model.config.get_text_config()
+    if row.used_if and not getattr(config, row.used_if):
+        return None
+    settings = {**config.to_dict(), **config.rope_parameters}
+    places = torch.arange(count, device=device_of(model)) + row.first
+    factor = 1 + settings[row.b] * torch.log1p(torch.floor(places / settings[row.period]))
+    return factor.to(model.dtype).float() if row.rounded else factor
 
 
 def _angles(model: Any, parts: Adapter, kind: str | None, count: int) -> tuple[Tensor, Tensor]:
@@ -40,13 +45,14 @@ def _angles(model: Any, parts: Adapter, kind: str | None, count: int) -> tuple[T
     if _has_sections(rotary, model.config.get_text_config()):
         places = places.expand(3, 1, -1)  # of text all three are the same
     given = torch.zeros(1, dtype=model.dtype, device=device), places
-    cos, sin = rotary(*given) if kind in (None, NO_ROTATION) else rotary(*given, kind)
+    found = rotary(*given) if kind in (None, NO_ROTATION) else rotary(*given, kind)
+    cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found  # one complex number an angle
     cos, sin = (table[0] if table.dim() == 4 else table for table in (cos, sin))
     if kind == NO_ROTATION:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     if parts.angles_twice:
         return cos[0, :, ::2].contiguous(), sin[0, :, ::2].contiguous()
-    half = cos.shape[-1] if parts.angles_once else cos.shape[-1] // 2
+    half = cos.shape[-1] if parts.angles_once or isinstance(found, Tensor) else cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 

@@ -1,0 +1,77 @@
+"""Texts that outgrow the buffers in the middle of a call: what a round commits has room before it begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_captured import stand_in
+from helpers_generate import Oracle, bigram, free, prompts, seer
+from helpers_models import tiny_head, tiny_model
+from torch import Tensor
+from transformers import LogitsProcessor
+
+import fastspec
+from fastspec.generation.engine.schedule import EXTENT_BUCKET
+from fastspec.generation.state import sequence
+
+NEW = 30
+TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
+FIRST = sequence.FIRST_SLOTS
+KINDS = "llama", "mistral", "gemma3_text", "qwen3_5_text", "gpt2"
+
+
+class Every(LogitsProcessor):
+    """A processor of somebody's own: such calls decode in lockstep."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - (torch.arange(scores.shape[-1]) % 7 == ids.shape[1] % 7) * 0.5
+
+
+def made(kind: str, seed: int = 0) -> Any:
+    return tiny_model(kind, seed, num_hidden_layers=3, max_position_embeddings=2048)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [(FIRST,), (FIRST - 9, FIRST - 60)])
+def test_the_first_buffers_are_outgrown(kind: str, rows: tuple[int, ...], captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if captured:
+        stand_in(monkeypatch)
+    model, inputs = made(kind), prompts(*rows)
+    expected = free(model, inputs, NEW)
+    fastspec.patch(model, eagle3=tiny_head(model))
+    for assistant in ("autoregressive", TREE):
+        assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers whose end is met as the room that a round asks for is rounded."""
+    monkeypatch.setattr(sequence, "FIRST_SLOTS", EXTENT_BUCKET)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("begin", range(EXTENT_BUCKET - 8, EXTENT_BUCKET + 1))
+@pytest.mark.usefixtures("small")
+def test_whatever_a_round_accepts(begin: int, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round's tokens are right, several a round, so that some round's path goes over the end."""
+    if captured:
+        stand_in(monkeypatch)
+    model, inputs = bigram(), prompts(begin, begin - 3)
+    expected = free(model, inputs, NEW)
+    with fastspec.patched(model, eagle3=seer(model), speculative=bigram()):
+        for assistant in (TREE, "speculative", fastspec.Speculative(early_exit=2), Oracle(expected, {0, 1})):
+            assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+            assert fastspec.report(model).last.acceptance_length > 1.5, assistant
+
+
+@pytest.mark.usefixtures("small")
+def test_in_every_kind_of_call() -> None:
+    model, inputs = made("llama"), prompts(EXTENT_BUCKET, EXTENT_BUCKET - 7, EXTENT_BUCKET - 20)
+    expected, strict = free(model, inputs, NEW), free(model, inputs, NEW, logits_processor=[Every()])
+    fastspec.patch(model, speculative=made("llama", 1), eagle3=tiny_head(model))
+    for assistant in ("nasd", fastspec.Speculative(gamma=3, branches=3), fastspec.ContinuousBatch(TREE, rows=2)):
+        assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
+    assert free(model, inputs, NEW, logits_processor=[Every()], assistant=TREE) == strict
