@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import fastspec
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.kernels.drafting import reference as drafting
+from fastspec.kernels.linear import quickest
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import Native, rows_of
 from fastspec.patches import backends
@@ -121,18 +122,18 @@ def test_other_dtypes_are_computed_as_by_torch():
 
 
 @needs_compiler
-@pytest.mark.parametrize("quickest", [0, 1, 2])
-def test_the_quickest_way_is_taken(native, quickest, monkeypatch):
+@pytest.mark.parametrize("fastest", [0, 1, 2])
+def test_the_quickest_way_is_taken(native, fastest, monkeypatch):
     taken = []
 
     def way(index):
         return lambda rows, weight, bias: taken.append(index) or torch.nn.functional.linear(rows, weight, bias)
 
-    monkeypatch.setattr(quickest, "times", lambda *_: [1.0 - (index == quickest) for index in range(3)])
+    monkeypatch.setattr(quickest, "times", lambda *_: [1.0 - (index == fastest) for index in range(3)])
     monkeypatch.setattr(native, "measured", quickest.Measured(*map(way, range(3))))
     with torch.no_grad():
         x, weight = torch.randn(3, 1000), torch.randn(1100, 1000)
-        assert torch.equal(native.linear(x, weight, None), x @ weight.t()) and taken == [quickest]
+        assert torch.equal(native.linear(x, weight, None), x @ weight.t()) and taken == [fastest]
 
 
 @needs_compiler

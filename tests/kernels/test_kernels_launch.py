@@ -79,7 +79,7 @@ def test_the_rule_is_looked_for_in_all_files():
     found = {path.relative_to(KERNELS).as_posix().removesuffix(".py") for path in FILES}
     assert {"layer/rms_norm", "linear/swiglu", "layer/rope_cache", "cache/kv_block_copy", "linear/experts", "linear/routing"} < found
     assert "drafting/topk_expand" in found
-    assert {"attention/tree", "attention/few", "attention/parts", "drafting/next_frontier", "drafting/head_input"} < found
+    assert {"attention/tree", "attention/few_queries", "attention/parts", "drafting/next_frontier", "drafting/head_input"} < found
     assert all(path.exists() for path in PRODUCTS)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import fastspec
-from fastspec.generation.engine.schedule import EXTENT_BUCKET
+from fastspec.generation.engine.round_program import EXTENT_BUCKET
 from fastspec.generation.state import sequence
 
 NEW = 30
