@@ -107,9 +107,9 @@ class Suite:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self.outcomes[report.nodeid.rsplit("::", 1)[1]] = report.outcome
+            self.outcomes[report.nodeid.split("::", 1)[1]] = report.outcome  # a file may have several classes of the same tests
         if report.failed:
-            self.errors[report.nodeid.rsplit("::", 1)[1]] = str(getattr(report.longrepr, "reprcrash", report.longrepr))[:500]
+            self.errors[report.nodeid.split("::", 1)[1]] = str(getattr(report.longrepr, "reprcrash", report.longrepr))[:500]
 
     def pytest_runtest_teardown(self) -> None:
         """Count what the test's models did, and let go of them."""
