@@ -42,7 +42,6 @@ from fastspec.bench.measure import first_difference
 from fastspec.bench.report import quantiles
 from fastspec.generation.stats import Stats
 from fastspec.models import SMOLLM2, load_model
-from fastspec.patches.assistants import registry as assistants
 from fastspec.training.data import encode_prompts, read_prompts
 
 ASSISTANTS = {
@@ -94,14 +93,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--assistants", nargs="+", default=["eagle3"], choices=list(ASSISTANTS), help="one row each")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--tree", default="60,7,10", help="total_tokens,depth,top_k; auto: chosen by measurement")
-    parser.add_argument("--drafter", default="auto", choices=("auto", *FUSED), help="one launch for the draft phase, or one per step")
+    parser.add_argument("--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-plain", action="store_true", help="leave out transformers' generate and the comparison")
     parser.add_argument("--no-end", action="store_true", help="no token ends an answer: all have --tokens tokens")
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
     options = parser.parse_args(arguments)
 
-    assistants.FUSED_BYTES = FUSED.get(options.drafter, assistants.FUSED_BYTES)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device, getattr(torch, options.dtype))
     if options.no_end:
@@ -113,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     heads = {"eagle3": options.head} | dict.fromkeys(("eagle", "eagle2"), options.eagle_head or "random weights")
     heads = {name: source for name, source in heads.items() if name in chosen}
     if "eagle3" in chosen:
-        chosen["eagle3"] = fastspec.Eagle3(**shape)
+        chosen["eagle3"] = fastspec.Eagle3(**shape, fused=FUSED[options.drafter])
     untrained = None if options.eagle_head else untrained_head(model)
     fastspec.patch(model, **{name: source if name == "eagle3" else options.eagle_head or untrained for name, source in heads.items()})
     where = environment(model) | {"backend": fastspec.report(model).backend}

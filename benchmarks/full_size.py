@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
 from itertools import pairwise
@@ -27,7 +26,6 @@ import fastspec
 from fastspec.bench.device import versions
 from fastspec.bench.report import quantiles
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
-from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.compat import delta_shape, layer_count, layer_shapes, recurrent_layers
 from fastspec.patches.hf.limits import layer_spans
@@ -66,8 +64,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                        "num_key_value_heads": 2, "vocab_size": 512}),
 }  # fmt: skip
 """name -> (model_type, sizes of its published configuration)."""
-FUSED = {"fused": math.inf, "kernels": 0.0}
-"""--drafter -> the largest head that is drafted with in one launch."""
+FUSED = {"auto": None, "fused": True, "kernels": False}
+"""--drafter -> whether a draft phase is one launch."""
 CALLS = 5
 
 
@@ -229,11 +227,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="sdpa", help="of sdpa, static-compile, none")
     parser.add_argument("--methods", default="autoregressive,eagle3")
-    parser.add_argument("--drafter", default="auto", choices=("auto", *FUSED), help="one launch for the draft phase, or one per step")
+    parser.add_argument("--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assistants.FUSED_BYTES = FUSED.get(args.drafter, assistants.FUSED_BYTES)
     bandwidth = read_bandwidth(device)
     shared = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "dtype": args.dtype, "batch": args.batch,
@@ -263,7 +260,8 @@ def main(arguments: list[str] | None = None) -> None:
         head_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
         with fastspec.patched(model, eagle3=head, backend=args.backend):
             for method in args.methods.split(","):
-                assistant = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60) if method == "eagle3" and device == "cuda" else method
+                tree = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60, fused=FUSED[args.drafter])
+                assistant = tree if method == "eagle3" and device == "cuda" else method
                 drafts = 0 if method == "autoregressive" else head_bytes
                 write(model, base | {"method": method, "head_bytes": drafts} | ours(model, ids, assistant, args.tokens))
         if "static-compile" in args.peers:  # last: it leaves a compiled forward behind

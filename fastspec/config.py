@@ -197,8 +197,8 @@ class Eagle3(_DynamicTree):
     depth and top_k are then the device's where they are not given.
 
     fused=True drafts in one launch of a Triton kernel, and is refused, when the call is made, where the kernel cannot run; False drafts in
-    separate kernels; None leaves the choice to fastspec, which takes one launch for small heads at batch 1 on CUDA. Raises `Unsupported`
-    when the sizes do not fit each other.
+    separate kernels, and so does None, since these were faster with every head that was measured. Raises `Unsupported` when the sizes do
+    not fit each other.
     """
 
     name: ClassVar[str] = "eagle3"

@@ -6,7 +6,6 @@ On the CPU the kernels run in Triton's interpreter, uncaptured; on CUDA rounds a
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from helpers_models import FAMILIES, tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec
-from fastspec.config import TreeShape
 from fastspec.errors import Unsupported
-from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.backends import triton_ops
 from fastspec.patches.session import session_of
 
@@ -80,19 +77,6 @@ def test_the_backend_s_ops_are_called(device):
     assert all(report.kernels[name] > 0 for name in wanted)
     assert not report.last.fused and "one launch" not in str(report)
     assert report.last.replays == (report.last.rounds - 1 if device == "cuda" else 0)
-
-
-def test_a_small_head_is_drafted_with_in_one_launch_at_batch_1(monkeypatch):
-    model = tiny_model()
-    head = tiny_head(model)
-    head.bind(model.get_input_embeddings(), model.get_output_embeddings())
-    size = sum(weight.nbytes for weight in head.parameters())
-    ops = replace(triton_ops(), captures=True, packs=True)
-    for rows, most, fused in ((1, size, True), (1, size - 1, False), (2, size, False)):
-        monkeypatch.setattr(assistants, "FUSED_BYTES", most)
-        decoding = assistants.EagleDecoding("eagle3", head, TreeShape(4, 1, 2))
-        drafter = decoding.drafter(rows=rows, capacity=16, device=model.device, ops=ops, process=None)
-        assert drafter.fused == fused
 
 
 @pytest.mark.parametrize(("rows", "choices"), [(1, (True, False, None)), pytest.param(3, (True,), marks=pytest.mark.slow)])

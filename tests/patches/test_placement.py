@@ -98,7 +98,7 @@ def test_a_head_that_drafts_with_an_lm_head_elsewhere_is_refused_by_name(monkeyp
 
 
 @pytest.mark.parametrize("first, second", [pytest.param("cpu", "cuda:0", marks=GPU), pytest.param("cuda:0", "cpu", marks=GPU)])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gemma2", "qwen3"])
 def test_layers_on_two_devices_say_what_they_say_on_one(kind, first, second):
     """One GPU and the CPU, without offloading: each layer computes where its weights are."""
     plain, model = tiny_model(kind).to(first), tiny_model(kind)

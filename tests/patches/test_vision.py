@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers_generate import free
 from helpers_models import tiny_head, tiny_model
 from helpers_sweep import tiny
 from helpers_vision import IMAGE, images, prompts_with_images, seeing
+from packaging.version import Version
 from torch import Tensor
 from transformers import AutoModelForMultimodalLM, LogitsProcessor
 
@@ -38,6 +40,8 @@ def without_images(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("kind", ADAPTED + GENERIC)
 def test_prompts_with_images_and_without(kind: str, device: str) -> None:
+    if kind in ("mistral3", "smolvlm") and Version(transformers.__version__) < Version("5.20"):
+        pytest.skip("these prompts are made as transformers 5.20 and later read them, whose plain generate raises before")
     model = seeing(kind).to(device)
     inputs = {name: each.to(device) for name, each in prompts_with_images(model, AROUND).items()}
     text, other = without_images(inputs), {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}

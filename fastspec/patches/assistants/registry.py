@@ -28,11 +28,6 @@ from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.parallel import embedding_of, share_of
 from fastspec.patches.hf.shards import parallel_style
 
-FUSED_BYTES = 20e6
-"""The largest head, in bytes of its own weights, that is drafted with in one launch at batch 1, where the fused drafter can run it. On an
-H200 a captured graph of separate kernels was faster for every head that was measured, from SmolLM2's own (23 MB, 2 to 4 % of a round) to
-those of 290 MB and more (15 to 19 % of the draft phase; docs/measurements.md); smaller ones, whose launches count more, were not."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plain(Decoding):
@@ -60,7 +55,7 @@ class EagleDecoding(Decoding):
     batched: TreeShape | None = None
     """The tree in batches of MANY_ROWS rows and more; None: `shape` there too."""
     fused: bool | None = None
-    """Whether a draft phase is one launch; None: for small heads at batch 1 where rounds are captured."""
+    """Whether a draft phase is one launch; None: it is not, as fastspec would have it."""
 
     @property
     def taps(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -78,10 +73,8 @@ class EagleDecoding(Decoding):
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         """The drafter of one call. Raises Unsupported where it is to draft in one launch and cannot."""
-        small = sum(weight.nbytes for weight in self.head.parameters()) <= FUSED_BYTES
         shape = self.shape if self.batched is None or rows < MANY_ROWS else self.batched
-        fused = small and ops.captures and rows == 1 if self.fused is None else self.fused
-        drafter = EagleDrafter(self.head, shape, rows=rows, capacity=capacity, ops=ops, fused=fused)
+        drafter = EagleDrafter(self.head, shape, rows=rows, capacity=capacity, ops=ops, fused=bool(self.fused))
         _share(drafter.program, ops)
         if self.fused and (reason := why_separate(drafter, shape)) is not None:
             raise Unsupported(f"assistant {self.name!r} cannot draft in one launch, which fused=True asks for: {reason}")

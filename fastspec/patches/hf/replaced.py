@@ -11,8 +11,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 KNOWN = frozenset({
-    "transformers", "torch", "torchvision", "kernels", "huggingface_hub", "typing_extensions", "numpy", "scipy", "PIL", "timm", "einops",
-    "causal_conv1d", "fla", "flash_attn", "mamba_ssm", *sys.stdlib_module_names,
+    "transformers", "torch", "torchvision", "accelerate", "kernels", "huggingface_hub", "typing_extensions", "numpy", "scipy", "PIL",
+    "timm", "einops", "causal_conv1d", "fla", "flash_attn", "mamba_ssm", *sys.stdlib_module_names,
 })  # fmt: skip
 """Packages whose functions transformers' modelling files import."""
 CLASSES = nn.Linear, nn.Embedding

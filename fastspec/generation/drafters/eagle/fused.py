@@ -1,7 +1,8 @@
 """A head's draft phase as one launch.
 
-It is what the project began with. Separate kernels in a captured graph were faster for every head that was measured, so it is left to small
-heads at batch 1, whose launches count more, and to who asks for it (`Eagle3(fused=True)`). Its output is that of the separate kernels.
+It is what the project began with, and is kept for who asks for it (`Eagle3(fused=True)`): exact, and its output that of the separate
+kernels. These were faster in a captured graph with every head that was measured, of 15 MiB to 2.6 GiB (docs/measurements.md), so that
+fastspec takes them.
 """
 
 from __future__ import annotations
