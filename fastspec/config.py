@@ -91,7 +91,7 @@ class Speculative:
 
 @dataclass(frozen=True, slots=True)
 class Nasd:
-    """N-gram assisted decoding: drafts of what followed the last tokens before, in the prompt and in what was said. Needs no resource.
+    """N-gram assisted decoding: drafts of what followed the last tokens before, in the prompt and in the answer so far. Needs no resource.
 
     `n` is the longest n-gram: a context has at most n - 1 tokens (None: 4, or 3 for "one_level", 33 for "suffix"). `gamma` is the longest
     draft in tokens, `total_tokens` the largest tree in nodes, root counted (None: the device's default); a round takes fewer nodes where

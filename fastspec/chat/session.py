@@ -83,7 +83,7 @@ class Turn:
 
 
 class Chat:
-    """A model that `fastspec.patch` has patched, its tokenizer, the settings, and what was said.
+    """A model that `fastspec.patch` has patched, its tokenizer, the settings, and the conversation.
 
     `own` maps names to assistants of your own (objects of the `Decoding` protocol), which then are strategies like the others.
     """
@@ -247,7 +247,7 @@ class Chat:
         return lost
 
     def reset(self) -> None:
-        """Forget what was said, the caches and a storage that is kept with it."""
+        """Forget the conversation, the caches and a storage that is kept with it."""
         self.turns, self.conversation, self._storage = [], [], None
         self.drop_caches()
 

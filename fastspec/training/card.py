@@ -36,7 +36,7 @@ def model_card(
         "A drafting head: with it the target generates several tokens per forward pass, the same ones as without it.",
         "",
         "```python",
-        f"import fastspec  # pip install {DISTRIBUTION}; the package index's fastspec is another project's",
+        f"import fastspec  # {DISTRIBUTION}, installed from a checkout; the package index's fastspec is another project's",
         f'fastspec.patch(model, {assistant}="path/of/this/folder")',
         f'model.generate(**inputs, assistant="{assistant}")',
         "```",

@@ -23,7 +23,7 @@ def kept(device: str) -> tuple[int, int]:
     gc.collect()
     found = gc.get_objects()
     if device == "cpu":
-        return len(found), sum(each.nbytes for each in found if isinstance(each, torch.Tensor))
+        return len(found), sum(each.nbytes for each in found if type(each) in (torch.Tensor, torch.nn.Parameter))
     torch.cuda.synchronize()
     return len(found), torch.cuda.memory_stats()["requested_bytes.all.current"]
 
