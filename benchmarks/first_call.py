@@ -94,7 +94,7 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if device == "cuda":
         torch.cuda.synchronize()
-        clock.mark("device")
+        clock.mark("start")
     if shape == SMOLLM2:
         model, head = load_model(shape, device, dtype)[0], shape
     else:

@@ -9,22 +9,25 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
+from fastspec.cli_options import Backend, Device
+from fastspec.devices import choose_device
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.models import SHIPPED, SMOLLM2, load_model
 
 
-def patched_model(name: str, head: str | None, assistant: str | None, device: str) -> tuple[Any, Any, str]:
+def patched_model(name: str, head: str | None, assistant: str | None, device: str | None, backend: str) -> tuple[Any, Any, str]:
     """(model, tokenizer, assistant) of a command: the model patched with the EAGLE-3 head that it names or that ships for the model, and
-    the assistant that it names, else the head's, else "nasd"."""
+    the assistant that it names, else the head's, else "nasd". Without a device it is that of the process."""
     import fastspec
+    from fastspec.bulk import own_device
 
     found = head if head is not None else dict(SHIPPED.get(name, ())).get("eagle3")
     chosen = assistant if assistant is not None else "eagle3" if found is not None else "nasd"
     if chosen == "eagle3" and found is None:
         raise Unsupported(f"no head ships with fastspec for {name!r}: name one with --eagle3 (a directory or a hub id)")
-    model, tokenizer = load_model(name, device)
-    return fastspec.patch(model, eagle3=found), tokenizer, chosen
+    model, tokenizer = load_model(name, own_device() if device is None else choose_device(device))
+    return fastspec.patch(model, eagle3=found, backend=backend), tokenizer, chosen
 
 
 def generate(
@@ -40,12 +43,14 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Share of the probability that is sampled from.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampling; line n has this plus n.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Go on from the prompts as they stand, without the chat format.")] = False,
+    device: Device = None,
+    backend: Backend = "auto",
 ) -> None:
     """Answer a file of prompts. An interrupted run goes on with the same command; under `accelerate launch` every GPU takes its share."""
-    from fastspec.bulk import answer_file, own_device, share_of_process
+    from fastspec.bulk import answer_file, share_of_process
 
     console, share = Console(stderr=True, highlight=False), share_of_process()
-    target, tokenizer, chosen = patched_model(model, eagle3, assistant, own_device())
+    target, tokenizer, chosen = patched_model(model, eagle3, assistant, device, backend)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=share[0] > 0) as bar:
         task = bar.add_task("answers", total=None)
@@ -73,7 +78,8 @@ def serve(
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a row; more are answered 429.")] = 64,
     max_body: Annotated[int, typer.Option(min=1, help="Longest body of a request, in bytes.")] = 1 << 20,
     prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens read between two rounds.")] = 256,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; CUDA where there is one.")] = None,
+    device: Device = None,
+    backend: Backend = "auto",
     grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged.")] = "info",
 ) -> None:
@@ -83,11 +89,10 @@ def serve(
         from fastspec.serving.requests import Limits
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
-    from fastspec.bulk import own_device
     from fastspec.patches.continuous import continuous
 
     listener = bound(host, port)  # before a model is loaded in vain
-    target, tokenizer, chosen = patched_model(model, eagle3, assistant, device or own_device())
+    target, tokenizer, chosen = patched_model(model, eagle3, assistant, device, backend)
     with listener, continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk) as batch:
         app = build_app(batch, tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key)
         run_server(app, listener, log_level=log_level, grace=grace)

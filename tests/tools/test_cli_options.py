@@ -63,14 +63,14 @@ def test_a_device_that_is_not_there_is_refused(name: str, count: int, words: str
         assert choose_device("cuda:1") == "cuda:1"
 
 
-@pytest.mark.parametrize("command", [["demo"], ["chat", "--prompt", "w9"], ["bench"], ["cascade", "train"]])
+@pytest.mark.parametrize("command", [["demo"], ["chat", "--prompt", "w9"], ["bench"], ["cascade", "train"], ["generate"]])
 def test_commands_that_load_a_model_take_a_device_and_a_backend(saved: Path, tmp_path: Path, command: list[str], monkeypatch) -> None:
     model = str(saved / "model")
     items = tmp_path / "items.jsonl"
     items.write_text(json.dumps({"id": "a", "prompt": "w9", "answer": 1}) + "\n")
     files = ["--prompts", str(items), "--out", str(tmp_path / "p.safetensors"), "--answers", str(tmp_path / "a.jsonl")]
     named = [*files, "--stage", f"a={model}", "--model", f"b={model}"] if "cascade" in command else ["--model", model]
-    named += ["--head", "smollm2-135m-instruct"] if "demo" in command else []
+    named += ["--head", "smollm2-135m-instruct"] if "demo" in command else files[:4] if "generate" in command else []
     refused = run(*command, *named, "--device", "cuda:7")
     assert refused.exit_code == 1 and "cuda:7" in refused.output, refused.output
 
