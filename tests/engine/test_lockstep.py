@@ -18,7 +18,20 @@ import fastspec
 from fastspec import ContinuousBatch, Unsupported
 
 SAMPLED = fastspec.Speculative(gamma=3)
-ASSISTANTS = ["autoregressive", TREE, "eagle", "nasd", SAMPLED]
+EARLY, BRANCHES = fastspec.Speculative(early_exit=1, gamma=3), fastspec.Speculative(gamma=3, branches=3)
+ASSISTANTS = ["autoregressive", TREE, "eagle", "nasd", SAMPLED, "eagle2", EARLY, BRANCHES]
+FEW: dict[tuple[int, ...], list[Any]] = {
+    (6,): ["autoregressive", TREE, "nasd"],
+    (4, 9): [],
+    (5, 3, 8): ["nasd", "eagle2", EARLY, BRANCHES],
+    (7, 3, 5, 5): [TREE, "eagle", SAMPLED],
+}
+"""The lengths of a batch's prompts -> the assistants that the fast suite decodes it with: every one somewhere, and each size but one."""
+MATRIX = [
+    pytest.param(lengths, each, id=f"{len(lengths)}-{each}", marks=() if each in few else pytest.mark.slow)
+    for lengths, few in FEW.items()
+    for each in ASSISTANTS
+]
 Log = list[tuple[str, Any, Any]]
 
 
@@ -78,7 +91,8 @@ def both(request, place):
     """(the unpatched model, the same patched, with what every assistant needs)."""
     target, head = MAKERS[request.param]
     plain, model = kept(target(**SHALLOW).to(place)), target(**SHALLOW)
-    heads = {"eagle3": head(model), "eagle": tiny_head(model, kind="eagle", taps=(), own_lm_head=False)}
+    first = tiny_head(model, kind="eagle", taps=(), own_lm_head=False)
+    heads = {"eagle3": head(model), "eagle": first, "eagle2": first}
     resources = {name: each.to(place) for name, each in heads.items()}
     return plain, fastspec.patch(model.to(place), **resources, speculative=target(seed=0, **SHALLOW).to(place))
 
@@ -122,8 +136,7 @@ def stopping(plain: Any, inputs: dict[str, Tensor]) -> list[int]:
     return [row[2 + 4 * index] for index, row in enumerate(free(plain, inputs))]
 
 
-@pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
-@pytest.mark.parametrize("lengths", [(6,), pytest.param((4, 9), marks=pytest.mark.slow), (7, 3, 5, 5)], ids=len)
+@pytest.mark.parametrize(("lengths", "assistant"), MATRIX)
 def test_every_call_is_one_of_plain_decoding(both, plainly, place, lengths, assistant):
     """With end tokens, after which rows are padded, and without any, where rows go on until all have ended."""
     model, inputs = both[1], prompts(place, *lengths)
@@ -137,7 +150,7 @@ def test_every_call_is_one_of_plain_decoding(both, plainly, place, lengths, assi
         agree(ours, calls)
 
 
-@pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
+@pytest.mark.parametrize("assistant", [*ASSISTANTS[:5], *(pytest.param(each, marks=pytest.mark.slow) for each in ASSISTANTS[5:])], ids=str)
 def test_scores_seeds_and_return_sequences(both, plainly, place, assistant):
     """Samples are plain decoding's own under a seed; scores are all of plain decoding's, those of ended rows included."""
     plain, model = both
