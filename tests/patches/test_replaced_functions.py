@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 from helpers_generate import prompts, shallow_model
 from helpers_models import tiny_head
+from helpers_seq2seq import tiny_seq2seq
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -59,6 +61,8 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "masks": lambda monkeypatch: replaced(monkeypatch, modeling_llama, "create_causal_mask", lambda mask: mask),
     "Linear.forward": lambda monkeypatch: replaced(monkeypatch, nn.Linear, "forward", lambda out: out * 1.02),
     "Linear.__call__": lambda monkeypatch: replaced(monkeypatch, nn.Linear, "__call__", lambda out: out * 1.02),
+    "Module.__call__": lambda monkeypatch: replaced(monkeypatch, nn.Module, "__call__", lambda out: out),
+    "F.silu": lambda monkeypatch: replaced(monkeypatch, nn.functional, "silu", lambda out: out * 1.1),
     "Embedding.forward": lambda monkeypatch: replaced(monkeypatch, nn.Embedding, "forward", lambda out: out * 1.5),
 }
 
@@ -75,9 +79,20 @@ def test_what_someone_else_has_put_there_is_run(monkeypatch, case, assistant):
     CALLED.clear()
     with pytest.warns(UserWarning, match="generic mode, which is slower: .* is someone else's"):
         assert model.generate(**prompts(9, 6), **OPTIONS, assistant=assistant).tolist() == want
-    assert CALLED or case == "its mask"
+    assert CALLED or case in ("its mask", "F.silu")
     assert "is someone else's" in fastspec.report(model).mode and fastspec.report(model).last.rounds
     monkeypatch.undo()
+    assert adapter_for(model) is not None
+
+
+def test_a_feed_forward_of_someone_elses_runs_within_the_adapter(monkeypatch):
+    """Under the name of the one that it replaces: its own forward is called, as that of a quantised module is."""
+    model = shallow_model()
+    fastspec.patch(model)
+    replaced(monkeypatch, modeling_llama.LlamaMLP, "forward", lambda out: out * 1.3)
+    want = model.generate(**prompts(9, 6), **OPTIONS).tolist()
+    CALLED.clear()
+    assert model.generate(**prompts(9, 6), **OPTIONS, assistant="nasd").tolist() == want and CALLED["forward"]
     assert adapter_for(model) is not None
 
 
@@ -119,6 +134,18 @@ def test_every_function_of_a_modelling_file_that_plain_decoding_calls_is_called(
         assert bool(counts[0]) == bool(counts[1]), (name, counts)
         seen += [name] * bool(counts[0])
     assert {"apply_rotary_pos_emb", "create_causal_mask"} <= set(seen)
+
+
+def test_a_mask_that_an_encoder_decoder_s_loop_would_pass_by_is_refused(monkeypatch):
+    model = tiny_seq2seq("t5")
+    options = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 4, "do_sample": False}
+    fastspec.patch(model, assistant="nasd")
+    replaced(monkeypatch, sys.modules[type(model).__module__], "create_causal_mask", lambda mask: mask)
+    want = model.generate(**options, assistant=None).tolist()
+    with pytest.warns(UserWarning, match="create_causal_mask is someone else's"):
+        assert model.generate(**options).tolist() == want
+    with pytest.raises(fastspec.Unsupported, match="put it back"):
+        model.generate(**options, assistant="nasd")
 
 
 def test_decorated_functions_of_transformers_own_are_not_taken_for_others():

@@ -23,7 +23,7 @@ from fastspec.patches.hf.families import ADAPTERS, SEQ2SEQ, Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS
 from fastspec.patches.hf.parallel import check_shares
 from fastspec.patches.hf.placement import check_placement, devices_of, is_spread
-from fastspec.patches.hf.replaced import has_foreign_attention, replaced_functions
+from fastspec.patches.hf.replaced import has_foreign_attention, is_strangers, replaced_functions
 from fastspec.patches.hf.wrappers import calls_original, where_defined
 
 
@@ -105,6 +105,14 @@ def check_decoder(model: Any) -> None:
             raise Unsupported(
                 f"{type(module).__name__} of {name} has a hook or a forward of someone else's, which fastspec's own loop over the "
                 "decoder's layers would pass by: remove it"
+            )
+    loops = model, model.base_model, decoder
+    named = {each for loop in loops for each in inspect.unwrap(type(loop).forward).__code__.co_names}
+    for label, function in replaced_functions(model, list(loops)):
+        if label.startswith("the mask") or (label.startswith("transformers.") and label.rpartition(".")[2] in named):
+            raise Unsupported(
+                f"{label} is someone else's ({where_defined(function)}), which fastspec's own loop over the layers of {name}'s decoder "
+                "would pass by: put it back"
             )
     _check_masks(name, model.config)
 
@@ -215,7 +223,8 @@ def mode_of(model: Any) -> str:
 
 def is_foreign(module: nn.Module) -> bool:
     """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
-    home = type(module).forward.__module__.startswith(("transformers.", "torch."))
+    forward = type(module).forward
+    home = forward.__module__.startswith(("transformers.", "torch.")) and not is_strangers(forward)
     return not home or ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
 
 

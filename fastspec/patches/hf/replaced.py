@@ -7,6 +7,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
+from torch.nn import functional
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -15,20 +16,28 @@ KNOWN = frozenset({
     "timm", "einops", "causal_conv1d", "fla", "flash_attn", "mamba_ssm", *sys.stdlib_module_names,
 })  # fmt: skip
 """Packages whose functions transformers' modelling files import."""
-CLASSES = nn.Linear, nn.Embedding
+CLASSES: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
+    (nn.Module, ("__call__", "_call_impl")), (nn.Linear, ("__call__", "forward")), (nn.Embedding, ("__call__", "forward")),
+    (nn.Conv1d, ("__call__", "forward", "_conv_forward")),
+)  # fmt: skip
+"""Methods of torch's that the backend's ops stand for in any model, beside all of `torch.nn.functional`."""
 
 
 def replaced_functions(model: Any, modules: list[nn.Module]) -> list[tuple[str, Any]]:
     """(name, function) of each that a pass over these modules of a model would call in place of transformers' or torch's own.
 
     Seen are the functions under the model's `attn_implementation`, its mask's too, the functions in the modelling files that the modules'
-    classes come from, and `forward` and `__call__` of torch's linear layers and embeddings. A function's home is where its code was
-    written: a decorator that copies names, as `functools.wraps` does, does not hide it.
+    classes come from, the methods of these classes, those of torch's layers, and `torch.nn.functional`. A function's home is where its
+    code was written: a decorator that copies names, as `functools.wraps` does, does not hide it.
     """
     found = [*_of_attention(model), *_of_torch()]
-    homes = {each.__module__ for kind in {type(module) for module in modules} for each in kind.__mro__}
-    for home in sorted(home for home in homes if home.startswith("transformers.models.")):
-        found += [(f"{home}.{name}", value) for name, value in vars(sys.modules[home]).items() if _is_foreign(value)]
+    kinds = sorted({type(module) for module in modules}, key=lambda kind: kind.__qualname__)
+    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base.__module__.startswith("transformers.models."))
+    for base in bases:
+        if not hasattr(base, "generate"):  # a whole model has methods for much else
+            found += [(f"{base.__name__}.{name}", value) for name, value in vars(base).items() if is_strangers(value)]
+    for home in dict.fromkeys(base.__module__ for base in bases):
+        found += [(f"{home}.{name}", value) for name, value in vars(sys.modules[home]).items() if is_strangers(value)]
     return found
 
 
@@ -45,14 +54,15 @@ def attention_functions(model: Any) -> list[tuple[str, Any]]:
 
 
 def _of_attention(model: Any) -> list[tuple[str, Any]]:
-    return [(name, function) for name, function in attention_functions(model) if _is_foreign(function)]
+    return [(name, function) for name, function in attention_functions(model) if is_strangers(function)]
 
 
 def _of_torch() -> list[tuple[str, Any]]:
-    parts = [(kind, name, getattr(kind, name)) for kind in CLASSES for name in ("forward", "__call__")]
-    return [(f"torch.nn.{kind.__name__}.{name}", function) for kind, name, function in parts if _is_foreign(function)]
+    parts = [(f"torch.nn.{kind.__name__}.{name}", getattr(kind, name)) for kind, names in CLASSES for name in names]
+    parts += [(f"torch.nn.functional.{name}", value) for name, value in vars(functional).items()]
+    return [(name, value) for name, value in parts if is_strangers(value)]
 
 
-def _is_foreign(value: Any) -> bool:
+def is_strangers(value: Any) -> bool:
     """Whether a value is a function whose code none of the known packages holds."""
     return isinstance(value, FunctionType) and str(value.__globals__.get("__name__")).split(".")[0] not in KNOWN
