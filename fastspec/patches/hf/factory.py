@@ -10,7 +10,7 @@ from fastspec.generation.ops import Ops
 from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import adapter_for, check_decoder, is_wrapped, may_see_ahead, why_generic
+from fastspec.patches.hf.modes import adapter_for, check_decoder, is_wrapped, may_see_ahead, refuse_foreign_masks, why_generic
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 from fastspec.patches.hf.tree_check import check_states, check_trust
 
@@ -35,6 +35,8 @@ def language_model(
                 f"cannot run now: {why_generic(model)}"
             )
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
+        if source is None:
+            refuse_foreign_masks(model)
         check_trust(model, reads_source=source is not None)
         if taps is not None and source is None:
             check_states(model)

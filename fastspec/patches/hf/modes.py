@@ -23,7 +23,7 @@ from fastspec.patches.hf.families import ADAPTERS, SEQ2SEQ, Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS
 from fastspec.patches.hf.parallel import check_shares
 from fastspec.patches.hf.placement import check_placement, devices_of, is_spread
-from fastspec.patches.hf.replaced import has_foreign_attention, is_strangers, replaced_functions
+from fastspec.patches.hf.replaced import foreign_masks, has_foreign_attention, is_strangers, replaced_functions
 from fastspec.patches.hf.wrappers import calls_original, where_defined
 
 
@@ -88,6 +88,15 @@ def _check_masks(name: str, config: Any) -> None:
     kernel = getattr(config, "_attn_implementation", None)
     if kernel not in (None, "eager", "sdpa"):
         raise Unsupported(f"{name} needs 4-D masks in generic mode, and {kernel} takes none: load it with attn_implementation='sdpa'")
+
+
+def refuse_foreign_masks(model: Any) -> None:
+    """Raise Unsupported where a function of someone else's makes the masks of a model in generic mode."""
+    for label, function in foreign_masks(replaced_functions(model, list(model.modules()))):
+        raise Unsupported(
+            f"{label} is someone else's ({where_defined(function)}), and a draft tree brings a mask of its own, which passes it by: put "
+            "transformers' own back"
+        )
 
 
 def check_decoder(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import _lru_cache_wrapper, partial
 from types import FunctionType
 from typing import Any
 
@@ -63,6 +64,19 @@ def _of_torch() -> list[tuple[str, Any]]:
     return [(name, value) for name, value in parts if is_strangers(value)]
 
 
+def foreign_masks(functions: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Of replaced functions those that make masks: a tree's own mask would pass them by in every mode."""
+    return [(name, function) for name, function in functions if "mask" in name.rpartition(".")[2] or name.startswith("the mask")]
+
+
 def is_strangers(value: Any) -> bool:
-    """Whether a value is a function whose code none of the known packages holds."""
-    return isinstance(value, FunctionType) and str(value.__globals__.get("__name__")).split(".")[0] not in KNOWN
+    """Whether a value is a function whose code, or that of one that it wraps, none of the known packages holds."""
+    while value is not None:
+        value = getattr(value, "__func__", value)
+        if isinstance(value, partial):
+            value = value.func
+            continue
+        if isinstance(value, FunctionType) and str(value.__globals__.get("__name__")).split(".")[0] not in KNOWN:
+            return True
+        value = getattr(value, "__wrapped__", None) if isinstance(value, (FunctionType, _lru_cache_wrapper)) else None
+    return False
