@@ -34,6 +34,13 @@ def louder(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any
     return sdpa_attention_forward(module, query, key, value * 1.5, mask, **more)
 
 
+class Louder:
+    """The same as an object."""
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        return louder(*args, **more)
+
+
 def own_mask(*args: Any, **kwargs: Any) -> Any:
     return sdpa_mask(*args, **kwargs)
 
@@ -56,6 +63,7 @@ def in_registry(table: Any, name: str, function: Any) -> Callable[[pytest.Monkey
 
 CASES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "sdpa": in_registry(AttentionInterface, "sdpa", louder),
+    "an object": in_registry(AttentionInterface, "sdpa", Louder()),
     "a partial": in_registry(AttentionInterface, "sdpa", functools.partial(louder)),
     "decorated": in_registry(AttentionInterface, "sdpa", torch.no_grad()(louder)),
     "rotary": lambda monkeypatch: replaced(monkeypatch, modeling_llama, "apply_rotary_pos_emb", lambda both: (both[0], both[1] * 1.3)),

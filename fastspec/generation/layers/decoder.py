@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import overload
 
 import torch
@@ -87,4 +88,5 @@ def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
 
 def _is_torchs_own(kind: type[nn.Module]) -> bool:
     """Whether a class's `forward` and `__call__` are torch's, wherever `functools.wraps` says that they are from."""
-    return all(getattr(kind, name).__globals__["__name__"].startswith("torch.") for name in ("forward", "__call__"))
+    methods = kind.forward, kind.__call__
+    return all(isinstance(each, FunctionType) and each.__globals__["__name__"].startswith("torch.") for each in methods)

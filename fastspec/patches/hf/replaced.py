@@ -55,7 +55,9 @@ def attention_functions(model: Any) -> list[tuple[str, Any]]:
 
 
 def _of_attention(model: Any) -> list[tuple[str, Any]]:
-    return [(name, function) for name, function in attention_functions(model) if is_strangers(function)]
+    """Those that are someone else's, objects that can be called included."""
+    known = {name: type(value).__module__.split(".")[0] in KNOWN for name, value in attention_functions(model)}
+    return [(name, value) for name, value in attention_functions(model) if is_strangers(value) or not known[name]]
 
 
 def _of_torch() -> list[tuple[str, Any]]:
