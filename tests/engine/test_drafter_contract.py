@@ -65,7 +65,7 @@ def test_what_a_drafter_lacks_is_named_when_it_is_given(name):
 def test_what_only_a_derived_class_may_have_is_named_too(name):
     kind = type("More", (Least,), {name: True})
     with pytest.raises(Unsupported, match=rf"derive it from fastspec.Drafter; see there {name} \({OPTIONAL[name].split('.')[0]}"):
-        adopt(kind())
+        adopt(kind(), may_draw=False)
 
 
 @pytest.mark.parametrize("name", ["joins", "reading", "continuous"])
@@ -81,7 +81,7 @@ def test_what_derives_is_taken_as_it_is():
         begin = propose = observe = Least.observe
 
     own = Own()
-    assert adopt(own) is own and adopt(None) is None
+    assert adopt(own, may_draw=True) is own and adopt(None, may_draw=True) is None
     assert (own.pause(), own.fits(9), own.reserve(9), own.buffers, own.fused, own.traits) == (0, True, 9, None, False, Traits())
     for refused in (lambda: own.open(3), lambda: own.copy_row(0, own, 3)):
         with pytest.raises(NotImplementedError, match="Own"):
@@ -113,8 +113,11 @@ def test_a_host_drafter_observes_by_its_digest_of_what_was_accepted():
     (True, Place.DEVICE, Place.HOST, SplitGraph), (True, Place.HOST, Place.DEVICE, GraphFromScore),
     (True, Place.HOST, Place.HOST, GraphOfScore), (True, None, Place.DEVICE, WholeGraph), (True, None, Place.HOST, SplitGraph),
 ])  # fmt: skip
-def test_the_places_of_the_phases_choose_the_schedule(captures, drafts, decides, kind):
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_places_of_the_phases_choose_the_schedule(captures, drafts, decides, kind, draws):
+    """Where the host drafts, drafts that bring their distributions are judged outside the graph."""
     target: Any = SimpleNamespace(captures=captures)
-    drafter: Any = None if drafts is None else SimpleNamespace(traits=Traits(drafts))
+    drafter: Any = None if drafts is None else SimpleNamespace(traits=Traits(drafts, draws=draws))
+    kind = GraphOfScore if kind is GraphFromScore and draws else kind
     program = RoundProgram(target, drafter, TORCH, SimpleNamespace())  # type: ignore[arg-type]
     assert type(schedule_of(program, SimpleNamespace(place=decides))) is kind  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -163,6 +164,28 @@ def test_a_derived_decoding_makes_drafters_of_three_methods(model):
 ])  # fmt: skip
 def test_traits_that_are_none_or_lack_their_method_are_named(model, over, why):
     refused(model, type("Makes", (Decoding,), {"made": type("Bad", (Derived,), over)})(), why)
+
+
+def with_q(drafter: Any) -> TokenTree:
+    """Its chain of sevens and eights, which follow a distribution that has nothing else."""
+    tree = drafter.chain(7, 8)
+    return replace(tree, q=torch.nn.functional.one_hot(tree.tokens, shallow_model().config.vocab_size).float())
+
+
+@pytest.mark.parametrize(("base", "traits", "sampled", "refuses"), [
+    (Good, None, False, True), (Good, None, True, False), (Derived, Traits(), True, True), (Derived, Traits(draws=True), True, False),
+])  # fmt: skip
+def test_distributions_that_no_trait_announces_are_named(model, base, traits, sampled, refuses):
+    """Such drafts would be judged as if they were a function of the text: other tokens would be likely."""
+    drafts = type("Draws", (base,), {"propose": lambda self, extent: with_q(self), **({"traits": traits} if traits else {})})
+    assistant = type("Makes", (Decoding,), {"made": drafts})()
+    options = OPTIONS | ({"do_sample": True, "top_k": 1} if sampled else {})
+    if refuses:
+        with pytest.raises(Unsupported, match=r"Draws.propose gave drafts with the distributions .* Traits\(draws=True\)"):
+            model.generate(**prompts(5, 3), **options, assistant=assistant)
+        return
+    want = shallow_model().generate(**prompts(5, 3), **OPTIONS)
+    assert model.generate(**prompts(5, 3), **options, assistant=assistant).tolist() == want.tolist()
 
 
 def test_a_continuous_decoding_whose_rows_cannot_begin_anew_is_named(model):

@@ -52,6 +52,8 @@ class Traits:
     """Whether `open` begins a later call of the same kind. A drafter that is not is made anew for every call."""
     reads_logits: bool = True
     """Whether `observe` reads the target's logits, or the drafter does elsewhere; else it may be given keys of the likeliest tokens."""
+    draws: bool = False
+    """Whether drafts are drawn at random, so that trees say from which distributions: `TokenTree.q`."""
 
 
 class Drafter(ABC):
@@ -76,8 +78,8 @@ class Drafter(ABC):
     def propose(self, extent: int) -> TokenTree:
         """The next tree, of at most `nodes` nodes; its root is the last emitted token. No row has more than `extent` committed tokens.
 
-        Drafts that were drawn at random say so: `TokenTree.q`. A tree that is filled up with copies says how many nodes are none:
-        `TokenTree.drafted`."""
+        Where `traits.draws`, a tree says from which distributions its drafts were drawn: `TokenTree.q`. One that is filled up with copies
+        says how many nodes are none: `TokenTree.drafted`."""
 
     @abstractmethod
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
@@ -188,7 +190,7 @@ class Decoding(ABC):
         """Make the drafter of one generate call of `rows` rows and `capacity` tokens each; None decodes token by token.
 
         `process` maps scores [R, V] as the call's processors do, where the call samples and they look at no history: drafts
-        may then be drawn from a distribution of the drafter's own, given as `TokenTree.q`. Where it is None they are not.
+        may then be drawn from a distribution of the drafter's own (`Traits.draws`), given as `TokenTree.q`. Where it is None they are not.
         """
 
     def reading(self, source: Source) -> Decoding:
@@ -246,9 +248,10 @@ class LeastDecoding(Protocol):
 
 
 class Adopted(Drafter):
-    """A third party's drafter of three methods."""
+    """A third party's drafter of three methods. With `may_draw` its drafts may be drawn at random: nothing tells before they come."""
 
-    def __init__(self, theirs: LeastDrafter) -> None:
+    def __init__(self, theirs: LeastDrafter, may_draw: bool) -> None:
+        self.traits = Traits(draws=may_draw)
         self.theirs, self.nodes, self.max_path = theirs, theirs.nodes, theirs.max_path
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
@@ -279,11 +282,13 @@ class _AdoptedDecoding(Decoding):
         return self.theirs.taps
 
     def drafter(self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None) -> Drafter | None:
-        return adopt(self.theirs.drafter(rows=rows, capacity=capacity, device=device, ops=ops, process=process))
+        drafter = self.theirs.drafter(rows=rows, capacity=capacity, device=device, ops=ops, process=process)
+        return adopt(drafter, may_draw=process is not None)
 
 
-def adopt(drafter: object) -> Drafter | None:
-    """A drafter as the engine takes it: one that derives from `Drafter` as it is, another if it has what a drafter must have.
+def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
+    """A drafter as the engine takes it: one that derives from `Drafter` as it is, another if it has what a drafter must have. `may_draw`:
+    it was given a `process`, so that its drafts may be drawn at random.
 
     Raises Unsupported that names what is missing, or what only a class that derives from `Drafter` may have."""
     if drafter is None:
@@ -303,7 +308,7 @@ def adopt(drafter: object) -> Drafter | None:
     for name, method in methods.items():
         if method is not None and (why := why_uncallable(method, METHODS[name])) is not None:
             raise Unsupported(f"{kind} is no drafter: {why}; see fastspec.Drafter")
-    return Adopted(cast(LeastDrafter, drafter))
+    return Adopted(cast(LeastDrafter, drafter), may_draw)
 
 
 def _check_traits(drafter: Drafter) -> None:

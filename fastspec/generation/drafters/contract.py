@@ -43,9 +43,9 @@ def check_taps(taps: object, layers: int, name: str) -> None:
         )
 
 
-def check_tree(tree: object, root: Tensor, *, nodes: int, max_path: int, who: str) -> None:
-    """Raise Unsupported for what is no tree of at most `nodes` nodes and `max_path` nodes a path, a row for every root [B]. Nothing is
-    read back from the device."""
+def check_tree(tree: object, root: Tensor, *, nodes: int, max_path: int, draws: bool, who: str) -> None:
+    """Raise Unsupported for what is no tree of at most `nodes` nodes and `max_path` nodes a path, a row for every root [B], or brings the
+    distributions of its drafts where `draws` does not say so. Nothing is read back from the device."""
     if not isinstance(tree, TokenTree):
         kind = type(tree).__name__
         raise Unsupported(f"{who}.propose gave a {kind}: fastspec.TokenTree.chain(tokens) and .from_parents(...) make trees")
@@ -58,6 +58,11 @@ def check_tree(tree: object, root: Tensor, *, nodes: int, max_path: int, who: st
         raise Unsupported(
             f"{who}.propose gave a tree of {tokens.shape[1]} nodes and up to {tree.max_path} a path, and it says nodes={nodes} and "
             f"max_path={max_path}: room was made for these, the root counted"
+        )
+    if tree.q is not None and not draws:
+        raise Unsupported(
+            f"{who}.propose gave drafts with the distributions that they were drawn from (TokenTree.q): they are drawn only where "
+            "Decoding.drafter was given a `process`, and by a drafter whose traits say Traits(draws=True)"
         )
 
 

@@ -129,6 +129,11 @@ class RoundProgram:
         return Place.DEVICE if self.drafter is None else self.drafter.traits.place
 
     @property
+    def draws(self) -> bool:
+        """Whether drafts bring distributions of their own."""
+        return self.drafter is not None and self.drafter.traits.draws
+
+    @property
     def longest(self) -> int:
         """Tokens of a round at most."""
         return 1 if self.drafter is None else self.drafter.max_path
@@ -179,7 +184,7 @@ class RoundProgram:
         """Refuse a tree that is none, or that does not begin where the text ends: the target would go on from there. On a device only
         three-method drafters are asked for the latter, since it is read back."""
         state, who = self.state, type(drafter.theirs if isinstance(drafter, Adopted) else drafter).__name__
-        check_tree(tree, state.root, nodes=drafter.nodes, max_path=drafter.max_path, who=who)
+        check_tree(tree, state.root, nodes=drafter.nodes, max_path=drafter.max_path, draws=drafter.traits.draws, who=who)
         if state.root.device.type == "cpu" or isinstance(drafter, Adopted):
             check_roots(tree.tokens, state.root, state.active & ~state.ended, who)
 

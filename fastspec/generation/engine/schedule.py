@@ -5,7 +5,7 @@
     yes      | DEVICE | DEVICE | WholeGraph      one graph, asynchronous where nothing is read but tokens
     yes      | DEVICE | HOST   | SplitGraph      a graph on either side of the host's decision
     yes      | HOST   | DEVICE | GraphFromScore  the host drafts, and what follows is a graph for each shape of the tree
-    yes      | HOST   | HOST   | GraphOfScore    scoring alone is one
+    yes      | HOST   | HOST   | GraphOfScore    scoring alone is one, as where drafts bring distributions, which would have to be copied
 """
 
 from __future__ import annotations
@@ -229,14 +229,10 @@ class GraphOfScore(Schedule):
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
-        extent = self.program.open(longest)
-        with timed(stats, "draft"):
-            tree = self.program.draft(extent)
-        return self.judge(tree, verifier, extent, stats)
-
-    def judge(self, tree: TokenTree, verifier: Verifier, extent: int, stats: Stats) -> tuple[Round, Emitted]:
-        """What follows the draft."""
         program = self.program
+        extent = program.open(longest)
+        with timed(stats, "draft"):
+            tree = program.draft(extent)
         with timed(stats, "score"):
             scored = replace(_run_on_tree(self.graphs, program, tree, program.score), tree=tree)
         with timed(stats, "choose"):
@@ -254,8 +250,6 @@ class GraphFromScore(Schedule):
     def __init__(self, program: RoundProgram) -> None:
         super().__init__(program)
         self.graphs: ByPath[Round] = {}
-        self.drawn = GraphOfScore(program)
-        """Judges drafts that bring a distribution of their own, which would have to be copied for a graph."""
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         """See `Schedule`."""
@@ -263,8 +257,6 @@ class GraphFromScore(Schedule):
         extent = program.open(longest)
         with timed(stats, "draft"):
             tree = program.draft(extent)
-        if tree.q is not None:
-            return self.drawn.judge(tree, verifier, extent, stats)
         with timed(stats, "judge"):
             done = _run_on_tree(self.graphs, program, tree, partial(self._judged, verifier)).on(tree)
             emitted: Emitted = done.committed.emitted.tolist()
@@ -283,7 +275,7 @@ def schedule_of(program: RoundProgram, verifier: Verifier) -> Schedule:
         return Eager(program)
     if program.place is Place.DEVICE:
         return WholeGraph(program) if verifier.place is Place.DEVICE else SplitGraph(program)
-    return GraphFromScore(program) if verifier.place is Place.DEVICE else GraphOfScore(program)
+    return GraphFromScore(program) if verifier.place is Place.DEVICE and not program.draws else GraphOfScore(program)
 
 
 def _run(graph: Captured[Marked[Value]], program: RoundProgram, phases: Callable[[], Value], stats: Stats | None = None) -> Value:

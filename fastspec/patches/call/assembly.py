@@ -152,7 +152,8 @@ class Assembly:
         return target, drafter
 
     def _drafter(self, rows: int, process: Process | None) -> Drafter | None:
-        drafter = adopt(self.decoding.drafter(rows=rows, capacity=self.capacity, device=self.device, ops=self.ops, process=process))
+        drafter = self.decoding.drafter(rows=rows, capacity=self.capacity, device=self.device, ops=self.ops, process=process)
+        drafter = adopt(drafter, may_draw=process is not None)
         if drafter is not None:
             drafter.ends = self.ends
         return drafter

@@ -7,6 +7,7 @@ distribution q, processed as the target's is, and judged by p / q; else they are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -64,6 +65,7 @@ class ChainDrafter(Drafter):
         self.vocab, self.draft_vocab = vocab, draft_vocab
         self.whole: Target | None = None
         self.process = process if branches == 1 else None
+        self.traits = replace(self.traits, draws=self.traits.draws or self.process is not None)
         self.nodes, self.max_path = 1 + length.most * branches, length.most + 1
 
     def bind(self, target: Target) -> None:

@@ -33,7 +33,7 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
     2 tokens more than the call has, and a tail of 2 nodes.
     """
 
-    traits = Traits(reusable=True)
+    traits = Traits(reusable=True, draws=True)
 
     def __init__(self, draft: Target, gamma: int, blend: Blend, *, vocab: int, draft_vocab: int, ops: Ops) -> None:
         super().__init__(draft, Length(gamma), branches=1, vocab=vocab, draft_vocab=draft_vocab, ops=ops, process=None)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastspec.generation.drafters.base import Process
+from fastspec.generation.drafters.base import Process, Traits
 from fastspec.generation.drafters.draft_model.retokenized import RetokenizingDrafter
 from fastspec.generation.drafters.draft_model.tokenizer import Tokenizer, decoded
 from fastspec.generation.drafters.policy import Length, Pace
@@ -33,6 +33,8 @@ class SharedDrafter(RetokenizingDrafter):
     no logit for are left out. After a drafted token the draft model goes on with its own id of it. Nodes that are not drawn (a text that is
     not drafted for, shared tokens that hold too little, a row that ended) have a q of zeros.
     """
+
+    traits = Traits(reusable=True, reads_logits=False, draws=True)
 
     def __init__(
         self, draft: Target, length: Length, shared: Sequence[tuple[int, int]], *, room: int, tokenizer: Tokenizer,

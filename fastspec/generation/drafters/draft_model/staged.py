@@ -8,6 +8,7 @@ which is the q that stage k + 1 judges by. In calls that do not draw, every stag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class StagedDrafter(Drafter):
         self, models: Sequence[Target], gamma: int, *, vocab: int, vocabs: Sequence[int], ops: Ops, process: Process | None
     ) -> None:
         self.models, self.gamma, self.vocab, self.vocabs, self.ops, self.process = list(models), gamma, vocab, list(vocabs), ops, process
+        self.traits = replace(self.traits, draws=process is not None)
         self.scores = [Scores(model) for model in self.models]
         self.stages = len(self.models)
         self.kept = self.stages + 1

@@ -8,7 +8,7 @@ pass that fed the last accepted tokens. Every index is laid out once, when the d
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ class StaticDrafter(HeadDrafter):
     ) -> None:
         device = head.fc.weight.device
         self.levels, parents = lay_out(paths, drawn=process is not None, device=device)
-        self.process = process
+        self.process, self.traits = process, replace(self.traits, draws=process is not None)
         super().__init__(
             head, nodes=len(parents), max_path=len(self.levels) + 1, grown=sum(len(level.fed) for level in self.levels),
             rows=rows, capacity=capacity, ops=ops,
