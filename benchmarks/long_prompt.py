@@ -4,6 +4,7 @@
 
 Weights are random. Every prompt length is one call of so many new tokens, after a call on the shortest prompt that compiles; transformers'
 own generate answers those of up to --peer-most tokens in the same run.
+`keys_and_values_mib` is what the layers can see of the text at its end.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from full_size import SHAPES, make_head, make_model, timed
+from full_size import SHAPES, kept_bytes, make_head, make_model, timed
 
 import fastspec
 from fastspec.bench.device import environment
-from fastspec.patches.hf.compat import cache_geometry
 
 
 def call(model: Any, prompt: int, tokens: int, assistant: str | None) -> dict[str, Any]:
@@ -41,8 +41,7 @@ def call(model: Any, prompt: int, tokens: int, assistant: str | None) -> dict[st
         phases = dict(last.phases)
         prefill = phases.pop("prefill")
         row |= {"prefill_s": round(prefill, 3), "rounds": last.rounds, "round_ms": round(1e3 * sum(phases.values()) / last.rounds, 3)}
-    layers, heads, size = cache_geometry(model.config)
-    row["keys_and_values_mib"] = round(2 * layers * heads * size * (prompt + tokens) * model.dtype.itemsize / 2**20)
+    row["keys_and_values_mib"] = round(kept_bytes(model, prompt + tokens, 1) / 2**20)
     return row
 
 

@@ -143,7 +143,7 @@ def test_an_answer_that_differs_is_listed_and_no_near_tie(script, saved: Path, m
 
 def test_counts_of_gaps_at_both_sides_of_the_bound(script) -> None:
     gaps = [(0.0, 0.1), (0.1, 0.1), (0.1001, 0.1), (None, None), (float("nan"), 0.1)]
-    mine = script.Tally([1.0], [7], [Stats(rows=1)], [{"gap": gap, "bound": bound} for gap, bound in gaps])
+    mine = script.Tally([1.0], [7], [Stats(rows=1)], differences=[{"gap": gap, "bound": bound} for gap, bound in gaps])
     row = script.row_of("nasd", mine, script.Tally([2.0], [7]), 9)
     assert (row["near_ties"], row["other"], row["identical"]) == (2, 3, 4)
     assert row["acceptance_length"] is row["rows_running"] is None  # every answer came with the prefill

@@ -13,8 +13,6 @@ from helpers_models import tiny_model
 
 from fastspec.patches.assistants.speculative import read_parameters
 
-pytestmark = pytest.mark.slow  # of a script that is run by hand
-
 MIXTURE = ("mixtral", {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
                        "num_key_value_heads": 2, "vocab_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2,
                        "sliding_window": None})  # fmt: skip
@@ -35,36 +33,64 @@ def on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_rows_of_a_mixture_count_the_experts_that_a_round_can_touch(script, tmp_path, monkeypatch) -> None:
+@pytest.mark.slow
+def test_rows_of_a_mixture_count_the_experts_that_rounds_touch(script, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(script.SHAPES, "mixture", MIXTURE)
     monkeypatch.setattr(script, "read_bandwidth", lambda device: 1e9)
     out = tmp_path / "rows.jsonl"
-    script.main(["--shapes", "mixture", "--prefix", "9", "--tokens", "30", "--dtype", "float32", "--out", str(out)])
+    script.main(["--shapes", "mixture", "--prefix", "9", "--batch", "1,3", "--tokens", "30", "--dtype", "float32", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert [row["method"] for row in rows] == ["transformers", "autoregressive", "eagle3"]
+    assert [(row["method"], row["batch"]) for row in rows] == [
+        (name, batch) for batch in (1, 3) for name in ("autoregressive", "eagle3", "transformers")
+    ]  # fmt: skip
     for row in rows:
-        touched = 2 if row["nodes"] == 1 else 8 * (1 - 0.75 ** row["nodes"])
-        assert row["read_bytes"] == pytest.approx(row["weight_bytes"] - EXPERTS / 8 * (8 - touched), abs=12)
-        assert row["kept_bytes"] == 6 * 2 * 2 * 16 * 9 * 4
+        tokens = row["batch"] * row["nodes"]
+        assert row["experts_read"] == 2 if tokens == 1 else 2 < row["experts_read"] <= min(8, 2 * tokens)
+        assert row["read_bytes"] == pytest.approx(row["weight_bytes"] - EXPERTS / 8 * (8 - row["experts_read"]), abs=12)
+        assert row["kept_bytes"] == row["batch"] * 6 * 2 * 2 * 16 * 9 * 4
         assert row["floor_ms"] == round((row["read_bytes"] + row["kept_bytes"]) / 1e6, 4)
         assert row["floor_share"] == round(row["floor_ms"] / row["round_ms"], 3)
         low, middle, high = row["round_ms_quantiles"]
         assert 0 < low <= middle <= high and row["round_ms"] == middle
         assert set(row) >= {"torch", "triton", "transformers", "fastspec", "commit", "device", "dtype"}
-    assert [row["nodes"] for row in rows] == [1, 1, 16]
+    assert [row["nodes"] for row in rows[:3]] == [1, 16, 1]
     nothing = {"first_runs": 0.0, "captures": 0.0}  # the CPU captures nothing
-    assert all(row["capture_s"] == row["first_call_s"] == nothing for row in rows[1:])
+    assert all(row["capture_s"] == row["first_call_s"] == nothing for row in rows if row["method"] != "transformers")
+    assert [row["drafter_read_bytes"] // row["head_bytes"] for row in rows if row["method"] == "eagle3"] == [8, 8]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 60])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "qwen3_5_text"])
+def test_a_filled_cache_is_what_a_text_leaves(script, family: str, monkeypatch) -> None:
+    """As long as the text in every layer, or as its window leaves it; and plain decoding goes on from it."""
+    over = {"sliding_window": 16} if family == "mistral" else {}
+    model = tiny_model(family, **over)
+    ids = torch.randint(10, model.config.vocab_size, (2, 41))
+    with torch.no_grad():
+        left = model(ids[:, :40], use_cache=True).past_key_values
+        found = script.filled_cache(model, 2, 40)
+    assert found.get_seq_length() == left.get_seq_length() == 40
+    for mine, theirs in zip(found.layers, left.layers, strict=True):
+        assert type(mine) is type(theirs)
+        for name in ("keys", "values", "cumulative_length"):
+            a, b = getattr(mine, name, None), getattr(theirs, name, None)
+            assert (a.shape == b.shape) if isinstance(b, torch.Tensor) else a == b
+    filled, made = script.filled_cache, []  # type: ignore[var-annotated]
+    monkeypatch.setattr(script, "FILLED", 40)
+    monkeypatch.setattr(script, "filled_cache", lambda *given: made.append(given[1:]) or filled(*given))
+    script.peer(model, ids, 4, 1)
+    assert made == [(2, 40)] * 3
+
+
+@pytest.mark.parametrize("experts", [1.0, 2.5, 4.0])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
-def test_bytes_of_experts_by_hand(script, family: str, tokens: int) -> None:
-    """Four experts of which two answer a token; an embedding that is not the LM head is not read."""
+def test_bytes_of_experts_by_hand(script, family: str, experts: float) -> None:
+    """So many experts of four; an embedding that is not the LM head is not read."""
     model = tiny_model(family)
     whole = sum(weight.nbytes for weight in read_parameters(model))
-    experts = sum(weight.nbytes for name, weight in model.named_parameters() if "experts" in name)
-    assert (experts > 0) == (family != "llama")
-    assert script.read_bytes(model, tokens) == pytest.approx(whole - experts / 2**tokens, abs=8)
+    all_experts = sum(weight.nbytes for name, weight in model.named_parameters() if "experts" in name)
+    assert (all_experts > 0) == (family != "llama")
+    assert script.read_bytes(model, experts) == pytest.approx(whole - all_experts * (1 - experts / 4), abs=8)
+    assert script.read_bytes(model, None) == whole
 
 
 @pytest.mark.parametrize("family, tokens", [("llama", 40), ("gemma3_text", 40), ("qwen3_5_text", 40)])

@@ -170,7 +170,7 @@ def test_the_command_trains_a_saved_model(tmp_path: Path) -> None:
 TWO = """
 import sys, torch
 from pathlib import Path
-sys.path[:0] = [sys.argv[1]]
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1], "tools"))]
 torch.set_num_threads(1)
 from helpers_training import small_target, small_tokenizer
 from test_training import whole_run
