@@ -20,36 +20,48 @@ ROWS = prompts(5, 9)
 ASSISTANTS = "autoregressive", "nasd", "speculative", TREE
 
 
-def _patched(kind: str, **over: Any) -> Any:
-    model = tiny_model(kind, **over)
-    return fastspec.patch(model, speculative=tiny_model(kind, seed=1, num_hidden_layers=2), eagle3=tiny_head(model))
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+])])  # fmt: skip
 
 
+def _patched(kind: str, device: str = "cpu", **over: Any) -> Any:
+    model = tiny_model(kind, **over).to(device)
+    draft = tiny_model(kind, seed=1, num_hidden_layers=2).to(device)
+    return fastspec.patch(model, speculative=draft, eagle3=tiny_head(model).to(device))
+
+
+def _rows(device: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in ROWS.items()}
+
+
+@DEVICES
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2", "opt"])
-def test_fp16_autocast_gives_what_plain_generate_gives(kind: str) -> None:
+def test_fp16_autocast_gives_what_plain_generate_gives(kind: str, device: str) -> None:
     # fp16 rounds at 5e-4, below the gaps between the likeliest tokens of these texts
-    model = _patched(kind)
-    with torch.autocast("cpu", torch.float16):
-        expected = free(model, ROWS)
+    model, rows = _patched(kind, device), _rows(device)
+    with torch.autocast(device, torch.float16):
+        expected = free(model, rows)
         for assistant in ASSISTANTS:
-            assert free(model, ROWS, assistant=assistant) == expected
+            assert free(model, rows, assistant=assistant) == expected
         mode = fastspec.report(model).mode
     assert mode.startswith("generic")
     assert ("autocast" in mode) == (kind in ("llama", "mixtral"))
     assert fastspec.report(model).mode.startswith("adapter" if kind in ("llama", "mixtral") else "generic")
 
 
+@DEVICES
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "falcon"])
 @torch.no_grad()
-def test_bf16_autocast_computes_in_bf16(kind: str) -> None:
-    model, ids = tiny_model(kind), ROWS["input_ids"][1:]
+def test_bf16_autocast_computes_in_bf16(kind: str, device: str) -> None:
+    model, ids = tiny_model(kind).to(device), ROWS["input_ids"][1:].to(device)
     exact = model(ids).logits[:, -1]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         plain = model(ids).logits[:, -1].float()
         from fastspec.patches.backends import TORCH
 
         target = language_model(model, None, rows=1, capacity=20, tail=1, taps=None, ops=TORCH)
-        target.prefill(ids[:, :-1], torch.tensor([8]))
+        target.prefill(ids[:, :-1], torch.tensor([8], device=device))
         logits, _ = target.score(TokenTree.root_only(ids[:, -1]), 8)
     assert all(kind.k.dtype == kind.v.dtype == model.dtype for kind in target.state.kinds)
     # fp32 within autocast would be as far from bf16 as fp32 outside is; the same roundings in sums of another order are nearer
@@ -57,17 +69,18 @@ def test_bf16_autocast_computes_in_bf16(kind: str) -> None:
     assert rounding > 0 and apart < 0.8 * rounding
 
 
+@DEVICES
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
-def test_bf16_autocast_raises_nothing(kind: str, backend: str) -> None:
+def test_bf16_autocast_raises_nothing(kind: str, backend: str, device: str) -> None:
     """Heads of every kind included: on a GPU, and with plain torch here, their own products are cast too."""
-    model = tiny_model(kind, **SHALLOW)
-    first = tiny_head(model, kind="eagle", taps=(), own_lm_head=False)
-    draft = tiny_model(kind, seed=2, **SHALLOW)
-    fastspec.patch(model, eagle3=tiny_head(model), eagle2=first, eagle=first, speculative=draft, backend=backend)
-    with torch.autocast("cpu", torch.bfloat16):
+    model, rows = tiny_model(kind, **SHALLOW).to(device), _rows(device)
+    first = tiny_head(model, kind="eagle", taps=(), own_lm_head=False).to(device)
+    draft = tiny_model(kind, seed=2, **SHALLOW).to(device)
+    fastspec.patch(model, eagle3=tiny_head(model).to(device), eagle2=first, eagle=first, speculative=draft, backend=backend)
+    with torch.autocast(device, torch.bfloat16):
         for assistant in [*ASSISTANTS, "eagle", "eagle2", "speculative"]:
-            assert [len(row) for row in free(model, ROWS, assistant=assistant)] == [20, 20]
+            assert [len(row) for row in free(model, rows, assistant=assistant)] == [20, 20]
 
 
 @contextmanager
