@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
     different = []
     for (case, way), rows in found.items():
         for name, row in rows.items():
-            row |= {"code": name, "round_ms": round(statistics.median(row["round_ms"]), 4), **shared}
+            row |= {"code": name, "turns": args.turns, "round_ms": round(statistics.median(row["round_ms"]), 4), **shared}
             if args.out:
                 with args.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")

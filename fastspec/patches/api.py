@@ -27,7 +27,7 @@ from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.cascade.loop import CascadeModels
 from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
-from fastspec.patches.hf.modes import adapter_for, check_supported, mode_of, not_patched
+from fastspec.patches.hf.modes import check_supported, mode_for, mode_of, not_patched
 from fastspec.patches.session import STATE, PatchSession, session_of
 from fastspec.patches.tuning.store import tables_of
 
@@ -67,7 +67,8 @@ def patch(
         resources["speculative"] = check_draft(speculative, model)
     if cascade is not None:
         resources["cascade"] = cascade_models(cascade, model)
-    choose_backend(backend, device_of(model).type, adapted=adapter_for(model) is not None)  # refuses what cannot be
+    mode = mode_for(model)
+    choose_backend(backend, device_of(model).type, adapted=mode.adapter is not None)  # refuses what cannot be
     session = PatchSession(backend, resources, has_capturing_hooks(model), default=_default(assistant, resources, model))
     try:
         session.set(model, STATE, session)
@@ -75,7 +76,7 @@ def patch(
         for method in (generate_batch, init_continuous_batching):
             if hasattr(model, method.__name__):
                 session.set(model, method.__name__, types.MethodType(method, model))
-        session.pack(model)
+        session.pack(model, mode)
     except BaseException:  # an interrupt too must not leave the model half patched
         session.undo(force=True)
         raise
@@ -244,7 +245,7 @@ def report(model: Any) -> Report:
     session = session_of(model)
     if session is None:
         raise Unsupported(not_patched(model, "nothing to report before fastspec.patch(model)"))
-    place, ops = [device_of(model), model.dtype], session.ops(model)
+    place, ops = [device_of(model), model.dtype], session.ops(model, mode_for(model))
     return Report(
         model=type(model).__name__,
         mode=mode_of(model),

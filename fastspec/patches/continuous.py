@@ -28,6 +28,7 @@ from fastspec.patches.call.one_prompt import Single, prepare
 from fastspec.patches.call.refusals import refuse_overrides
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, position_limit, unpack_weights, unwrapped
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.shards import processes_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
@@ -73,7 +74,7 @@ def continuous(
     if isinstance(decoding, EagleDecoding) and decoding.auto is not None:
         raise Unsupported('total_tokens="auto" measures on the text of a call, which an open batch does not have: give a number of nodes')
     refuse_overrides(model)
-    if sees_ahead(model):
+    if sees_ahead(model, adapter_for(model)):
         raise Unsupported(f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them")
     return Continuous(model, session, decoding, rows, max_length, prefill_chunk, narrows)
 
@@ -100,8 +101,9 @@ class Continuous:
         self._closing = False
         self._dead: Exception | None = None
         unpack_weights(model)
-        session.pack(model)
-        session.tell_mode(model)
+        mode = mode_for(model)
+        session.pack(model, mode)
+        session.tell_mode(mode)
         self._batch = OpenBatch(rows, self.stats, device_of(model))
         with session.turn.taken():
             self._widths = Widths(lambda count, other: self._rounds(count, other), self._batch, rows, narrows=narrows)
@@ -188,8 +190,9 @@ class Continuous:
         """Rounds of so many rows, which hold a text of one token each that nobody reads; prompts are read where those of `other` are."""
         batch, device = self._batch, device_of(self.model)
         ends = self.model.generation_config.eos_token_id
+        ops = self.session.ops(self.model, mode_for(self.model))
         assembly = Assembly(
-            self.model, self.session, self.decoding, None, self.session.ops(self.model), rows=rows, capacity=self.max_length,
+            self.model, self.session, self.decoding, None, ops, rows=rows, capacity=self.max_length,
             ends=frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends]), sample=False, process=None,
             processors=LogitsProcessorList(), settings=None, answers=False, measures=False, pad_token=None, past=None,
             keep=torch.ones(rows, 0, dtype=torch.bool, device=device), shift=None, bounded=True,

@@ -25,7 +25,7 @@ from fastspec.patches.backends import choose_backend, counted
 from fastspec.patches.checks.verdict import self_check
 from fastspec.patches.hf.compat import device_of, is_unpacking_hook
 from fastspec.patches.hf.layers import pack_model
-from fastspec.patches.hf.modes import adapter_for, why_generic
+from fastspec.patches.hf.modes import Mode
 from fastspec.patches.pool import Engines
 from fastspec.patches.tuning.store import use_tuned
 
@@ -130,28 +130,28 @@ class PatchSession:
     packed: list[Tensor] = field(default_factory=list)
     """Parameters, or what lies here of them, that became views of a packed buffer, or were turned in their own."""
 
-    def ops(self, model: Any) -> Ops:
-        """The backend's kernels for a model as it is now: it may have moved, or been hooked, since it was patched. Raises FastSpecError
-        where they fail the self-check of a device that they were not tested on."""
+    def ops(self, model: Any, mode: Mode) -> Ops:
+        """The backend's kernels for a model that runs in this mode now: it may have moved, or been hooked, since it was patched. Raises
+        FastSpecError where they fail the self-check of a device that they were not tested on."""
         device = device_of(model)
-        ops = choose_backend(self.backend, device.type, adapted=adapter_for(model) is not None)
+        ops = choose_backend(self.backend, device.type, adapted=mode.adapter is not None)
         if ops.name == "triton":
             use_tuned(device)
         self_check(ops, model.dtype, device)
         return counted(ops, self.kernels)
 
-    def pack(self, model: Any) -> None:
+    def pack(self, model: Any, mode: Mode) -> None:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the model was moved. Those
         that compressed-tensors has yet to unpack wait for that."""
         if any(map(is_unpacking_hook, model._forward_pre_hooks.values())):
             return
-        ops = self.ops(model)
+        ops = self.ops(model, mode)
         if ops.packs and not (self.packed and is_packed(self.packed[0])):
             self.packed += pack_model(model, experts=ops.experts is not None)
 
-    def tell_mode(self, model: Any) -> None:
+    def tell_mode(self, mode: Mode) -> None:
         """Warn once of each reason why a model of a known family runs in generic mode."""
-        why = why_generic(model)
+        why = mode.why
         if why is not None and why not in self.told:
             self.told.add(why)
             warnings.warn(f"assisted calls run in generic mode, which is slower: {why}", stacklevel=4)

@@ -220,6 +220,20 @@ def test_a_default_is_left_out_of_continuous_batching_with_a_warning(where, monk
     assert "continuous batching" in reason and count == 3 and len(begun) == 4
 
 
+@pytest.mark.parametrize("off", [None, "none"])
+def test_a_default_that_the_call_turns_off_is_no_cause_for_a_warning_in_a_batch(off, monkeypatch, recwarn):
+    """`generate_batch` begins as `init_continuous_batching` does, in the same call."""
+    model, begun = fastspec.patch(shallow_model(), assistant="nasd"), []
+    monkeypatch.setattr(type(model), "init_continuous_batching", lambda self, *given, **named: begun.append(named))
+    monkeypatch.setattr(type(model), "generate_batch", lambda self, inputs, **named: self.init_continuous_batching(**named))
+    model.generate_batch([[7, 8, 9]], assistant=off)
+    assert begun == [{}] and not session_of(model).unassisted
+    assert not [each for each in recwarn if "continuous batching" in str(each.message)]
+    with pytest.warns(UserWarning, match="continuous batching takes no assistant"):
+        model.generate_batch([[7, 8, 9]])
+    assert len(begun) == 2 and sum(session_of(model).unassisted.values()) == 1
+
+
 def test_no_name_stands_for_the_default(model):
     with pytest.raises(Unsupported, match="assistant='default' is unknown"):
         model.generate(**prompts(5), **OPTIONS, assistant="default")

@@ -20,7 +20,7 @@ from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import reference
 from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import adapter_for
+from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.rotary import position_factor
 from fastspec.patches.session import session_of
 from fastspec.training.target import TargetReader
@@ -77,7 +77,9 @@ def test_captured_rounds_outgrow_them_too(monkeypatch: pytest.MonkeyPatch) -> No
     with fastspec.patched(model, eagle3=tiny_head(model)):
         for assistant in ("autoregressive", TREE):
             assert [free(model, inputs, NEW, assistant=assistant) for inputs in (ONE, BATCH)] == expected, assistant
-        assert HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=session_of(model).ops(model)).captures
+        mode = mode_for(model)
+        ops = session_of(model).ops(model, mode)
+        assert HFModel(model, mode.adapter, rows=1, capacity=8, tail=1, taps=None, ops=ops).captures
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ from fastspec.patches.hf.compat import (
     text_length,
 )
 from fastspec.patches.hf.limits import check_padding, layer_spans
+from fastspec.patches.hf.modes import Mode, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
@@ -69,7 +70,8 @@ class Call:
         group = group_of(model)
         self.ranks = None if group is None else Ranks(group, self.device)
         """The processes that hold the model together."""
-        self.ids, self.ops = ids.to(self.device), session.ops(model)
+        mode = mode_for(model)  # not before the call's turn has come
+        self.ids, self.ops = ids.to(self.device), session.ops(model, mode)
         self.pad = int(pad) if (pad := getattr(config, "_pad_token_tensor", None)) is not None else 0
         self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
         self.handed_in = given.get("past_key_values") is not None  # the cache is the user's own, to be filled in place
@@ -83,7 +85,7 @@ class Call:
             self.keep = torch.ones_like(self.ids, dtype=torch.bool)
             self.decoding = self.decoding.reading(self.source)
         self.shift = None if self.source is not None else position_shift(model, self.ids, self.keep, model_kwargs)
-        self.own = None if self.source is not None else self._own_prefill(model_kwargs)
+        self.own = None if self.source is not None else self._own_prefill(model_kwargs, mode)
         self.virtual: list[Held] | None = None
         self._put_virtual_tokens()
         refuse_prompts(model, self.ids, self.keep, self.past_length)
@@ -112,11 +114,11 @@ class Call:
         on_round = callable(getattr(self.streamer, "on_round", None))  # ours: a round before its tokens
         return PlainSteps(ids, self.processors, criteria, self.config, None if on_round else self.streamer)
 
-    def _own_prefill(self, model_kwargs: dict[str, Any]) -> OwnPrefill | None:
+    def _own_prefill(self, model_kwargs: dict[str, Any], mode: Mode) -> OwnPrefill | None:
         """The model's own pass over a prompt with images and the like, and over any of a model that lets a prompt's tokens see others than
         those before them; None where there is nothing but tokens."""
         inputs = besides_tokens(model_kwargs)
-        if not inputs and not sees_ahead(self.model):
+        if not inputs and not sees_ahead(self.model, mode.adapter):
             return None
         if self.given.rows is not None:
             alone = f"prompts of tokens alone, without {', '.join(sorted(inputs))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from fastspec.patches.call.call import Call
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.patches.hf.compat import drop_capturing_hooks, own_stop_strings, plain_decoding, unpack_weights
+from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
 from fastspec.patches.hf.shards import processes_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
@@ -55,8 +57,9 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
                 raise
             session.leave(reason)
             return original(*args, **kwargs)
-    session.pack(self)
-    session.tell_mode(self)
+    mode = mode_for(self)
+    session.pack(self, mode)
+    session.tell_mode(mode)
 
     def custom(
         model: Any,
@@ -95,11 +98,20 @@ INSTEAD = (
 )
 
 
-def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' continuous batching, which takes no assistant: it would swallow the argument. Raises Unsupported for one."""
-    if kwargs.pop("assistant", None) not in (None, "none"):
+_turned_off: ContextVar[bool] = ContextVar("_turned_off", default=False)
+"""Whether the call of `generate_batch` around says that it wants no assistant."""
+
+
+def generate_batch(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> Any:
+    """transformers' continuous batching, which takes no assistant: it would swallow the argument. Raises Unsupported for one; None and
+    "none" turn a default off, without a warning."""
+    if assistant not in (ABSENT, None, "none"):
         raise Unsupported(f"generate_batch takes no assistant=: {INSTEAD}")
-    return _original(self, "generate_batch")(*args, **kwargs)
+    off = _turned_off.set(assistant is not ABSENT)
+    try:
+        return _original(self, "generate_batch")(*args, **kwargs)
+    finally:
+        _turned_off.reset(off)
 
 
 def init_continuous_batching(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +120,7 @@ def init_continuous_batching(self: Any, generation_config: Any = None, *args: An
     session, own = session_of(self), self.generation_config
     call = None if generation_config is own else generation_config
     assistant, named = chosen(call, own, None if session is None else session.default)
-    if session is not None and assistant not in (None, "none"):
+    if session is not None and assistant not in (None, "none") and not _turned_off.get():
         if named:
             raise Unsupported(f"continuous batching takes no assistant, and its generation_config names {assistant!r}: {INSTEAD}")
         session.leave(Unsupported(f"continuous batching takes no assistant: {INSTEAD}"))

@@ -14,8 +14,9 @@ from fastspec.errors import Unsupported
 from fastspec.generation.target import Target
 from fastspec.patches.hf.cache import import_past
 from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens, is_recurrent, read_cache, recurrent_layers
+from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import adapter_for, is_wrapped, may_see_ahead
+from fastspec.patches.hf.modes import is_wrapped, may_see_ahead
 from fastspec.patches.hf.tree_check import reads_prompts_alike
 
 
@@ -25,10 +26,9 @@ def besides_tokens(model_kwargs: dict[str, Any]) -> set[str]:
     return {name for name in given if is_besides_tokens(name)}
 
 
-def sees_ahead(model: Any) -> bool:
+def sees_ahead(model: Any, adapter: Adapter | None) -> bool:
     """Whether a model lets a prompt's tokens see others than those before them, so that its own pass must read every prompt. Raises
     Unsupported as `check_trust`."""
-    adapter = adapter_for(model)
     besides = is_wrapped(model) or may_see_ahead(model)
     checked = besides if adapter is not None else not any(recurrent_layers(model.config))  # these are refused later
     return checked and not reads_prompts_alike(model, adapter)

@@ -10,7 +10,7 @@ from fastspec.generation.ops import Ops
 from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import adapter_for, check_decoder, is_wrapped, may_see_ahead, refuse_foreign_masks, why_generic
+from fastspec.patches.hf.modes import Mode, check_decoder, is_wrapped, may_see_ahead, mode_for, refuse_foreign_masks
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 from fastspec.patches.hf.tree_check import check_states, check_trust
 
@@ -25,14 +25,15 @@ def language_model(
     Raises Unsupported for a model that has no adapter, or one of its decoder alone, and cannot be relied on
     (`fastspec.patches.hf.tree_check`).
     """
-    adapter = None if source is not None else adapter_for(model)
+    mode = mode_for(model) if source is None else Mode(None, None)
+    adapter = mode.adapter
     if source is not None:
         check_decoder(model)  # by its hooks of now: what is found of trees is kept
     if adapter is None:
         if any(recurrent_layers(model.config)):
             raise Unsupported(
                 f"{type(model).__name__} keeps a recurrent state, which only fastspec's own loop over its layers can take back, and it "
-                f"cannot run now: {why_generic(model)}"
+                f"cannot run now: {mode.why}"
             )
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
         if source is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -130,14 +131,25 @@ def _takes_positions(table: nn.Module) -> bool:
     return "position_ids" in inspect.signature(table.forward).parameters
 
 
-def adapter_for(model: nn.Module) -> Adapter | None:
-    """The model's row, or None for the generic mode: no row, layers on several devices, a layer whose forward belongs to someone else, or
-    autocast, which chooses dtypes op by op in the modules' own forward, or a function of someone else's that these call."""
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How a model runs now: by an adapter, or by its own forward. `why` is what keeps a model of a known family from its adapter."""
+
+    adapter: Adapter | None
+    why: str | None
+
+
+def mode_for(model: Any) -> Mode:
+    """How a model runs now: its own forward for one without a row, with layers on several devices or a layer whose forward belongs to
+    someone else, under autocast, which chooses dtypes op by op in the modules' own forward, or where these call someone else's function."""
     adapter = _row_of(model)
-    if adapter is None or _differs_by(model, adapter) or has_global_hooks() or is_autocast(device_of(model)) or is_spread(model):
-        return None
-    looped = _looped_over(model, adapter)
-    return None if any(is_foreign(module) for module in looped) or replaced_functions(model, looped) else adapter
+    why = None if adapter is None else _why_not(model, adapter)
+    return Mode(adapter if why is None else None, why)
+
+
+def adapter_for(model: Any) -> Adapter | None:
+    """The model's row, or None for the generic mode."""
+    return mode_for(model).adapter
 
 
 def _row_of(model: Any) -> Adapter | None:
@@ -195,11 +207,8 @@ def norms_heads(adapter: Adapter, attention: Any) -> bool:
     return adapter.qk_norm and (not adapter.normed_if or bool(getattr(attention, adapter.normed_if)))
 
 
-def why_generic(model: Any) -> str | None:
-    """What keeps a model of a known family from its adapter, or None."""
-    adapter = _row_of(model)
-    if adapter is None:
-        return None
+def _why_not(model: Any, adapter: Adapter) -> str | None:
+    """What keeps a model from its adapter, or None."""
     differs = _differs_by(model, adapter)
     if differs:
         return f"its {' and '.join(differs)} is set"
@@ -222,12 +231,12 @@ def why_generic(model: Any) -> str | None:
 
 def mode_of(model: Any) -> str:
     """Why a model got its mode, in words, for `report`."""
-    adapter = adapter_for(model)
-    if adapter is not None:
-        return f"adapter {adapter.model_type}"
+    mode = mode_for(model)
+    if mode.adapter is not None:
+        return f"adapter {mode.adapter.model_type}"
     if getattr(model.config, "is_encoder_decoder", False):
         return f"encoder-decoder {model.config.model_type}"
-    return f"generic ({why_generic(model) or 'no adapter for ' + getattr(model.config, 'model_type', '?')})"
+    return f"generic ({mode.why or 'no adapter for ' + getattr(model.config, 'model_type', '?')})"
 
 
 def is_foreign(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from fastspec.patches.hf.compat import device_of, layer_count
 
 def devices_of(model: Any) -> list[str]:
     """The devices that a model's parameters are on, in order of their names; those that are loaded for a pass count as none."""
-    return sorted({str(each.device) for each in model.parameters() if each.device.type != "meta"})
+    return sorted(str(device) for device in {each.device for each in model.parameters()} if device.type != "meta")
 
 
 def is_spread(model: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import _lru_cache_wrapper, partial
 from types import FunctionType
 from typing import Any
@@ -31,14 +32,29 @@ def replaced_functions(model: Any, modules: list[nn.Module]) -> list[tuple[str, 
     classes come from, the methods of these classes, those of torch's layers, and `torch.nn.functional`. A function's home is where its
     code was written: a decorator that copies names, as `functools.wraps` does, does not hide it.
     """
-    found = [*_of_attention(model), *_of_torch()]
+    found = [*_of_attention(model), *_strangers_in("torch.nn.functional", vars(functional))]
+    for kind, names in CLASSES:
+        found += _strangers_in(f"torch.nn.{kind.__name__}", {name: getattr(kind, name) for name in names})
     kinds = sorted({type(module) for module in modules}, key=lambda kind: kind.__qualname__)
     bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base.__module__.startswith("transformers.models."))
     for base in bases:
         if not hasattr(base, "generate"):  # a whole model has methods for much else
-            found += [(f"{base.__name__}.{name}", value) for name, value in vars(base).items() if is_strangers(value)]
+            found += _strangers_in(base.__name__, vars(base))
     for home in dict.fromkeys(base.__module__ for base in bases):
-        found += [(f"{home}.{name}", value) for name, value in vars(sys.modules[home]).items() if is_strangers(value)]
+        found += _strangers_in(home, vars(sys.modules[home]))
+    return found
+
+
+_SEEN: dict[str, tuple[dict[str, Any], list[tuple[str, Any]]]] = {}
+"""By the name of a place, what was last seen there, and which of it is someone else's: every call looks, and little ever changes."""
+
+
+def _strangers_in(place: str, held: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """(place.name, value) of what a class or a module holds that is someone else's."""
+    before, found = _SEEN.get(place, ({}, []))
+    if len(before) != len(held) or any(before.get(name, held) is not value for name, value in held.items()):
+        before, found = dict(held), [(f"{place}.{name}", value) for name, value in held.items() if is_strangers(value)]
+        _SEEN[place] = before, found
     return found
 
 
@@ -58,12 +74,6 @@ def _of_attention(model: Any) -> list[tuple[str, Any]]:
     """Those that are someone else's, objects that can be called included."""
     known = {name: type(value).__module__.split(".")[0] in KNOWN for name, value in attention_functions(model)}
     return [(name, value) for name, value in attention_functions(model) if is_strangers(value) or not known[name]]
-
-
-def _of_torch() -> list[tuple[str, Any]]:
-    parts = [(f"torch.nn.{kind.__name__}.{name}", getattr(kind, name)) for kind, names in CLASSES for name in names]
-    parts += [(f"torch.nn.functional.{name}", value) for name, value in vars(functional).items()]
-    return [(name, value) for name, value in parts if is_strangers(value)]
 
 
 def foreign_masks(functions: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import recorded
 from fastspec.patches.checks.compare import tensors, unlike
 from fastspec.patches.hf.compat import device_of, unwrapped
+from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.notices import notice
 from fastspec.patches.session import session_of
 from fastspec.patches.tuning.store import keep
@@ -107,7 +108,7 @@ def tune(
     session = session_of(model)
     if session is None:
         raise Unsupported(f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.tune(model)")
-    ops, device = session.ops(model), device_of(model)
+    ops, device = session.ops(model, mode_for(model)), device_of(model)
     if ops.name != "triton":
         raise Unsupported(f"backend {ops.name!r} has no launches to tune: fastspec.tune is for Triton's kernels, on a CUDA device")
     if not minutes > 0:
