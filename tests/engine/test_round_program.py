@@ -111,7 +111,8 @@ def chain(*roots: int) -> TokenTree:
 
 
 def made(target: Any = None, drafter: Any = None, **options: Any) -> RoundProgram:
-    return RoundProgram(target or Model(), drafter, TORCH, state(), **options)
+    held: Any = Model() if target is None else target
+    return RoundProgram(held, drafter, TORCH, state(), **options)
 
 
 def judged(tree: TokenTree, model: Model, accepted: tuple[int, int] = (2, 0)) -> Judged:

@@ -378,8 +378,8 @@ def test_measures_are_kept_of_the_tokens_that_were_taken_and_not_overwritten_by_
 
 def test_who_watches_sees_a_round_before_its_tokens_are_taken():
     seen: list[Any] = []
-    batch = batch_of(3, 3, watch=lambda *given: seen.append((given, len(batch.log))))
-    engine = after(wide())
+    batch, engine = batch_of(3, 3), after(wide())
+    batch.request.watch = lambda *given: seen.append((given, len(batch.log)))
     take(EMITTED, engine, batch)
     ((tree, verdict, logits), before), = seen  # fmt: skip
     assert tree is engine.last.tree and verdict is engine.last.verdict and logits is engine.last.logits and before == 0

@@ -185,8 +185,11 @@ def test_a_first_token_with_a_history_is_chosen_from_what_its_processors_leave(s
 
 
 def test_what_a_first_tokens_processors_raise_goes_to_the_caller():
-    rules, batch = held(Asked(Rule()), Asked(Rule(process=lambda scores: 1 / 0)))
-    with pytest.raises(ZeroDivisionError):
+    def fail(scores: Tensor) -> Tensor:
+        raise ValueError("processors")
+
+    rules, batch = held(Asked(Rule()), Asked(Rule(process=fail)))
+    with pytest.raises(ValueError, match="processors"):
         rules.first(torch.zeros(1, VOCAB), (torch.tensor([[7]]), torch.tensor([1])), [1])
     assert not batch.errors
 
