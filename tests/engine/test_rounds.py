@@ -190,6 +190,15 @@ def test_a_long_prompt_is_read_a_chunk_a_turn_while_others_go_on():
     ]  # fmt: skip
 
 
+def test_the_last_token_of_a_chunk_is_read_too():
+    batch: Any = Waiting(3, 5, 1)
+    batch.running[1] = True
+    rounds, engine = made(batch, 3)
+    rounds.turn()
+    rounds.turn()
+    assert engine.admitted == [(0, 0, [5], 5), (2, 1, [1], 1)]
+
+
 def test_where_nobody_goes_on_a_prompt_is_read_whole_and_counts_for_the_chunk():
     """Then there is a row that would wait for the next one."""
     batch: Any = Waiting(2, 7, 2)
@@ -232,7 +241,7 @@ def test_a_prompt_that_is_not_expected_any_more_is_dropped_and_the_next_begins_a
 @pytest.mark.parametrize("late", [False, True])
 def test_a_prompt_that_cannot_be_read_is_refused_and_others_go_on(late):
     """At its first part, or at a later one; nothing of it joins, and what it did not read is left to the next."""
-    batch: Any = Waiting(2, 5, 2)
+    batch: Any = Waiting(2, 5, 3)
     batch.running[0] = True
     rounds, engine = made(batch, 3)
     if late:
@@ -241,8 +250,8 @@ def test_a_prompt_that_cannot_be_read_is_refused_and_others_go_on(late):
     else:
         engine.failing = {0}
     rounds.turn()
-    assert [entry for entry in batch.log if entry[0] in ("refuse", "seat")] == [("refuse", 0, "unreadable"), ("seat", 1, 1, 2)]
-    assert engine.admitted == [(1, 1, [2], 2)] and rounds.joining is None and batch.stats.joined == 1
+    assert [entry for entry in batch.log if entry[0] in ("refuse", "seat")] == [("refuse", 0, "unreadable"), ("seat", 1, 1, 3)]
+    assert engine.admitted == [(1, 1, [3], 3)] and rounds.joining is None and batch.stats.joined == 1
 
 
 def test_a_prompt_that_cannot_begin_is_refused_by_its_number():
