@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from helpers_examples import examples
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastspec.generation.state import window
 from fastspec.generation.state.attention import FullAttentionState
+from fastspec.generation.state.base import Moves
 from fastspec.generation.state.sequence import SequenceState
 from fastspec.generation.state.window import WindowState, ring_of
 from fastspec.generation.tree import Verdict
@@ -18,6 +22,7 @@ from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.cache import export_span, import_past
 
 CPU = torch.device("cpu")
+ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others
 ROWS, LAYERS, LIMIT = 2, 2, 90
 
 
@@ -86,3 +91,129 @@ def test_texts_shorter_than_the_ring_take_no_more_than_they_need() -> None:
     assert wound.k.shape[3] == 2000
     wound.resize(10**6)
     assert wound.k.shape[3] == wound.ring
+
+
+def alone(ring: int = 6, span: int = 4, rows: int = 3) -> WindowState:
+    """A ring of which no two dimensions are alike, full of random numbers."""
+    with ELSEWHERE:
+        state = WindowState(2, rows, 5, 8, 7, span=Span(span), ring=ring, dtype=torch.float32, device=CPU)
+    state.resize(ring)
+    for buffer in (state.k, state.v):
+        buffer.copy_(torch.randn(buffer.shape))
+    return state
+
+
+@pytest.mark.parametrize("size, tail, chunk, slots", [
+    (1000, 24, 7, 1536), (1000, 25, 7, 1664), (1000, 7, 24, 1536), (1000, 7, 25, 1664), (1, 1, 1, 640), (64, 64, 1, 640), (64, 65, 1, 768),
+])  # fmt: skip
+def test_a_ring_holds_the_span_what_a_pass_writes_and_slack_in_steps(size, tail, chunk, slots):
+    """The longer of a tree and of a part of a prompt, beside 512 tokens of slack, in steps of 128."""
+    assert ring_of(Span(size), tail, chunk) == slots and isinstance(ring_of(Span(size), tail, chunk), int)
+
+
+def test_a_ring_is_made_empty_of_the_sizes_that_are_said():
+    state = WindowState(2, 3, 5, 8, 7, span=Span(4), ring=6, dtype=torch.float16, device=CPU)
+    assert state.k.shape == (2, 3, 5, 0, 8) and state.v.shape == (2, 3, 5, 0, 7) and state.k.dtype == state.v.dtype == torch.float16
+    assert (state.layers, state.ring, state.span, state.device) == (2, 6, Span(4), CPU)
+    alike = WindowState(2, 3, 5, 8, span=Span(4), ring=6, dtype=torch.float16, device=CPU)
+    assert alike.v.shape == (2, 3, 5, 0, 8)
+
+
+def test_memory_is_that_of_the_text_and_no_more_than_the_rings():
+    """Keys and values in bytes: layers, rows, heads, slots, both sizes."""
+    state = alone()
+    assert [state.bytes(slots) for slots in (1, 6, 7)] == [4 * 2 * 3 * 5 * count * (8 + 7) for count in (1, 6, 6)]
+
+
+def test_buffers_that_hold_as_much_are_not_replaced():
+    """What was captured on them stays good; what they hold stays when they grow."""
+    state = WindowState(1, 1, 1, 8, span=Span(4), ring=6, dtype=torch.float32, device=CPU)
+    state.resize(5)
+    state.k.fill_(3.0)
+    held = state.k
+    for slots in (5, 4, 1):
+        state.resize(slots)
+        assert state.k is held
+    state.resize(7)
+    assert state.k.shape[3] == 6 and torch.equal(state.k[:, :, :, :5], held) and not state.k[:, :, :, 5:].any()
+    held = state.k
+    state.resize(99)
+    assert state.k is held
+
+
+def moves(sources: list[list[int]], targets: list[list[int]]) -> Moves:
+    path, rows = torch.tensor(sources), len(sources)
+    zero = torch.zeros(rows, dtype=torch.long)
+    return Moves(Verdict(torch.zeros_like(path), zero, zero), zero > 0, path, torch.tensor(targets))
+
+
+def test_a_path_moves_round_the_ring():
+    """Behind the end of the ring it goes on at its beginning, from where it comes and to where it goes."""
+    state = alone()
+    keys, values = state.k.clone(), state.v.clone()
+    state.commit(TORCH, moves([[4, 7], [6, 8], [12, 17]], [[4, 5], [6, 7], [12, 13]]))
+    for now, old in ((state.k, keys), (state.v, values)):
+        for row, (sources, targets) in enumerate((((4, 1), (4, 5)), ((0, 2), (0, 1)), ((0, 5), (0, 1)))):
+            old[:, row, :, targets] = old[:, row, :, sources]
+        assert torch.equal(now, old)
+
+
+def test_a_path_of_the_root_alone_moves_nothing():
+    nothing: Any = SimpleNamespace()  # without kv_block_copy
+    alone().commit(nothing, moves([[4], [5], [6]], [[4], [5], [6]]))
+
+
+@pytest.mark.parametrize("source", [None, 0, 1])
+@pytest.mark.parametrize("count, held", [(4, 4), (6, 6), (9, 6)])
+def test_a_row_begins_anew_with_what_the_ring_of_another_holds(source, count, held):
+    """With its first tokens, or where there are more than slots with all of the ring; its neighbours stay."""
+    state, other = alone(), alone(rows=2)
+    keys, values = state.k.clone(), state.v.clone()
+    state.copy_row(1, other, count, *([] if source is None else [source]))
+    for now, old, new in ((state.k, keys, other.k), (state.v, values, other.v)):
+        old[:, 1, :, :held] = new[:, source or 0, :, :held]
+        assert torch.equal(now, old)
+
+
+def test_a_row_takes_no_more_than_its_tokens_from_a_longer_buffer():
+    state, other = alone(), alone()
+    state.k, state.v = state.k[:, :, :, :5].clone(), state.v[:, :, :, :5].clone()
+    state.copy_row(2, other, 5)
+    assert torch.equal(state.k[:, 2], other.k[:, 0, :, :5]) and torch.equal(state.v[:, 2], other.v[:, 0, :, :5])
+
+
+@pytest.mark.parametrize("width", [5, 6])
+def test_the_last_tokens_of_a_text_are_taken_from_the_columns_that_they_stand_in(width):
+    """Those of a text that is shorter than the ring from slot 0 on, with zeros behind it; those of a longer one go round."""
+    state, texts = alone(), [[0, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [7]]
+    state.k, state.v = state.k[:, :, :, :width], state.v[:, :, :, :width]
+    if width < 6:
+        texts[1] = texts[1][:width]  # there is room
+    before = state.k[0].clone()
+    counts = torch.tensor([len(text) for text in texts])
+    order = torch.tensor([[*text, *[0] * (int(counts.max()) - len(text))] for text in texts])
+    held = torch.randn(3, 5, 11, 8), torch.randn(3, 5, 11, 7)
+    with ELSEWHERE:
+        state.load(1, held, order, counts)
+    for now, source in zip((state.k[1], state.v[1]), held, strict=True):
+        want = torch.zeros_like(now)
+        for row, text in enumerate(texts):
+            for position, column in enumerate(text):
+                want[row, :, position % 6] = source[row, :, column]  # a later one takes the place of one before it
+        assert torch.equal(now, want)
+    assert torch.equal(state.k[0], before)
+
+
+def test_what_is_handed_out_goes_round_the_ring_and_is_zero_where_it_is_not_seen_or_not_real():
+    """A token that is the span or less behind the end is seen: transformers keeps as many."""
+    state = alone()
+    slots = torch.arange(12).expand(3, -1)
+    lengths, real = torch.tensor([10, 3, 11]), slots < torch.tensor([10, 3, 9])[:, None]
+    with ELSEWHERE:
+        handed = state.export(1, slots, real, lengths)
+    for out, buffer in zip(handed, (state.k[1], state.v[1]), strict=True):
+        want = torch.zeros(3, 5, 12, buffer.shape[-1])
+        for row, shown in enumerate((range(6, 10), range(0, 3), range(7, 9))):
+            for slot in shown:
+                want[row, :, slot] = buffer[row, :, slot % 6]
+        assert torch.equal(out, want)
