@@ -15,7 +15,8 @@ from torch import Tensor
 from fastspec import Unsupported
 from fastspec.errors import FastSpecError
 from fastspec.generation.state import sequence as module
-from fastspec.generation.state.attention import FullAttentionState
+from fastspec.generation.state.attention import FirstLayers, FullAttentionState
+from fastspec.generation.state.base import Moves
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.tree import Verdict
 from fastspec.patches.backends import TORCH
@@ -241,3 +242,58 @@ def test_a_users_cache_comes_in_without_its_padding_and_goes_out_in_columns(keep
                 wanted = torch.zeros(3, 9, 5)
                 wanted[:, begin : begin + len(shown)] = source[row][:, shown]
                 assert torch.equal(out[row], wanted)
+
+
+class Elsewhere(FullAttentionState):
+    """Layers that keep what they keep on another device, and take down where what they are given lies."""
+
+    device = ELSEWHERE
+    given: list[Any]
+
+    def commit(self, ops: Any, moves: Any) -> None:
+        self.given += [moves.sources.device, moves.active.device, moves.verdict.path.device]
+
+    def export(self, layer: int, *parts: Tensor) -> Any:
+        self.given += [each.device for each in parts]
+
+
+def test_layers_on_another_device_are_given_what_they_need_there():
+    cache = made(9)
+    cache.attention.__class__, cache.attention.given = Elsewhere, []  # type: ignore[attr-defined]
+    path = torch.tensor([[0, 1], [0, 0]])
+    cache.commit(TORCH, Verdict(path, torch.tensor([1, 0]), torch.tensor([4, 4])), torch.tensor([True, True]))
+    export_span(cache, torch.zeros(2, dtype=torch.long), 3, torch.zeros(2, dtype=torch.long))
+    assert cache.attention.given == [ELSEWHERE] * (3 + 2 * 3)  # type: ignore[attr-defined]
+
+
+def test_columns_far_before_a_row_are_zeros():
+    """Further than the buffers have slots."""
+    cache = filled(made(4, 1, rows=1, layers=1))
+    cache.lengths.fill_(2)
+    [(keys, values)] = export_span(cache, torch.tensor([0]), 22, torch.tensor([20]))
+    for found, buffer in ((keys, cache.k), (values, cache.v)):
+        assert torch.equal(found[:, :, 20:], buffer[0, :, :, :2]) and not found[:, :, :20].any()
+
+
+@pytest.mark.parametrize("ring", [None, 8])
+def test_the_first_layers_of_another_state_move_paths_in_these_alone(ring):
+    """Round its ring, where it has one."""
+    whole = FullAttentionState(3, 1, 2, 4, dtype=torch.float32, device=CPU)
+    whole.resize(8 if ring else 24)
+    whole.ring = ring  # type: ignore[assignment]
+    for buffer in (whole.k, whole.v):
+        buffer.normal_()
+    keys, values = whole.k.clone(), whole.v.clone()
+    path, zero = torch.tensor([[0, 2]]), torch.zeros(1, dtype=torch.long)
+    FirstLayers(whole, 2).commit(TORCH, Moves(Verdict(path, zero, zero), zero == 0, torch.tensor([[15, 18]]), torch.tensor([[15, 16]])))
+    sources, targets = ([7, 2], [7, 0]) if ring else ([15, 18], [15, 16])
+    for now, old in ((whole.k, keys), (whole.v, values)):
+        old[:2, :, :, targets] = old[:2, :, :, sources]
+        assert torch.equal(now, old)
+
+
+def test_a_row_begins_with_the_first_row_of_another_state():
+    mine, other = made(6).attention, filled(made(6), 1).attention
+    mine.copy_row(1, other, 4)
+    assert torch.equal(mine.k[:, 1, :, :4], other.k[:, 0, :, :4]) and not mine.k[:, 1, :, 4:].any() and not mine.k[:, 0].any()
+    assert torch.equal(mine.v[:, 1, :, :4], other.v[:, 0, :, :4])

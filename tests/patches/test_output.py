@@ -17,6 +17,7 @@ from fastspec.generation.engine.call import Outcome
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
+from fastspec.patches.call import output
 from fastspec.patches.call.output import output_of
 
 VOCAB, PAD = 7, 6
@@ -179,3 +180,83 @@ def test_answers_of_one_token_are_one_column():
     out = returned(call, outcome, target)
     assert target.widths == [] and out.sequences[:, 3:].tolist() == [[1], [2], [3]]
     assert [column[:, 0].tolist() for column in (*out.scores, *out.logits)] == [[0.0, 10.0, 20.0], [0.5, 10.5, 20.5]]
+
+
+class Once(Reader):
+    """A target that cannot take back what it has read; it takes down what it is told."""
+
+    told: list[Any]
+
+    def open(self, capacity: int) -> None:
+        self.told.append(("open", capacity))
+        self.state.lengths.zero_()
+
+    def move(self, shift: Tensor) -> None:
+        self.told.append(("move", shift))
+
+    def prefill(self, ids: Tensor, counts: Tensor) -> None:
+        self.told.append(("read", ids.tolist(), counts.tolist()))
+        self.state.lengths += counts
+
+
+def read_again(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, Outcome, Any]:
+    """`made` with such a target, whose past is put in place by a function that tells so."""
+    call, outcome, target = made(**{"output_logits": True, "past": None, "shift": None, "own": None} | changes)
+    target.__class__, target.rewinds, target.told, call.keep = Once, False, [], call.keep.bool()
+
+    def imported(state: Any, past: Any, keep: Tensor) -> None:
+        target.told.append(("past", past, keep.tolist()))
+        state.lengths.copy_(keep.sum(1))
+
+    monkeypatch.setattr(output, "import_past", imported)
+    return call, outcome, target
+
+
+STANDS = [past + read + len(text) - 1 for past, read, text in zip(PAST, READ, TOKENS, strict=True)]
+"""How many tokens each row has behind its answer, but for the last."""
+TEXTS = [[1, 2, 3, 1, 2, 3, 4], [4, 2, 0, 0, 0, 0, 0], [5, 6, 3, 3, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("shift", [None, torch.tensor([4, 0, 1])])
+def test_what_cannot_be_taken_back_is_read_once_more_behind_the_calls_past(monkeypatch, shift):
+    past = [("keys", "values")]
+    call, outcome, target = read_again(monkeypatch, past=past, shift=shift)
+    returned(call, outcome, target)
+    moved = [] if shift is None else [("move", shift)]
+    assert target.told == [
+        ("open", max(STANDS)), *moved, ("past", past, call.keep[:, :2].tolist()), ("read", TEXTS, [7, 2, 4]),
+    ]  # fmt: skip
+
+
+def test_a_row_that_stands_where_it_should_reads_nothing_again(monkeypatch):
+    call, outcome, target = read_again(monkeypatch)
+    target.state.lengths.copy_(torch.tensor(STANDS))
+    returned(call, outcome, target)
+    assert target.told == []
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_prompt_that_is_more_than_tokens_is_read_by_its_own_pass_again(monkeypatch, short):
+    """Then the tokens of the answer follow, where it has more than one."""
+
+    def own(target: Any) -> None:
+        target.told.append("own")
+        target.state.lengths.copy_(torch.tensor([past + read for past, read in zip(PAST, READ, strict=True)], device="cpu"))
+
+    call, outcome, target = read_again(monkeypatch, own=own, output_logits=not short)
+    if short:
+        outcome.tokens = [text[:1] for text in TOKENS]
+        call.config.output_scores = True
+        outcome.scores = [scores[:1] for scores in outcome.scores]
+    returned(call, outcome, target)
+    more = [("read", [[1, 2, 3, 4], [2, 0, 0, 0], [3, 3, 0, 0]], [4, 1, 2])]
+    assert target.told == [("open", 6 - 1 if short else max(STANDS)), "own", *([] if short else more)]
+
+
+def test_rows_that_decoded_in_step_read_their_padding_with_their_answers(monkeypatch):
+    steps = SimpleNamespace(scores=("scores",), logits=("logits",), ids=torch.tensor(SEQUENCES))
+    call, outcome, target = read_again(monkeypatch, steps=steps)
+    returned(call, outcome, target)
+    texts = [[1, 2, 3, 1, 2, 3, 4], [4, 2, 1, PAD, PAD, 0, 0], [5, 6, 3, 3, 4, PAD, 0]]
+    assert target.told == [("open", 9), ("read", texts, [7, 5, 6])]
+    assert target.widths == []
