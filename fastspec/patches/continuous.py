@@ -26,7 +26,7 @@ from fastspec.patches.call.assembly import Assembly
 from fastspec.patches.call.inputs import sees_ahead
 from fastspec.patches.call.one_prompt import Single, prepare
 from fastspec.patches.call.refusals import refuse_overrides
-from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, position_limit, unpack_weights, unwrapped
+from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, is_shared_out, position_limit, unpack_weights, unwrapped
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
@@ -67,6 +67,11 @@ def continuous(
         raise Unsupported(
             f"continuous: {processes_of(model)} processes hold this {type(model).__name__}, and prompts come to each at a time of its own; "
             "generate takes ContinuousBatch there, with the same prompts in every process"
+        )
+    if is_shared_out(model):
+        raise Unsupported(
+            f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and prompts come to each at a "
+            "time of its own; generate takes an assistant there, in all processes at once"
         )
     if prefill_chunk < 1:
         raise Unsupported(f"continuous: prefill_chunk={prefill_chunk} must be at least 1")

@@ -1,5 +1,4 @@
-"""The snippets of docs/clients.md for several processes, in two over gloo: replicas generate by themselves, sharded weights are left to
-transformers."""
+"""The snippets of docs/clients.md for several processes, in two over gloo: replicas generate by themselves, sharded weights in step."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -51,7 +49,7 @@ def test_ddp(folder, smollm2, tokenizer, tmp_path):
 
 
 def sharded(rank: int, port: int, path: Path) -> None:
-    """One of two processes that run the page's snippet on prompts of their own; writes down what came of it."""
+    """One of two processes that run the page's snippet on prompts of their own, in rounds of their own number."""
     from helpers_generate import bigram, prompts, seer
 
     import fastspec
@@ -61,12 +59,10 @@ def sharded(rank: int, port: int, path: Path) -> None:
     inputs = prompts(5, 9, seed=rank)
     expected = bigram().generate(**inputs, max_new_tokens=24, do_sample=False)
     names = {"model": fastspec.patch(bigram(), eagle3=seer(bigram()), assistant="eagle3"), "inputs": inputs}
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        exec(shown("fully_shard"), names)
+    exec(shown("fully_shard"), names)
     found = fastspec.report(names["model"])
-    assert any("spread over several processes" in str(each.message) for each in told)
-    torch.save({"same": torch.equal(names["answer"], expected), "calls": len(found.calls), "left": found.unassisted}, path / f"{rank}.pt")
+    made = {"same": torch.equal(names["answer"], expected), "rounds": found.last.rounds, "accepted": found.last.acceptance_length}
+    torch.save(made | {"left": dict(found.unassisted)}, path / f"{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()
 
@@ -76,8 +72,5 @@ def test_fsdp2(tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     multiprocessing.spawn(sharded, args=(port, tmp_path), nprocs=2)
-    for rank in range(2):
-        found = torch.load(tmp_path / f"{rank}.pt")
-        assert found["same"] and not found["calls"]
-        (why,) = found["left"]
-        assert "spread over several processes, which must run the same number of passes" in why
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert all(each["same"] and each["accepted"] > 2 and not each["left"] for each in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +13,10 @@ from transformers.generation.logits_process import LogitsProcessorList
 from fastspec.errors import Unsupported
 from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
+from fastspec.patches.call.in_step import Alone, InStep
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
-from fastspec.patches.hf.compat import drop_capturing_hooks, own_stop_strings, plain_decoding, unpack_weights
+from fastspec.patches.hf.compat import drop_capturing_hooks, is_shared_out, own_stop_strings, plain_decoding, unpack_weights
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
 from fastspec.patches.hf.shards import processes_of
@@ -42,54 +44,64 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
     if assistant is None or assistant == "none" or (not named and given.get("custom_generate") is not None):
         return original(*args, **kwargs)
     unpack_weights(self)
-    try:
-        decoding = _checked(self, session, assistant, given)
-    except Unsupported as reason:
-        if named:
-            raise
-        session.leave(reason)
-        return original(*args, **kwargs)
-    if isinstance(decoding, AdaptiveCascade):
+    with InStep(self) if is_shared_out(self) else Alone() as step:
         try:
-            return decoding.generate(self, session, given)
-        except Unsupported as reason:  # by a stage, when it is asked
+            decoding = _checked(self, session, assistant, given)
+            step.check(decoding)
+        except Unsupported as reason:
+            step.agree(False)
             if named:
                 raise
             session.leave(reason)
             return original(*args, **kwargs)
-    mode = mode_for(self)
-    session.pack(self, mode)
-    session.tell_mode(mode)
+        if isinstance(decoding, AdaptiveCascade):
+            try:
+                return decoding.generate(self, session, given)
+            except Unsupported as reason:  # by a stage, when it is asked
+                if named:
+                    raise
+                session.leave(reason)
+                return original(*args, **kwargs)
+        mode = mode_for(self)
+        session.pack(self, mode)
+        session.tell_mode(mode)
+        decode = partial(_decode, session, decoding, given, named, step)
+        with session.turn.taken():
+            try:
+                return original(**{**own_stop_strings(self, given), "custom_generate": decode})
+            finally:
+                if not session.captured:
+                    drop_capturing_hooks(self)  # a model that has them cannot be pickled
 
-    def custom(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: Any,
-        generation_config: Any,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        try:
-            refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
-            call = Call(
-                model, session, decoding, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-            )  # fmt: skip
-        except Unsupported as reason:
-            if named:
-                raise
-            session.leave(reason)
-            return plain_decoding(
-                model, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-            )  # fmt: skip
+
+def _decode(
+    session: PatchSession,
+    decoding: Any,
+    given: dict[str, Any],
+    named: bool,
+    step: Alone,
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """What `generate` calls in place of its own loop, with what it has made of its arguments."""
+    try:
+        refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
+        call = Call(model, session, decoding, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        refused = None
+    except Unsupported as reason:
+        refused = reason
+    if step.agree(refused is None):
         return call.run()
-
-    with session.turn.taken():
-        try:
-            return original(**{**own_stop_strings(self, given), "custom_generate": custom})
-        finally:
-            if not session.captured:
-                drop_capturing_hooks(self)  # a model that has them cannot be pickled
+    refused = refused or Unsupported("another process, which holds a part of the model, cannot serve its part of the call")
+    if named:
+        raise refused
+    session.leave(refused)
+    return plain_decoding(model, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
 
 INSTEAD = (

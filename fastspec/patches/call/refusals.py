@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
-from fastspec.patches.hf.compat import is_besides_tokens, is_synced, position_limit
+from fastspec.patches.hf.compat import is_besides_tokens, is_zero3, position_limit
 from fastspec.patches.hf.limits import position_rows
 from fastspec.patches.hf.peft_models import peft_of, refuse_peft
 
@@ -40,8 +40,8 @@ _PASSED_BY = (
 
 
 def refuse_overrides(model: Any) -> None:
-    """Refuse a model whose decoding someone else has changed, in ways that an assistant's rounds would pass by, and one that several
-    processes must run in step."""
+    """Refuse a model whose decoding someone else has changed, in ways that an assistant's rounds would pass by, and one that DeepSpeed
+    has spread over several processes."""
     for name in _PASSED_BY:
         method = getattr(type(model) if name == "_sample" else model, name, None)  # as plain decoding looks them up
         if method is None or _home(method).startswith("transformers."):
@@ -53,10 +53,10 @@ def refuse_overrides(model: Any) -> None:
             f"{type(model).__name__}.{name} is {_home(method)}'s: plain decoding calls it at every step, an assistant's rounds do not; "
             "remove the override, or leave out assistant="
         )
-    if is_synced(model):
+    if is_zero3():
         raise Unsupported(
-            f"the weights of this {type(model).__name__} are spread over several processes, which must run the same number of passes: "
-            "rounds take as many as their drafts need; generate with the unsharded model"
+            f"DeepSpeed's ZeRO 3 has spread this {type(model).__name__} over several processes, which must run the same number of passes: "
+            "rounds take as many as their drafts need; generate with the unsharded model, or share it out by FSDP2"
         )
 
 

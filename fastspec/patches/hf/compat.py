@@ -227,7 +227,7 @@ def plain_decoding(model: Any, given: dict[str, Any], ids: Tensor, processors: A
     """
     decode = getattr(type(model), GENERATION_MODES_MAPPING[config.get_generation_mode(None)])
     settings = {"logits_processor": processors, "stopping_criteria": criteria, "generation_config": config}
-    return decode(model, ids, **settings, streamer=given.get("streamer"), **inputs)
+    return decode(model, ids, **settings, streamer=given.get("streamer"), synced_gpus=is_shared_out(model), **inputs)
 
 
 def unwrapped(model: Any) -> Any:
@@ -240,13 +240,25 @@ def unwrapped(model: Any) -> Any:
     return unwrapped(base()) if callable(base) and type(inner).__module__.startswith("peft.") else inner
 
 
-def is_synced(model: Any) -> bool:
-    """Whether plain `generate` would keep several processes in step for a model whose weights are spread over them.
+def is_shared_out(model: Any) -> bool:
+    """Whether several processes share a model's weights out by FSDP, or those of some of its layers, so that each pass of one needs a pass
+    of all."""
+    return _are_several() and any(map(is_fsdp_managed_module, model.modules()))
 
-    A custom loop is not told; delete when it is handed `synced_gpus`.
-    """
-    several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    return several and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
+
+def brings_weights(hook: Any) -> bool:
+    """Whether a module's hook is one of FSDP's, or one of our own that goes with them: without them a pass has no weights."""
+    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "fastspec.patches."))
+
+
+def is_zero3() -> bool:
+    """Whether DeepSpeed shares all models' weights out over several processes."""
+    return _are_several() and bool(is_deepspeed_zero3_enabled())
+
+
+def _are_several() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def position_limit(config: Any) -> int | None:

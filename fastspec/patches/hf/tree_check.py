@@ -21,7 +21,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.encoder_source import Source
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.compat import device_of, has_global_hooks, is_out_of_memory
+from fastspec.patches.hf.compat import brings_weights, device_of, has_global_hooks, is_out_of_memory
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, spans_of
 from fastspec.patches.hf.model import HFModel
@@ -244,7 +244,8 @@ def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
     new = 1 + MORE
     config = GenerationConfig(max_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=pad)
-    out = type(model).generate(model, input_ids=ids, attention_mask=mask, generation_config=config)
+    settings = {"generation_config": config, "synced_gpus": False}  # not `generate`'s own way of keeping processes together
+    out = type(model).generate(model, input_ids=ids, attention_mask=mask, **settings)
     return torch.stack(out.logits, 1), out.sequences[:, -new : -1]
 
 
@@ -266,7 +267,7 @@ def _after_source(model: Any) -> tuple[Tensor, Tensor]:
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
     """The model in evaluation mode, without its forward hooks and its own settings for `generate`, and everything as it was in the end:
-    attributes, buffers and global generators. Hooks of accelerate, which bring weights, stay at work, and torch's global ones."""
+    attributes, buffers and global generators. Hooks of accelerate and FSDP, which bring weights, stay at work, and torch's global ones."""
     modules = list(model.modules())
     held = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in modules]
     devices = [device_of(model)] if device_of(model).type == "cuda" else []
@@ -274,7 +275,9 @@ def _undisturbed(model: Any) -> Iterator[None]:
         try:
             for module in modules:
                 vars(module)["training"] = False
-                vars(module)["_forward_hooks"], vars(module)["_forward_pre_hooks"] = OrderedDict(), OrderedDict()
+                for name in ("_forward_hooks", "_forward_pre_hooks"):
+                    kept = ((key, hook) for key, hook in vars(module)[name].items() if brings_weights(hook))
+                    vars(module)[name] = OrderedDict(kept)
             vars(model)["generation_config"] = GenerationConfig()
             yield
         finally:
