@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from helpers_examples import examples
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastspec.generation.verify import choose
@@ -15,6 +15,7 @@ VALUES = st.sampled_from([-torch.inf, -1e30, -2.5, -1.0, -0.0, 0.0, 1e-40, 1.0, 
 
 
 @given(st.lists(VALUES, min_size=2, max_size=65), st.integers(1, 7), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+@example([-0.0, 0.0], 2, torch.float32)  # equal, so that the first of them is the likeliest
 @examples(60)
 def test_the_highest_key_is_the_first_of_the_highest_scores(values: list[float], parts: int, dtype: torch.dtype) -> None:
     scores = torch.tensor(values).to(dtype)[None, None]
