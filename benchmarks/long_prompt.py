@@ -2,8 +2,9 @@
 
     python benchmarks/long_prompt.py --shape llama-8b --prompts 8192 32768 131008 --out rows.jsonl
 
-Weights are random. Every prompt length is one call of so many new tokens, after a call on the shortest prompt that compiles; transformers'
-own generate answers those of up to --peer-most tokens in the same run.
+Weights are random. Every prompt length is one call of so many new tokens, after a call on the shortest prompt that compiles, and a second
+call for the time of a round, in which nothing is captured any more (rows of earlier versions are of the first); transformers' own
+generate answers those of up to --peer-most tokens in the same run.
 `keys_and_values_mib` is what the layers can see of the text at its end.
 """
 
@@ -76,7 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
         for method in args.methods:
             call(model, prompts[0], args.tokens, method)
             for prompt in prompts:
-                write(call(model, prompt, args.tokens, method))
+                row = call(model, prompt, args.tokens, method)
+                write(row | {"round_ms": call(model, prompt, args.tokens, method)["round_ms"]})
 
 
 if __name__ == "__main__":
