@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastspec.generation.engine.engine import Engine
+from fastspec.patches.hf.replaced import has_replaced_methods
 from fastspec.patches.hf.shards import local_part
 
 KEPT = 4
@@ -54,7 +55,8 @@ def weights_of(model: nn.Module) -> Hashable:
         index for index, module in enumerate(model.modules())
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
     )  # fmt: skip
-    return places, hooked
+    kinds: set[type[nn.Module]] = {type(module) for module in model.modules()}
+    return places, hooked, frozenset((kind, kind.forward, has_replaced_methods(kind)) for kind in kinds)
 
 
 def plain_value(value: Any) -> Hashable:

@@ -7,13 +7,14 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
 import torch
+from helpers_captured import stand_in
 from helpers_generate import prompts, shallow_model
-from helpers_models import tiny_head
+from helpers_models import FAMILIES, tiny_head, tiny_model
 from helpers_seq2seq import tiny_seq2seq
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -22,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.llama import modeling_llama
 
 import fastspec
+from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.modes import adapter_for
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
@@ -140,27 +142,88 @@ def test_an_attention_by_a_name_of_its_own_is_never_passed_by(monkeypatch):
     assert model.generate(**prompts(9, 6), **OPTIONS).tolist() == want and fastspec.report(model).last.rounds and CALLED["louder"]
 
 
-def test_every_function_of_a_modelling_file_that_plain_decoding_calls_is_called(monkeypatch):
-    """One after another, each by a function that counts: what a plain call calls, an assisted call calls too."""
-    functions = [name for name, value in vars(modeling_llama).items() if isinstance(value, FunctionType)]
-    model = shallow_model()
+def seen_by(run: Callable[[], Any]) -> set[CodeType]:
+    """The code of every function that a call runs."""
+    found: set[CodeType] = set()
+    sys.setprofile(lambda frame, event, _: found.add(frame.f_code) if event == "call" else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def modelling_code(model: Any, run: Callable[[], Any]) -> list[tuple[Any, str]]:
+    """Each function of a model's modelling file, and each method of its modules' classes, that a call runs: (module or class, name)."""
+    codes, classes = seen_by(run), {base for module in model.modules() for base in type(module).__mro__}
+    places = [each for each in classes if each.__module__.startswith("transformers.models.")]
+    places = [*sorted(places, key=lambda each: each.__qualname__), sys.modules[type(model).__module__]]
+    held = ((place, name, value) for place in places for name, value in vars(place).items())
+    return [(place, name) for place, name, value in held if isinstance(value, FunctionType) and value.__code__ in codes]
+
+
+QUICK = "llama", "gemma2", "phi3", "qwen3_moe"
+
+
+@pytest.mark.parametrize("family", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES])
+def test_whatever_of_the_modelling_code_plain_decoding_calls_is_called(monkeypatch, family):
+    """One function or method after another is replaced by one that counts: what a plain call calls, an assisted call calls too, unless
+    it is refused by the name of what was replaced. Nothing is passed by."""
+    model = tiny_model(family, num_hidden_layers=4)
     fastspec.patch(model)
-    seen = []
-    for name in functions:
+    run = functools.partial(model.generate, **prompts(9), max_new_tokens=3, do_sample=False, eos_token_id=None)
+    places, refused = modelling_code(model, run), []
+    for place, name in places:
+        counts = []
         with monkeypatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            replaced(patch, modeling_llama, name, lambda out: out)
-            counts = []
+            replaced(patch, place, name, lambda out: out)
             for assistant in (None, "nasd"):
                 CALLED.clear()
                 try:
-                    model.generate(**prompts(9), max_new_tokens=3, do_sample=False, assistant=assistant)
-                except fastspec.Unsupported as refused:
-                    assert name in str(refused)
+                    run(assistant=assistant)
+                except fastspec.Unsupported as error:
+                    assert name in str(error) or place.__name__.rpartition(".")[2] in str(error), (name, str(error))
+                    refused.append(name)
+                    CALLED[name] += 1
                 counts.append(CALLED[name])
-        assert bool(counts[0]) == bool(counts[1]) or "mask" in name, (name, counts)
-        seen += [name] * bool(counts[0])
-    assert {"apply_rotary_pos_emb", "create_causal_mask"} <= set(seen)
+        assert bool(counts[0]) <= bool(counts[1]), (place.__name__, name, counts)
+    assert len(places) >= 10
+    assert set(refused) < {name for _, name in places} or any(recurrent_layers(model.config))
+
+
+def test_a_kept_engine_is_not_used_where_a_class_has_changed(monkeypatch):
+    """What was captured has the class's forward of then in it."""
+    stand_in(monkeypatch)
+    model = shallow_model()
+    fastspec.patch(model)
+    model.generate(**prompts(9, 6), **OPTIONS, assistant="autoregressive")
+    for change in (1.3, 1.1):
+        with monkeypatch.context() as patch:
+            replaced(patch, modeling_llama.LlamaMLP, "forward", lambda out, change=change: out * change)
+            want = model.generate(**prompts(9, 6), **OPTIONS).tolist()
+            for _ in range(2):
+                assert model.generate(**prompts(9, 6), **OPTIONS, assistant="autoregressive").tolist() == want
+    want = model.generate(**prompts(9, 6), **OPTIONS).tolist()
+    assert model.generate(**prompts(9, 6), **OPTIONS, assistant="autoregressive").tolist() == want
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "llama4_text"])
+def test_a_norm_s_own_helper_of_someone_else_s_is_called(monkeypatch, kind):
+    model = fastspec.patch(tiny_model(kind, num_hidden_layers=4))
+    [norm] = {type(module) for module in model.modules() if type(module).__name__.endswith("RMSNorm")}
+    replaced(monkeypatch, norm, "_norm", lambda out: out * 1.2)
+    want = model.generate(**prompts(9, 6), **OPTIONS).tolist()
+    CALLED.clear()
+    assert model.generate(**prompts(9, 6), **OPTIONS, assistant="nasd").tolist() == want and CALLED["_norm"]
+
+
+def test_an_override_that_hides_behind_the_name_of_what_it_wraps_is_refused(monkeypatch):
+    """`functools.wraps` copies the module's name, too."""
+    model = fastspec.patch(shallow_model())
+    replaced(monkeypatch, type(model), "prepare_inputs_for_generation", lambda inputs: inputs)
+    with pytest.raises(fastspec.Unsupported, match=r"prepare_inputs_for_generation is .* \(own, .*test_replaced_functions.py"):
+        model.generate(**prompts(9), **OPTIONS, assistant="nasd")
 
 
 def test_a_mask_that_an_encoder_decoder_s_loop_would_pass_by_is_refused(monkeypatch):

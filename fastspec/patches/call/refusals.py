@@ -12,6 +12,8 @@ from fastspec.generation.drafters.base import Decoding
 from fastspec.patches.hf.compat import is_besides_tokens, is_zero3, position_limit
 from fastspec.patches.hf.limits import position_rows
 from fastspec.patches.hf.peft_models import peft_of, refuse_peft
+from fastspec.patches.hf.replaced import is_strangers
+from fastspec.patches.hf.wrappers import where_defined
 
 _ARGUMENTS = {
     "inputs_embeds": "an assistant drafts from token ids: pass input_ids",
@@ -44,13 +46,14 @@ def refuse_overrides(model: Any) -> None:
     has spread over several processes."""
     for name in _PASSED_BY:
         method = getattr(type(model) if name == "_sample" else model, name, None)  # as plain decoding looks them up
-        if method is None or _home(method).startswith("transformers."):
+        if method is None or (_home(method).startswith("transformers.") and not is_strangers(method)):
             continue
         if name == "prepare_inputs_for_generation" and (owner := peft_of(model)) is not None:
             refuse_peft(owner)
             continue
         raise Unsupported(
-            f"{type(model).__name__}.{name} is {_home(method)}'s: plain decoding calls it at every step, an assistant's rounds do not; "
+            f"{type(model).__name__}.{name} is {_home(method)}'s ({where_defined(method)}): plain decoding calls it at every step, an "
+            "assistant's rounds do not; "
             "remove the override, or leave out assistant="
         )
     if is_zero3():

@@ -22,6 +22,7 @@ from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own,
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
 from fastspec.patches.hf.parallel import product_of_shares, share_of, weights_of
+from fastspec.patches.hf.replaced import has_replaced_methods
 from fastspec.patches.hf.rotary import NO_ROTATION
 from fastspec.patches.hf.shards import ParallelStyle, local_part
 
@@ -220,7 +221,8 @@ def vocabulary_of(model: Any, parts: Adapter, ops: Ops, *, likeliest: bool = Fal
 
 def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:
     """A norm of a family with the sum before it."""
-    if not is_foreign(module) and hasattr(module, parts.eps) and type(module.weight) is nn.Parameter:
+    own = not is_foreign(module) and not has_replaced_methods(type(module))
+    if own and hasattr(module, parts.eps) and type(module.weight) is nn.Parameter:
         return rms(ops, module.weight, getattr(module, parts.eps), offset=parts.offset)
 
     def norm(x: Tensor, residual: Tensor | None = None, *, total: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,11 @@ def _strangers_in(place: str, held: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
+def has_replaced_methods(kind: type[nn.Module]) -> bool:
+    """Whether a module's class has a method of someone else's in the place of one of transformers' own."""
+    return any(_strangers_in(base.__name__, vars(base)) for base in kind.__mro__ if base.__module__.startswith("transformers.models."))
+
+
 def has_foreign_attention(model: Any) -> bool:
     """Whether the model's attention function is someone else's."""
     return bool(_of_attention(model))
