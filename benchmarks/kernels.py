@@ -36,11 +36,16 @@ from fastspec.kernels.layer import rms_norm, rope_cache
 from fastspec.kernels.linear import experts, swiglu
 from fastspec.kernels.linear import parts as linear_parts
 from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.recurrent import commit as delta_commit
+from fastspec.kernels.recurrent import conv, delta
+from fastspec.kernels.recurrent import reference as recurrent_reference
+from fastspec.kernels.recurrent.reference import Rates
 from fastspec.kernels.verification import posterior_eval
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.kernels.verification.reference import SamplingSettings
 
 DTYPE = torch.bfloat16
+DEVICE = "cuda"
 HEADS = {"8B": (32, 8, 128), "1.5B": (12, 2, 128), "135M": (9, 3, 64)}  # query heads, key heads, head size
 L2 = 2**28  # more than any cache of today
 
@@ -100,14 +105,14 @@ def differs(one: Any, other: Any) -> float:
     return worst
 
 
-def random(*shape: int, dtype: torch.dtype = DTYPE, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype) * scale
+def random(*shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=dtype or DTYPE) * scale
 
 
-def tree_of(nodes: int) -> TokenTree:
-    """A tree in which every node has three children, as far as the nodes go."""
-    parents = torch.tensor([[max(0, (node - 1) // 3) for node in range(nodes)]], device="cuda")
-    return TokenTree.from_parents(torch.randint(0, 1000, (1, nodes), device="cuda"), parents)
+def tree_of(nodes: int, rows: int = 1) -> TokenTree:
+    """A tree in which every node has three children, as far as the nodes go, for each row."""
+    parents = torch.tensor([[max(0, (node - 1) // 3) for node in range(nodes)]] * rows, device=DEVICE)
+    return TokenTree.from_parents(torch.randint(0, 1000, (rows, nodes), device=DEVICE), parents)
 
 
 def flex() -> Callable[..., Any]:
@@ -123,7 +128,7 @@ def attention_cases(prefixes: list[int], models: list[str], with_flex: bool) -> 
             tree = tree_of(nodes)
             for prefix in prefixes:
                 extent = prefix + nodes
-                lengths = torch.tensor([prefix], device="cuda")
+                lengths = torch.tensor([prefix], device=DEVICE)
                 group = heads // kv_heads
                 dense = attention_reference.attention_layout(lengths, tree.ancestors, nodes, nodes, extent, group)
                 ours = tree_layout.attention_layout(lengths, tree.ancestors, nodes, nodes, extent, group)
@@ -153,7 +158,7 @@ def flex_way(visible: Tensor, scale: float) -> Callable[..., Any]:
     run, nodes = flex(), visible.shape[0]
     seen = F.pad(visible, (0, 0, 0, 128 - nodes))
     seen[nodes:, 0] = True
-    blocks = create_block_mask(lambda b, h, q, k: seen[q, k], 1, 1, *seen.shape, device="cuda")
+    blocks = create_block_mask(lambda b, h, q, k: seen[q, k], 1, 1, *seen.shape, device=DEVICE)
 
     def way(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         wide = F.pad(q.transpose(1, 2), (0, 0, 0, 128 - nodes))
@@ -178,7 +183,7 @@ def small_cases() -> Iterator[Case]:
     for model, (heads, kv_heads, size) in HEADS.items():
         for nodes in (1, 60):
             cos, sin = random(4096, size // 2, dtype=torch.float32), random(4096, size // 2, dtype=torch.float32)
-            places = torch.arange(nodes, device="cuda")[None] + 100
+            places = torch.arange(nodes, device=DEVICE)[None] + 100
 
             def make(n=nodes, h=heads, g=kv_heads, d=size) -> tuple[Any, ...]:
                 return random(1, n, (h + 2 * g) * d), random(1, g, 256, d), random(1, g, 256, d)
@@ -189,14 +194,14 @@ def small_cases() -> Iterator[Case]:
                  for way, op in both(layer_reference.rope_cache, rope_cache.rope_cache)},
                 2 * 2 * nodes * (heads + 2 * kv_heads) * size,
             )  # fmt: skip
-    path, steps = torch.tensor([[100, 103, 110, 120, 130, 140, 150, 151, 152]], device="cuda"), torch.arange(100, 109, device="cuda")[None]
+    path, steps = torch.tensor([[100, 103, 110, 120, 130, 140, 150, 151, 152]], device=DEVICE), torch.arange(100, 109, device=DEVICE)[None]
     yield Case(
         "kv_block_copy", "8B, 32 layers, 9 slots", lambda: (random(32, 1, 8, 256, 128), random(32, 1, 8, 256, 128)),
         {way: lambda k, v, op=op: op(k, v, path, steps) for way, op in both(cache_reference.kv_block_copy, kv_block_copy.kv_block_copy)},
         2 * 2 * 2 * 32 * 8 * 8 * 128,
     )  # fmt: skip
     for vocab, hidden in ((32000, 4096), (16384, 576)):
-        d2t, scores = torch.zeros(vocab, dtype=torch.long, device="cuda"), -torch.rand(1, 10, device="cuda")
+        d2t, scores = torch.zeros(vocab, dtype=torch.long, device=DEVICE), -torch.rand(1, 10, device=DEVICE)
         yield Case(
             "topk_expand", f"10 x {hidden}, vocabulary {vocab}, top 10",
             lambda v=vocab, h=hidden: (random(1, 10, h), random(v, h) * h**-0.5),  # logits of a few units
@@ -204,18 +209,18 @@ def small_cases() -> Iterator[Case]:
              for way, op in both(drafting_reference.topk_expand, topk_expand.topk_expand)},
             2 * vocab * hidden,
         )  # fmt: skip
-    index = torch.arange(710, device="cuda")
+    index = torch.arange(710, device=DEVICE)
     depths = torch.where(index < 10, 1, 2 + (index - 10).clamp(min=0) // 100)
     above = torch.where(index < 10, -1, (index - 10).clamp(min=0) // 10)
     yield Case(
         "tree_build", "710 candidates, 60 nodes",
-        lambda: (-torch.rand(1, 710, device="cuda").sort(1).values, torch.randint(0, 9, (1, 710), device="cuda")),
+        lambda: (-torch.rand(1, 710, device=DEVICE).sort(1).values, torch.randint(0, 9, (1, 710), device=DEVICE)),
         {way: lambda s, t, op=op: op(s, t, above[None], depths, t[:, 0], 60)
          for way, op in both(drafting_reference.tree_build, tree_build.tree_build)},
         710 * 28,
     )  # fmt: skip
     for nodes, vocab in ((1, 128256), (60, 128256), (60, 49152)):
-        tree, uniform, plain = tree_of(nodes), torch.rand(1, nodes, device="cuda"), verification_reference.pick
+        tree, uniform, plain = tree_of(nodes), torch.rand(1, nodes, device=DEVICE), verification_reference.pick
         for kind, numbers in (("greedy", None), ("sampled", uniform)):
             yield Case(
                 f"pick, {kind}", f"{nodes} x {vocab}", lambda n=nodes, v=vocab: (random(1, n, v),),
@@ -226,7 +231,7 @@ def small_cases() -> Iterator[Case]:
         if nodes > 1:
             yield from distribution_cases(nodes, vocab, uniform)
             yield Case(
-                "posterior_walk", f"{nodes} nodes", lambda t=tree: (torch.randint(0, 1000, t.tokens.shape, device="cuda"),),
+                "posterior_walk", f"{nodes} nodes", lambda t=tree: (torch.randint(0, 1000, t.tokens.shape, device=DEVICE),),
                 {way: lambda p, op=op, t=tree: op(t.tokens, t.parents, p, 9)
                  for way, op in both(verification_reference.posterior_walk, posterior_eval.posterior_walk)},
                 3 * 8 * nodes,
@@ -251,8 +256,8 @@ def layer_cases() -> Iterator[Case]:
         )  # fmt: skip
     for hidden in (576, 4096):
         table, weights = random(32000, hidden), (random(hidden), random(hidden))
-        index, words = torch.randint(0, 100, (1, 10), device="cuda"), torch.zeros(1, 10, 2, dtype=torch.long, device="cuda")
-        ids = torch.randint(0, 32000, (1, 100), device="cuda")
+        index, words = torch.randint(0, 100, (1, 10), device=DEVICE), torch.zeros(1, 10, 2, dtype=torch.long, device=DEVICE)
+        ids = torch.randint(0, 32000, (1, 100), device=DEVICE)
         yield Case(
             "frontier_input", f"10 nodes x {hidden}", lambda h=hidden: (random(1, 10, h),),
             {way: lambda x, op=op, t=table, w=weights, i=index, s=words, n=ids: op(n, i, x, s, 10, t, *w, 1e-5)
@@ -261,12 +266,71 @@ def layer_cases() -> Iterator[Case]:
         )  # fmt: skip
     gate_up, down = random(8, 2 * 14336, 4096, scale=1 / 64), random(8, 4096, 14336, scale=1 / 128)
     for rows in (1, 60):
-        chosen = torch.rand(rows, 8, device="cuda").topk(2).indices
+        chosen = torch.rand(rows, 8, device=DEVICE).topk(2).indices
         yield Case(
-            "experts", f"{rows} x 4096, 2 of 8 experts of 14336", lambda r=rows: (random(r, 4096), torch.rand(r, 2, device="cuda")),
+            "experts", f"{rows} x 4096, 2 of 8 experts of 14336", lambda r=rows: (random(r, 4096), torch.rand(r, 2, device=DEVICE)),
             {way: lambda x, s, op=op, c=chosen: op(x, gate_up, down, c, s) for way, op in both(linear_reference.experts, experts.experts)},
             2 * 3 * 4096 * 14336 * int(chosen.unique().numel()),
         )  # fmt: skip
+
+
+def recurrent_cases(sizes: tuple[int, int, int, int] = (16, 32, 128, 128), layers: int = 24, tokens: int = 512) -> Iterator[Case]:
+    """Gated DeltaNet of (Hk, Hv, Dk, Dv) and so many layers, Qwen3.5-9B's: a layer's convolution and its system over a tree's nodes, the
+    same over a part of a prompt, and what moves all layers' states behind the accepted path. The floor reads states and inputs once."""
+    key_heads, heads, key_size, value_size = sizes
+    channels, width, state_bytes = 2 * key_heads * key_size + heads * value_size, 4, 4 * heads * key_size * value_size
+    weight, rates = random(channels, width), Rates(random(heads), random(heads))
+
+    def state_of(rows: int) -> Tensor:
+        return random(rows, heads, key_size, value_size, dtype=torch.float32)
+
+    for rows, nodes in ((1, 1), (1, 60), (8, 60)):
+        tree = tree_of(nodes, rows)
+        moved = rows * nodes * channels * 2 * 2
+        yield Case(
+            "tree_conv", f"{rows} x {nodes} nodes, {channels} channels",
+            lambda b=rows, n=nodes: (random(b, n, channels), random(b, width, channels)),
+            {way: lambda x, held, op=op, t=tree: op(x, weight, held, t.parents)
+             for way, op in both(recurrent_reference.tree_conv, conv.tree_conv)},
+            moved + rows * width * channels * 2,
+        )  # fmt: skip
+
+        def make(b: int = rows, n: int = nodes) -> tuple[Any, ...]:
+            space = random(b, n, heads, value_size, dtype=torch.float32), random(b, n, heads, dtype=torch.float32)
+            return random(b, n, channels), random(b, n, heads), random(b, n, heads), state_of(b), *space
+
+        yield Case(
+            "delta_tree", f"{rows} x {nodes} nodes, {heads} heads of {key_size} x {value_size}", make,
+            {way: lambda x, a, b, state, updates, gates, op=op, t=tree: op(x, a, b, rates, state, t.ancestors, updates, gates)
+             for way, op in both(recurrent_reference.delta_tree, delta.delta_tree)},
+            rows * state_bytes + rows * nodes * (2 * channels + 2 * heads * value_size + 4 * heads * value_size),
+        )  # fmt: skip
+    for rows in (1, 8):
+        counts = torch.full((rows,), tokens, device=DEVICE)
+        yield Case(
+            "delta_chain", f"{rows} x {tokens} tokens",
+            lambda b=rows: (random(b, tokens, channels), random(b, tokens, heads), random(b, tokens, heads), state_of(b)),
+            {way: lambda x, a, b, state, op=op, c=counts: op(x, a, b, rates, state, c)
+             for way, op in both(recurrent_reference.delta_chain, delta.delta_chain)},
+            2 * rows * state_bytes + rows * tokens * 2 * (channels + heads * value_size),
+        )  # fmt: skip
+        for nodes, steps in ((1, 1), (60, 8)):
+            path = torch.arange(steps, device=DEVICE).expand(rows, -1).contiguous()
+            accepted, active = path[:, -1].contiguous(), torch.ones(rows, dtype=torch.bool, device=DEVICE)
+
+            def kept(b: int = rows, n: int = nodes) -> tuple[Any, ...]:
+                states = random(layers, b, heads, key_size, value_size, dtype=torch.float32)
+                read = random(layers, b, n, channels), random(layers, b, n, channels)
+                gates = -random(layers, b, n, heads, dtype=torch.float32).abs()
+                updates = random(layers, b, n, heads, value_size, dtype=torch.float32)
+                return states, random(layers, b, width, channels), *read, updates, gates
+
+            yield Case(
+                "delta_commit", f"{layers} layers, {rows} rows, {steps} of {nodes} nodes", kept,
+                {way: lambda *given, op=op, p=path, c=accepted, on=active: op(*given, p, c, on)
+                 for way, op in both(recurrent_reference.delta_commit, delta_commit.delta_commit)},
+                layers * rows * (2 * state_bytes + steps * (2 * channels + 4 * heads * value_size)),
+            )  # fmt: skip
 
 
 def distribution_cases(nodes: int, vocab: int, uniform: Tensor) -> Iterator[Case]:
@@ -306,7 +370,9 @@ def main() -> None:
     shared = {"device": torch.cuda.get_device_name(), "dtype": str(DTYPE)[6:], "read_gb_per_s": round(bandwidth / 1e9), **versions()}
     print(f"{shared['device']}: {bandwidth / 1e12:.2f} TB/s read")
     prefixes = [int(prefix) for prefix in args.prefixes.split(",")]
-    cases = [*attention_cases(prefixes, args.models.split(","), args.flex), *small_cases(), *layer_cases()]
+    cases = [
+        *attention_cases(prefixes, args.models.split(","), args.flex), *small_cases(), *layer_cases(), *recurrent_cases(),
+    ]  # fmt: skip
     for case in (c for c in cases if not args.only or c.name.split(",")[0] in args.only.split(",")):
         first = case.make()
         size = sum(x.numel() * x.element_size() for x in tensors(first))

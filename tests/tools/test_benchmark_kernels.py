@@ -1,0 +1,40 @@
+"""benchmarks/kernels.py: its cases of recurrent layers are computed alike by both ways, and count their bytes."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+HEADS, SIZE = (1, 2), (16, 16)
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    """The benchmark as a module, on the CPU, in the dtype that kernels are interpreted in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        module = importlib.import_module("kernels")
+        patch.setattr(module, "DEVICE", "cpu")
+        patch.setattr(module, "DTYPE", torch.float16)
+        yield module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
+def test_recurrent_cases_agree_with_their_references(script) -> None:
+    torch.manual_seed(0)
+    cases = list(script.recurrent_cases((*HEADS, *SIZE), layers=2, tokens=70))
+    assert [case.name for case in cases] == [*("tree_conv", "delta_tree") * 3, *("delta_chain", *("delta_commit",) * 2) * 2]
+    for case in cases:
+        first = case.make()
+        copies = [tuple(each.clone() for each in first) for _ in range(2)]
+        ways = [script.result(case.ways[way], given) for way, given in zip(("reference", "fastspec"), copies, strict=True)]
+        assert script.differs(*ways) < case.tolerance, case
+    channels, state = 2 * 16 + 2 * 16, 4 * 2 * 16 * 16
+    assert [case.moved for case in cases[:2]] == [2 * (2 * channels + 4 * channels), state + 2 * channels + 6 * 2 * 16]
+    assert cases[-1].moved == 2 * 8 * (2 * state + 8 * (2 * channels + 4 * 2 * 16))
