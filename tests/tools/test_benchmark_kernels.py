@@ -25,6 +25,7 @@ def script() -> Any:
         yield module
 
 
+@pytest.mark.slow  # of a script that is run by hand
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
 def test_recurrent_cases_agree_with_their_references(script) -> None:
     torch.manual_seed(0)
