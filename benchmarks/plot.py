@@ -34,6 +34,8 @@ PHASES = {
 
 LINE = 8
 """Most categories in a line of bars; the others go on in a further one."""
+APART = 20
+"""How many times the longest round may take the shortest one's time on a linear axis; beyond it the axis is logarithmic."""
 MISSING = [float("nan")] * 3
 LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
 
@@ -92,6 +94,7 @@ def speeds(axes: Any, summary: list[dict[str, Any]], categories: list[str], meth
 
 def phases(axes: Any, whole: list[dict[str, Any]]) -> None:
     """Stacked bars of what a round of each method takes; `pass` is a peer's round as a whole, `other` what lies between the phases."""
+    ends = []
     for place, row in enumerate(whole):
         if row["ms_per_round"] is None:
             continue
@@ -100,14 +103,20 @@ def phases(axes: Any, whole: list[dict[str, Any]]) -> None:
         for name, spent in parts.items():
             axes.barh(place, spent, left=left, color=PHASES.get(name, "#000000"), label=name, height=0.66)
             left += spent
+        ends.append(left)
         length = row["acceptance_length"][1]
         said = f"{left:.{0 if left >= 10 else 1}f} ms, {length:.2f} tokens"
         axes.annotate(said, (left, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(whole)), [row["method"] for row in whole])
     axes.invert_yaxis()
-    axes.margins(x=0.16)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("ms a round (medians)")
+    if ends and max(ends) > APART * min(ends):
+        axes.set_xscale("log")
+        axes.set_xlim(min(ends) / 10, 6 * max(ends))
+        axes.set_xlabel("ms a round (medians); logarithmic: the end of a part counts, not its width")
+    else:
+        axes.margins(x=0.16)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("ms a round (medians)")
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     axes.legend(handles.values(), handles.keys(), ncols=len(handles), **LEGEND)
     axes.spines[["top", "right"]].set_visible(False)

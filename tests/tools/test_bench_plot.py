@@ -63,6 +63,20 @@ def test_every_method_has_a_bar_in_every_category(plot, tmp_path_factory, method
     plot.plt.close(seen[0])
 
 
+@pytest.mark.parametrize(("longest", "scale"), [(70.0, "linear"), (71.0, "log")])
+def test_rounds_of_very_different_times_are_drawn_on_a_logarithmic_axis(plot, tmp_path, monkeypatch, longest, scale) -> None:
+    """So that the short ones can be read; every bar's end lies inside."""
+    seen: list[Any] = []
+    monkeypatch.setattr(plot.plt, "close", seen.append)
+    rows = [row("eagle3", "a", 9.0), row("assisted", "a", 1.0) | {"ms_per_round": longest, "phases_ms": {"pass": longest}}]
+    plot.draw(rows, tmp_path / "rows.png")
+    rounds = seen[0].axes[-1]
+    assert rounds.get_xscale() == scale
+    low, high = rounds.get_xlim()
+    assert low < 3.5 / 5 and high >= longest
+    plot.plt.close(seen[0])
+
+
 def test_every_kernel_has_a_point_for_each_way(tmp_path, monkeypatch) -> None:
     """Of the committed rows, of one that was measured again, and of one below the left edge; a way that could not run has none."""
     plot_gpu, seen = load("plot_gpu"), []
