@@ -1,4 +1,10 @@
-"""A call goes one way through the engine: no file of it is left and entered again more than once in a phase of the call."""
+"""A call goes one way through the engine: no file of it is left and entered again more than once in a phase of the call.
+
+An entry is a call of a function in one file of the engine from another file. Entries of the same file with none of another's between them
+count as one, as do all those of code that merely reads a value (properties). Of the rounds the last one is looked at. This holds where
+phases run one after another, as on the CPU; a schedule that captures hands its phases to a graph, which calls back, so that its file and
+the round's program are entered once more for every graph. Calls that ask for scores read them from the round as its tokens are taken.
+"""
 
 import sys
 from collections import Counter
