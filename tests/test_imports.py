@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "fastspec"
@@ -30,8 +31,15 @@ def imports(path: Path) -> set[str]:
     guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     skipped = {inner for guard in guards for inner in ast.walk(guard)}
     nodes = [node for node in ast.walk(tree) if node not in skipped]
+    return dotted(nodes)
+
+
+def dotted(nodes: list[ast.AST]) -> set[str]:
+    """The names that import statements give in full; others would get past the tests of this file."""
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert not any(node.level for node in froms), "a relative import: write the module's name in full"
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return plain | {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return plain | {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
 
 
 def may_import(name: str, heavy: set[str], modules: tuple[str, ...]) -> bool:
@@ -74,25 +82,39 @@ def test_no_modules_import_each_other() -> None:
     """Not in a circle either, nor inside functions, nor for a type checker alone; the package itself, which imports lazily, is left out."""
     paths = {module_of(path): path for path in ROOT.rglob("*.py")}
     graph = {name: within(path, paths) - {name, "fastspec"} for name, path in paths.items() if name != "fastspec"}
-    while leaves := {name for name, found in graph.items() if not found}:
-        graph = {name: found - leaves for name, found in graph.items() if name not in leaves}
-    assert not graph, "\n".join(f"{name} imports {sorted(found)}" for name, found in sorted(graph.items()))
+    while ends := {name for name, found in graph.items() if not found} | (set(graph) - set().union(*graph.values())):
+        graph = {name: found - ends for name, found in graph.items() if name not in ends}
+    assert not graph, "\n".join(f"{name} imports {sorted(found)}" for name, found in sorted(graph.items()))  # the circles alone
 
 
 def within(path: Path, paths: dict[str, Path]) -> set[str]:
     """The modules of the package that a file imports anywhere."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names = dotted(list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
     return {name if name in paths else name.rpartition(".")[0] for name in names} & set(paths)
 
 
+def is_compiled(node: ast.FunctionDef) -> bool:
+    """Whether a function runs on a GPU: by its decorator, Triton's or Gluon's."""
+    return any("jit" in ast.dump(each) for each in node.decorator_list)
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)]
+
+
+def test_mypy_asks_all_that_strict_asks_of_modules_without_compiled_functions() -> None:
+    listed = re.findall(r'"(fastspec\.kernels\.[\w.*]*\w[\w.*]*)"', (ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    for path in (ROOT / "kernels").rglob("*.py"):
+        if path.name != "__init__.py":
+            strict = any(fnmatch(module_of(path), name) for name in listed)
+            assert strict != any(map(is_compiled, functions(path))), path
+
+
 def test_what_runs_on_the_host_is_typed() -> None:
-    """Every function of the kernels but those that are compiled, which mypy cannot be asked about apart from them."""
+    """Every function of the kernels but those that are compiled, also in the modules that hold both, where mypy does not ask for it."""
     for path in sorted((ROOT / "kernels").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and not any("jit" in ast.dump(each) for each in node.decorator_list):
+        for node in functions(path):
+            if not is_compiled(node):
                 more = [each for each in (node.args.vararg, node.args.kwarg) if each is not None]
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, *more]
                 untyped = [each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")]

@@ -16,8 +16,8 @@ class TokenTree:
     """N draft nodes for each of B rows; node 0 is the root, and parents come before their children.
 
     The root is the token already emitted but not yet in the target's cache. `tokens`, `parents`, `depths` are [B, N] int64
-    (the root is its own parent, at depth 0); `ancestors` [B, N, W] int64 holds one bit per node, self included. Trees
-    of a run that agree in N agree in `max_path`, a bound of the longest path in nodes. The dense mask, row b:
+    (the root is its own parent, at depth 0); `ancestors` [B, N, W] int64 holds one bit per node, self included. `max_path`
+    bounds the longest path in nodes, and is the same for all trees of a run with the same N. The dense mask, row b:
 
         mask = torch.zeros(N, N, dtype=torch.bool)
         for i in range(N):
@@ -26,8 +26,8 @@ class TokenTree:
 
     Where the drafts were drawn at random, `q` [B, N, V] fp32 is the distribution that each node's token came from, given its
     prefix and its earlier siblings (the root's is not read); zeros throughout say that the node was not drawn, and it is not
-    accepted. Without q the tree must be a function of its prefix. `drafted` says where the host knows it how many draft nodes of each row
-    are no copies that fill the tree up; None: all of them are real.
+    accepted. Without q the tree must be a function of its prefix. `drafted` says of each row how many draft nodes are real
+    and no copies that fill the tree up; None: all of them, or the host does not know.
     """
 
     tokens: Tensor

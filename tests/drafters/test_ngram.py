@@ -270,8 +270,8 @@ def test_nasd_needs_nothing_and_drafts_what_repeats(pairs):
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.8}], ids=["rows", "history"])
 @pytest.mark.parametrize("storage", [fastspec.NgramStorage(), fastspec.SuffixStorage()], ids=["ngram", "suffix"])
 def test_sampled_texts_follow_the_distribution(options, storage):
-    """As tests/patches/test_sampling.py, on a shared storage that learns meanwhile and was told a third of what the model may say: trees
-    with branches, of which some drafts are taken and some refused."""
+    """As tests/patches/call/test_sampling.py, on a shared storage that learns meanwhile and was told a third of what the model may say:
+    trees with branches, of which some drafts are taken and some refused."""
     model, ids = fastspec.patch(tiny_model(seed=1, num_hidden_layers=2)), torch.tensor([[17, 44, 61, 9]])
     options = {"temperature": 1.7, "top_k": 4, **options}
     expected: dict[tuple[int, ...], float] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from helpers_captured import stand_in
 from helpers_generate import MAKERS, prompts, stats
+from helpers_models import tiny_model
 from torch import Tensor
 
 import fastspec
@@ -121,3 +124,21 @@ def test_the_places_of_the_phases_choose_the_schedule(captures, drafts, decides,
     kind = GraphOfScore if kind is GraphFromScore and draws else kind
     program = RoundProgram(target, drafter, TORCH, SimpleNamespace())  # type: ignore[arg-type]
     assert type(schedule_of(program, SimpleNamespace(place=decides))) is kind  # type: ignore[arg-type]
+
+
+class Letters:
+    """In the place of the example's tokenizer: a prompt that repeats itself, and tokens as numbers."""
+
+    def apply_chat_template(self, turns: Any, **options: Any) -> dict[str, Tensor]:
+        ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def decode(self, ids: Tensor, **options: Any) -> str:
+        return " ".join(map(str, ids.tolist()))
+
+
+def test_the_example_of_an_assistant_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fastspec.models.load_smollm2", lambda: (tiny_model(), Letters()))
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_assistant.py"))
+    printed = capsys.readouterr().out
+    assert "repeat: 1 calls" in printed and "identical: True" in printed

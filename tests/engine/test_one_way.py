@@ -1,4 +1,10 @@
-"""A call goes one way through the engine: no file of it is left and entered again more than once in a phase of the call."""
+"""A call goes one way through the engine: no file of it is left and entered again more than once in a phase of the call.
+
+An entry is a call of a function in one file of the engine from another file. Entries of the same file with none of another's between them
+count as one, as do all those of code that merely reads a value (properties). Of the rounds the last one is looked at. This holds where
+phases run one after another, as on the CPU; a schedule that captures hands its phases to a graph, which calls back, so that its file and
+the round's program are entered once more for every graph. Calls that ask for scores read them from the round as its tokens are taken.
+"""
 
 import sys
 from collections import Counter
@@ -8,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from helpers_captured import stand_in
 from helpers_generate import prompts
 from helpers_models import tiny_head, tiny_model
 
@@ -70,15 +77,29 @@ def entries(monkeypatch) -> Iterator[dict[str, list[str]]]:
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize("assistant", ["autoregressive", "nasd", "eagle3"])
-def test_no_room_is_entered_again_more_than_once_in_a_phase(monkeypatch, assistant):
+def visits(monkeypatch, assistant: str, options: dict) -> dict[str, Counter]:
+    """How often each file is entered in the phases of a call that does nothing for the first time."""
     model = tiny_model()
     fastspec.patch(model, eagle3=tiny_head(model))
-    options = {**prompts(9, 5), "max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
-    model.generate(**options, assistant=assistant)  # what is done once is done
+    options = {**prompts(9, 5), "max_new_tokens": 9, "do_sample": False, "eos_token_id": None, **options}
+    for _ in range(3):
+        model.generate(**options, assistant=assistant)
     with entries(monkeypatch) as found:
         model.generate(**options, assistant=assistant)
     assert {"engine.py", "round_program.py", "schedule.py", "verifier.py", "batching.py"} <= set(found["round"])
-    for phase, rooms in found.items():
-        visits = Counter(room for room, _ in groupby(rooms))
-        assert max(visits.values()) <= ONCE_MORE, (phase, visits)
+    return {phase: Counter(room for room, _ in groupby(rooms)) for phase, rooms in found.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.8}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("assistant", ["autoregressive", "nasd", "eagle3"])
+def test_no_room_is_entered_again_more_than_once_in_a_phase(monkeypatch, assistant, options):
+    for phase, found in visits(monkeypatch, assistant, options).items():
+        assert max(found.values()) <= ONCE_MORE, (phase, found)
+
+
+@pytest.mark.parametrize("assistant, options, graphs", [("eagle3", {}, 1), ("nasd", {}, 1), ("eagle3", {"repetition_penalty": 1.3}, 2)])
+def test_a_captured_round_enters_its_schedule_and_program_once_more_for_each_graph(monkeypatch, assistant, options, graphs):
+    stand_in(monkeypatch)
+    found = visits(monkeypatch, assistant, options)["round"]
+    assert found.pop("schedule.py") == 1 + graphs and found.pop("round_program.py") == ONCE_MORE + graphs
+    assert max(found.values()) <= ONCE_MORE, found

@@ -44,14 +44,15 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What is true of a drafter from its making on."""
+    """What is settled about a drafter when it is made. The engine decides by it how rounds run."""
 
     place: Place = Place.HOST
     """Where `propose` and `observe` run."""
     reusable: bool = False
     """Whether `open` begins a later call of the same kind. A drafter that is not is made anew for every call."""
     reads_logits: bool = True
-    """Whether `observe` reads the target's logits, or the drafter does elsewhere; else it may be given keys of the likeliest tokens."""
+    """Whether the drafter reads the target's logits, in `observe` or elsewhere. Where it does not, `observe` may be given keys of the
+    likeliest tokens in their place (`Target.score`)."""
     draws: bool = False
     """Whether drafts are drawn at random, so that trees say from which distributions: `TokenTree.q`."""
 
@@ -122,11 +123,11 @@ class Drafter(ABC):
         return type(self).move_row is not Drafter.move_row
 
     def pause(self) -> int:
-        """For how many rounds from here on the target goes without drafts; asked before each that may have some."""
+        """How many of the next rounds have no drafts. Asked before every round that may have some."""
         return 0
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:  # noqa: B027
-        """Take what the rows emitted in rounds without drafts [B, n]; a row that ended meanwhile emitted the first counts[b] (int)."""
+        """Take the tokens [B, n] that the rows emitted in rounds without drafts; of a row that ended meanwhile, the first counts[b]."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""
@@ -152,7 +153,7 @@ class HostDrafter(Drafter):
         """Take a digest of so many steps, read back."""
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """`digest` and `update`. On a CPU, where nothing is waited for, of what was accepted alone."""
+        """Make the digest, read it back and take it. On a CPU, where that waits for nothing, it covers the accepted steps alone."""
         steps = int(verdict.accepted.max()) + 1 if logits.device.type == "cpu" else tree.max_path
         self.update(self.digest(tree, verdict, logits, active, steps).tolist(), steps)
 
@@ -199,7 +200,7 @@ class Decoding(ABC):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The modules beside the target that a drafter runs: captured rounds are good for their weights alone."""
+        """The modules beside the target that a drafter runs. A captured round is valid only for the weights that it was captured with."""
         return ()
 
 
@@ -207,14 +208,15 @@ METHODS = {
     "begin": ("ids", "counts", "features", "root"), "propose": ("extent",),
     "observe": ("tree", "verdict", "logits", "features", "active", "extent"),
 }  # fmt: skip
-"""Each with what it is called with, by position."""
+"""The methods that every drafter has -> the arguments that each is called with, by position."""
 NUMBERS = ("nodes", "max_path")
 OPTIONAL = {
     "static": "traits", "ends": "ends", "open": "open", "reserve": "reserve", "join": "copy_row", "rest": "pause", "sat_out": "catch_up",
     "learn": "hint", "drafted": "TokenTree.drafted", "digest": "HostDrafter.digest", "take": "HostDrafter.update",
     "mix": "MixingDrafter.mix",
 }  # fmt: skip
-"""What the engine once looked for by name -> what a class that derives from `Drafter` has for it."""
+"""Names that a drafter of three methods may not have, since nobody would call them -> what a class that derives from `Drafter` has instead.
+The first of them are those by which the engine found such parts before there was that class."""
 
 
 class LeastDrafter(Protocol):
@@ -248,22 +250,23 @@ class LeastDecoding(Protocol):
 
 
 class Adopted(Drafter):
-    """A third party's drafter of three methods. With `may_draw` its drafts may be drawn at random: nothing tells before they come."""
+    """A third party's drafter of three methods. With `may_draw` its trees may bring `TokenTree.q`: it does not say beforehand
+    whether they do."""
 
     def __init__(self, theirs: LeastDrafter, may_draw: bool) -> None:
         self.traits = Traits(draws=may_draw)
         self.theirs, self.nodes, self.max_path = theirs, theirs.nodes, theirs.max_path
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        """Theirs."""
+        """See `Drafter.begin`."""
         self.theirs.begin(ids, counts, features, root)
 
     def propose(self, extent: int) -> TokenTree:
-        """Theirs."""
+        """See `Drafter.propose`."""
         return self.theirs.propose(extent)
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """Theirs."""
+        """See `Drafter.observe`."""
         self.theirs.observe(tree, verdict, logits, features, active, extent)
 
 

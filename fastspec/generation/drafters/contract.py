@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.tree import TokenTree
 
 
-def why_uncallable(method: Callable[..., Any], positions: Sequence[str], names: Sequence[str] = ()) -> str | None:
+def why_uncallable(method: Callable[..., object], positions: Sequence[str], names: Sequence[str] = ()) -> str | None:
     """Why a method cannot be called with these arguments by position and by name; None where it can, or where nobody can tell."""
     try:
         signature = inspect.signature(method)

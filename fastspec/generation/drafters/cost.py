@@ -10,8 +10,9 @@ SMOLLM2_BYTES = 269_030_016
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Milliseconds of a round by its nodes: of the host, of a pass over one node beside reading the weights, and what a pass over
-    several adds at once and for each node, both as milliseconds and as a share of the time of reading. `bytes_per_ms` is the reading."""
+    """How long a round takes by the number of its nodes, in milliseconds: `host` for the host, the weights at `bytes_per_ms`, and `one` for
+    what else a pass over one node takes. A pass over several nodes adds `several` once and `each` for every node; both are pairs
+    (milliseconds, share of the time that reading the weights takes)."""
 
     nodes: int
     """The largest tree."""
@@ -21,9 +22,9 @@ class Cost:
     several: tuple[float, float]
     each: tuple[float, float]
     drafted: float = 0.0
-    """Of the host, for each token that a draft model writes; estimated."""
+    """The host's milliseconds for each token that a draft model writes; estimated."""
     reread: float = 1.5
-    """Of the host, for a round whose text is encoded anew for a draft model, and its drafts for the target; estimated."""
+    """The host's milliseconds for encoding a round's text anew for a draft model, and its drafts for the target; estimated."""
     asynchronous: bool = False
     """Whether rounds without look-ups are asynchronous, and so do not wait for the host."""
 
@@ -34,12 +35,12 @@ class Cost:
         return one if nodes == 1 else one + self.several[0] + self.several[1] * read + nodes * (self.each[0] + self.each[1] * read)
 
     def check(self, weight_bytes: int) -> float:
-        """What a pass over several nodes costs more than one over a single node, in such passes; the nodes' own part left out."""
+        """How much more a pass over several nodes costs than one over a single node, in such passes, without what every node adds."""
         read = weight_bytes / self.bytes_per_ms
         return (self.several[0] + self.several[1] * read) / (self.one + read)
 
     def look(self, weight_bytes: int) -> float:
-        """What a round with a look-up costs more than one without, in passes over a single node."""
+        """How much more a round with a look-up costs than one without, in passes over a single node."""
         return self.host / (self.one + weight_bytes / self.bytes_per_ms) if self.asynchronous else 0.0
 
 
@@ -51,4 +52,4 @@ COSTS = {
 "cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to `draft` and `observe` in
 bench_steps_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, 10 of a model of 8 billion weights 1.06 times."""
 LAYERS = 30
-"""Layers of the models that `one` is of; it grows with them."""
+"""Layers of the models that `Cost.one` was measured on. It grows with the number of layers."""

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 PRIOR = 1.0
-"""Drafts that count as promised and kept before the first round: how long a draft model's confidence is taken at its word."""
+"""So many drafts count as promised and accepted before the first round: until there were more, a draft model's confidence is believed."""
 CREDIT, MOST_CREDIT = 2.0, 4.0
 """Target passes that drafts may lose before rounds go without them: at the start of a call, and after any gain."""
 PROBES = 0.05
-"""Target passes a round that drafts tried again may cost on average, while they do not pay: so many rounds lie between two of them."""
+"""While drafts do not pay, what trying them again may cost, in target passes a round on average. It follows how many rounds lie between
+two tries (`pause_after`)."""
 LONGEST_PAUSE = 32
-"""Rounds between two at most: a draft model has their tokens to read when it is tried again."""
+"""The most rounds between two tries, since a draft model has to read their tokens when it is tried again."""
 
 
 def pause_after(price: float) -> int:

@@ -33,7 +33,7 @@ class Batch:
         self.active = [True] * rows
         """Of each prompt, whether its answer goes on; also of those that wait."""
         self.alone = bool(request.ends) or request.rows is not None
-        """Whether an answer that `stop` stops is over, or goes on until all were stopped."""
+        """Whether `stop` ends an answer by itself. Otherwise all answers go on until each of them was stopped once, as in transformers."""
         self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens of its answer) -> what `stop` answered
         self.stops: dict[int, int] = {}  # prompt -> length of its answer when it was stopped, where they go on
         self.measures: list[list[Tensor]] = [[] for _ in range(rows)]
@@ -121,9 +121,9 @@ class Batch:
         return more[-1] in self.ends[prompt] or (self.alone and self.stopped(prompt, self.out.tokens[prompt] + more))
 
     def goes_on(self, longest: int) -> bool:
-        """Whether the round after the next one may be launched before the next one is read: only its tokens are asked for, and as far as
-        lengths tell, not all rows end before it, since a round emits `longest` tokens at most. A round launched in vain takes its time, so
-        calls of a few rounds never do it."""
+        """Whether the round after the next one may be launched before the next one is read. It may if the call asks for nothing but tokens,
+        and if some row cannot reach its limit in the next round, which emits `longest` tokens at most. A round that nobody needs takes
+        as long as any, so the first ASYNCHRONOUS_AFTER rounds of a call are read one by one."""
         request = self.request
         plain = request.watch is None and not (request.keep_scores or request.keep_logits or request.measure)
         if not plain or self.stats.rounds < ASYNCHRONOUS_AFTER:
@@ -131,8 +131,8 @@ class Batch:
         return any(self.active[prompt] and len(self.out.tokens[prompt]) + longest < self.limits[prompt] for prompt in self.places)
 
     def grow(self, more: list[int], ran: list[bool], follows: int) -> None:
-        """The rows that `ran` have so `more` committed tokens each. Those that have ended go on in the round that was launched already, if
-        any, which commits up to `follows` tokens."""
+        """Add what a round committed, `more` tokens a row, to the lengths of the rows that `ran`. Those that ended in it still take part in
+        the round that was launched already, if any, which commits up to `follows` tokens."""
         for row, (count, was, goes_on) in enumerate(zip(more, ran, self.running, strict=True)):
             if was:
                 self.lengths[row] += count if goes_on else count + follows

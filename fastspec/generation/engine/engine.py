@@ -73,8 +73,8 @@ class Engine(Generic[TargetT]):
         self.state.activate([True] * len(self.state.running))
 
     def admit(self, row: int, target: Target, drafter: Drafter | None, root: Tensor, count: int) -> None:
-        """Begin a row anew after another prompt, of `count` tokens, that a target and a drafter of one row have begun with; no round may
-        be in flight. root [1] is its first new token."""
+        """Give a row another prompt, of `count` tokens, which this target and this drafter of one row have read. root [1] is the first
+        token of its answer. No round may be in flight."""
         self.fallback.tell(self.drafter)
         self.target.copy_row(row, target, count)
         if drafter is not None and self.drafter is not None:
@@ -82,8 +82,8 @@ class Engine(Generic[TargetT]):
         self.state.root[row] = root[0]
 
     def take_rows(self, other: Engine[TargetT], rows: Sequence[int]) -> list[int]:
-        """Go on with these rows of another engine as the first of this one's -> the committed tokens of all rows that this one has then.
-        What the rows behind them held is of no account."""
+        """Copy these rows of another engine into the first rows of this one -> how many committed tokens each of this one's rows has then.
+        What its other rows held is lost."""
         other.end()
         root, lengths = self.state.root.clone(), other.target.lengths.tolist()
         for row, source in enumerate(rows):

@@ -14,18 +14,18 @@ class Fallback:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.left = 0
-        """How many follow."""
+        """How many of the next rounds are such rounds."""
         self.missed: list[list[int]] = []
-        """What the rows emitted in those that were, a list for each round."""
+        """What the rows emitted in such rounds that the drafter has not observed yet, a list for each round."""
         self.counts: list[int] = []
-        """In how many of them each row went on."""
+        """In how many of these each row was still running."""
 
     def begin(self) -> None:
         """A call begins."""
         self.left, self.missed = 0, []
 
     def is_next(self, drafter: Drafter | None) -> bool:
-        """Whether the next round is one of them; the drafter is asked before every round that it may draft for."""
+        """Whether the next round is such a round; the drafter is asked before every round that it may draft for."""
         if not self.left and drafter is not None:
             self.left = drafter.pause()
         return self.left > 0

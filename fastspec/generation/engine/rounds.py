@@ -68,8 +68,8 @@ class Rounds(Generic[TargetT]):
         """The prompt of which a part was read."""
 
     def turn(self, stays: bool = True) -> None:
-        """Let prompts join, and take a round, where any row goes on. Other rounds go on after this turn unless it `stays`: then the next
-        round is not asynchronous."""
+        """Let prompts join, and run a round if any row goes on. Without `stays` the prompts move to another `Rounds` after this turn, so
+        that no round may be launched before this one is read."""
         engine, batch = self.engine, self.batch
         if self.joining is not None and not batch.expects(self.joining.row):
             self.joining = None

@@ -11,14 +11,15 @@ from fastspec.generation.engine.open_batch import OpenBatch
 from fastspec.generation.engine.rounds import Rounds
 
 PATIENCE = 16
-"""Turns whose load rounds have the rows for: they widen at once, and narrow when none of so many turns needed more."""
+"""After so many turns that needed fewer rows there are fewer. Where more are needed there are more at once."""
 
 
 class Widths(Generic[TargetT]):
-    """Rounds of 1, 2, 4, ... and `rows` rows, those of all rows made at once and the others when they are first needed, and kept.
+    """Rounds of as many rows as the load needs: 1, 2, 4, ... or `rows`. Those of `rows` are made at once, the others when they are first
+    needed, and all are kept: together keys and values take the memory of twice `rows` at most.
 
-    `make(count, other)` makes them; prompts are read where those of `other` are, if any. Without `narrows`, and with a drafter whose rows
-    do not move, there are always `rows`. Keys and values take the memory of twice the rows at most.
+    `make(count, other)` makes rounds of `count` rows, whose prompts are read in the same target as those of `other`, if any. Without
+    `narrows`, and with a drafter whose rows do not move, there are always `rows`.
     """
 
     def __init__(

@@ -5,7 +5,8 @@
     yes      | DEVICE | DEVICE | WholeGraph      one graph, asynchronous where nothing is read but tokens
     yes      | DEVICE | HOST   | SplitGraph      a graph on either side of the host's decision
     yes      | HOST   | DEVICE | GraphFromScore  the host drafts, and what follows is a graph for each shape of the tree
-    yes      | HOST   | HOST   | GraphOfScore    scoring alone is one, as where drafts bring distributions, which would have to be copied
+    yes      | HOST   | HOST   | GraphOfScore    the host drafts and decides, and scoring alone is a graph; so too where drafts bring
+                                                distributions, which a larger graph would have to copy
 """
 
 from __future__ import annotations

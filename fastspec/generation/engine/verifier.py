@@ -39,9 +39,9 @@ class Verifier(ABC):
 class Choice(Verifier):
     """The target's own choice at all nodes at once: the likeliest tokens, or with `sample` one draw per node.
 
-    `process` maps scores [R, V] as the call's processors do, None without any. With `settings`, which is all that they do, tokens are drawn
-    under them from the logits and no scores are processed, unless drafts bring a distribution of their own. `place` is HOST where
-    processors wait for the device.
+    `process` maps scores [R, V] as the call's processors do, None without any. Where temperature, top-k, top-p and min-p are all that they
+    do, `settings` holds these: tokens are then drawn under them from the logits, and no scores are processed, unless drafts bring a
+    distribution of their own. `place` is HOST where processors wait for the device.
     """
 
     def __init__(

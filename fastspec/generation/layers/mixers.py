@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -53,7 +53,7 @@ class Nodes:
     positions: Tensor
     slots: Mapping[int | None, Tensor]
     """By how many slots a state goes round in, None: it does not."""
-    layouts: Mapping[Sight, Any]
+    layouts: Mapping[Sight, object]
     """Of the backend's own kind."""
     parents: Tensor | None = None
     words: Tensor | None = None

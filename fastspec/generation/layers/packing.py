@@ -1,8 +1,8 @@
 """Linear layers that read the same input, as one product: their weights lie one after another in one buffer.
 
 The parameters stay the model's own and become views of the buffer, so nothing is held twice. Experts' weights that lie with their outputs
-side by side are turned: a kernel reads those of one output as a line of memory. Whether they do is read from the
-storages whenever a product is made: a model that was moved, cast or copied since has separate weights again, and is multiplied so.
+side by side are turned: a kernel reads those of one output as a line of memory. Whether weights lie so is read from their storages
+whenever a product is made: those of a model that was moved, cast or copied since lie apart again, and are multiplied one by one.
 """
 
 from __future__ import annotations

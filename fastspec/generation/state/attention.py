@@ -40,7 +40,7 @@ class FullAttentionState(LayerState):
         self.k, self.v = self._resized(self.k, slots), self._resized(self.v, slots)
 
     def clear(self) -> None:
-        """What lies in slots behind a row's tokens is never read."""
+        """Nothing to do: what lies in slots behind a row's tokens is never read."""
 
     def write(self, ops: Ops, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k, v [B, N, Hkv, D] of one layer at slots [B, N]."""

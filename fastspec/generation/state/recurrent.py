@@ -49,7 +49,7 @@ class DeltaState(LayerState):
         return self.s.device
 
     def bytes(self, slots: int) -> int:
-        """The same for texts of any length."""
+        """Memory of the buffers, the same for texts of any length."""
         return sum(each.numel() * each.element_size() for each in (self.s, self.held, self.inputs, self.mixed, self.u, self.g))
 
     def resize(self, slots: int) -> None:
@@ -78,5 +78,5 @@ class DeltaState(LayerState):
         self.s[layer] = state
 
     def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
-        """The same of one layer; it stands behind the row's committed tokens, whatever is asked for."""
+        """The inputs and the state of one layer, behind all of a row's committed tokens: none of an earlier place are kept."""
         return self.held[layer].transpose(1, 2).contiguous(), self.s[layer].clone()

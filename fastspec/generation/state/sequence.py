@@ -33,7 +33,7 @@ def _too_large(tokens: int, rows: int, need: int, device: torch.device) -> FastS
 
 FIRST_SLOTS = 1024
 WIDE_STEP = 16384
-"""Long buffers grow by as many slots on CUDA, shorter ones by powers of two."""
+"""On CUDA long buffers grow by so many slots, and shorter ones to the next power of two."""
 
 
 class SequenceState:

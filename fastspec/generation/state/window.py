@@ -11,7 +11,7 @@ from fastspec.generation.state.base import Held, LayerState, Moves
 from fastspec.kernels.attention.reference import Span
 
 SLACK = 512
-"""How many tokens a text can be made shorter by, behind which a window must still be there, beside what one pass writes."""
+"""A text can be made shorter by so many tokens, and the window at its new end is still whole."""
 STEP = 128
 
 

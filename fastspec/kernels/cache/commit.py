@@ -1,4 +1,5 @@
-"""The commit of a round beside the caches, one launch each, one program per row: the slots of the accepted path, and the emitted tokens.
+"""What a commit computes besides moving keys and values: the slots of the accepted path, and the emitted tokens. One launch each, one
+program per row.
 
 B rows (sequences), N nodes of a row's tree, P nodes of the longest path.
 """

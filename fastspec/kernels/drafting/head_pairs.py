@@ -1,7 +1,7 @@
-"""Around the pass of a head over the pairs that a round accepted: what it reads, and what is kept of it, one launch each.
+"""Before and after a head's pass over the pairs that a round accepted: what the pass reads, and what is kept of it, one launch each.
 
-B rows (sequences), N nodes of a row's tree, P nodes of the longest path, F width of the target's
-features, T pairs fed, H width of the head's states.
+B rows (sequences), N nodes of a row's tree, P nodes of the longest path, F width of the target's features, T pairs fed, H
+width of the head's states. A pair is a token and the target's feature of the one before it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The linear layer on the CPU, by whichever of torch's two libraries is quicker on this machine: MKL, which torch gives fp32 products to,
-or oneDNN. Which one it is depends on the processor and on the number of rows: for a few rows one may take three times as long as the
-other, and for a single row the other way round. So it is measured
-(`quickest.py`), once for each size of a weight and of a group of rows."""
+or oneDNN. Which one is quicker depends on the processor and on the number of rows: for a few rows one may take three times as long as
+the other, and for a single row the other way round. So it is measured (`quickest.py`), once for each size of a weight and group of rows."""
 
 from __future__ import annotations
 

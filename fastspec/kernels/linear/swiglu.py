@@ -1,4 +1,5 @@
-"""How a gate and an up part are joined, and those of packed rows: each program takes a slice of one row.
+"""SwiGLU: `gated` multiplies an up part by its gate, for the kernels of products; `swiglu` does so for rows that hold both, where each
+program takes a slice of one row.
 
 gate_up [..., 2 * I], the gate first; R rows in all.
 """

@@ -1,5 +1,5 @@
-"""The C++ kernels as ops. What they do not take (other dtypes, gradients, rare forms of an op, many rows) the references compute, or
-torch's products: their docstrings say which. Nothing is taken over after an error."""
+"""The C++ kernels as ops. What they do not take (other dtypes, gradients, rare forms of an op, many rows) is left to the references or to
+torch's products: each op's docstring says which. An error in a kernel is raised, and nothing else is tried in its place."""
 
 from __future__ import annotations
 

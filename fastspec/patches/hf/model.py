@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.kernels.attention.reference import AttentionLayout
 from fastspec.kernels.linear.reference import joined
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import (
@@ -38,6 +39,11 @@ from fastspec.patches.hf.states import sequence_state
 PREFILL_CHUNK = 512
 SHIFT_ROOM = 1024
 """Positions behind the last slot that tables of a model with images have."""
+
+
+def plain_layouts(nodes: Nodes) -> Mapping[Sight, AttentionLayout]:
+    """The layouts of a pass in generic mode, whose backend is plain torch: a model's own forward is given masks."""
+    return cast(Mapping[Sight, AttentionLayout], nodes.layouts)
 
 
 class HFModel(Target):
@@ -211,9 +217,9 @@ class HFModel(Target):
 
     def _layouts(
         self, prefix: Tensor, words: Tensor | None, nodes: int, extent: int, depths: Tensor | None = None
-    ) -> dict[Sight, Any]:  # fmt: skip
+    ) -> dict[Sight, object]:  # fmt: skip
         """The attention of nodes that are behind prefix [B], by what layers see. Within `extent` slots a longer span cuts nothing."""
-        made: dict[Sight, Any] = {}
+        made: dict[Sight, object] = {}
         for sight in dict.fromkeys(sight for sight in self.sights if sight is not None):
             if sight.span is None or extent <= sight.span.size:
                 whole = Sight(group=sight.group)
@@ -328,12 +334,12 @@ class HFModel(Target):
         return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(kept, hidden)
 
     def _forward_generic(self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        hidden_low = torch.finfo(self.model.dtype).min
+        hidden_low, layouts = torch.finfo(self.model.dtype).min, plain_layouts(nodes)
         masks: dict[Sight | None, Tensor] = {
             sight: torch.zeros(layout.visible.shape, dtype=self.model.dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
-            for sight, layout in nodes.layouts.items()
+            for sight, layout in layouts.items()
         }
-        extent = max(layout.extent for layout in nodes.layouts.values())
+        extent = max(layout.extent for layout in layouts.values())
         # Models with layers of several kinds take a mask for each; the others take one.
         kinds = zip(getattr(self.model.config.get_text_config(), "layer_types", None) or (), self.sights, strict=False)
         mask = masks[self.sights[0]] if len(set(self.sights)) == 1 else {kind: masks[sight] for kind, sight in kinds}

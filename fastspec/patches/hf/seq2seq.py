@@ -21,7 +21,7 @@ from fastspec.generation.ops import Ops
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.families import SEQ2SEQ
-from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.model import HFModel, plain_layouts
 from fastspec.patches.hf.modes import check_decoder
 
 
@@ -86,7 +86,7 @@ class Seq2SeqModel(HFModel):
         return super().prefill(ids, counts)
 
     def _forward_generic(self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        hidden, layout = self._embed(tokens, nodes.positions), nodes.layouts[EVERYTHING]
+        hidden, layout = self._embed(tokens, nodes.positions), plain_layouts(nodes)[EVERYTHING]
         states = self.source.states
         low = torch.finfo(hidden.dtype).min
         mask = torch.zeros(layout.visible.shape, dtype=hidden.dtype, device=tokens.device).masked_fill_(~layout.visible, low)

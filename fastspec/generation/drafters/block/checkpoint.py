@@ -19,7 +19,7 @@ from fastspec.generation.drafters.block.config import BlockConfig
 from fastspec.generation.drafters.block.head import BlockHead
 from fastspec.reading import parse_json
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "causal": (False,), "causal_head": (False,), "is_causal": (False,), "use_swa": (False,), "attention_bias": (False,),
     "attention_sink_bias": (False,), "attention_value_scale": (1, 1.0), "output_multiplier": (1, 1.0), "input_embedding_scale": (1, 1.0),
     "final_logit_softcapping": (), "sliding_window": (), "conv_kernel_size": (2,), "markov_head_type": ("vanilla",),
@@ -28,15 +28,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Switch -> the values, beside null, that mean what `BlockHead` does."""
 
 
-def as_json(config: BlockConfig) -> dict[str, Any]:
+def as_json(config: BlockConfig) -> dict[str, object]:
     """The config.json of a head: Qwen3's field names, and beside them those of the format of its kind; DSpark's both at the top level, as
     DeepSpec has them, and in `dflash_config`, as SpecForge has them."""
     c = config
     layer_ids = [tap - 1 for tap in c.taps]
-    nested: dict[str, Any] = {
+    nested: dict[str, object] = {
         "mask_token_id": c.mask_token_id, "target_layer_ids": layer_ids, "block_size": c.block_size, "causal": False,
     }  # fmt: skip
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     if c.kind == "dspark":
         own = {"markov_rank": c.rank, "markov_head_type": "vanilla", "enable_confidence_head": c.confidence}
         own |= {"confidence_head_with_markov": True} if c.confidence else {}

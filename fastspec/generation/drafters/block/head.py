@@ -14,7 +14,6 @@ those of the checkpoints in circulation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -243,5 +242,5 @@ class BlockHead(nn.Module):
         return angle.cos(), angle.sin()
 
 
-def _of_layer(attend: Attend, index: int) -> Callable[[Tensor, Tensor, Tensor], Any]:
+def _of_layer(attend: Attend, index: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return lambda q, k, v: attend(index, q, k, v)

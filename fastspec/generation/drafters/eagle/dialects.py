@@ -31,12 +31,12 @@ FIELD_KINDS = {
     "a positive number": ("rope_theta", "rms_norm_eps", "partial_rotary_factor", "original_max_position_embeddings", "factor"),
     "a name": ("model_type", "hidden_act", "rope_type", "type"),
 }
-CHECKS: dict[str, Callable[[Any], bool]] = {
+CHECKS: dict[str, Callable[[object], bool]] = {
     "a list of names": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
     "a list of layer numbers": lambda value: isinstance(value, list) and all(type(item) is int and item >= 0 for item in value),
     "an object of fields": lambda value: isinstance(value, Mapping),
     "true or false": lambda value: isinstance(value, bool),
-    "a positive number": lambda value: type(value) in (int, float) and 0 < value < float("inf"),
+    "a positive number": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"),
     "a name": lambda value: isinstance(value, str),
 }
 

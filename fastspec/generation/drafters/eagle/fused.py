@@ -1,8 +1,7 @@
 """A head's draft phase as one launch.
 
-It is what the project began with, and is kept for who asks for it (`Eagle3(fused=True)`): exact, and its output that of the separate
-kernels. These were faster in a captured graph with every head that was measured, of 15 MiB to 2.6 GiB (docs/measurements.md), so that
-fastspec takes them.
+It runs where a user asks for it (`Eagle3(fused=True)`), and gives what the separate kernels give. These are what fastspec takes otherwise:
+in a captured graph they were faster with every head that was measured, of 15 MiB to 2.6 GiB (docs/measurements.md).
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ class EagleHead(nn.Module):
         angle = positions[..., None, None].to(torch.float32) * self.inv_freq
         return angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> EagleHead:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EagleHead:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own is untyped
         # The frequencies follow the head to its device but stay fp32: half-precision ones corrupt long contexts.
         if self.inv_freq is not None and not self.fc.weight.is_meta:

@@ -26,9 +26,9 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
 LEAST_LOOK = 0.25
-"""What a look-up must cost, in target passes, for rounds to go without."""
+"""Rounds go without look-ups only where one costs more than this, in target passes."""
 GRANTED = 4.0
-"""Target passes that look-ups may lose at the start of a call: what is copied seldom comes first."""
+"""Target passes that look-ups may lose at the start of a call, where a text seldom repeats anything yet."""
 
 
 class NasdDrafter(HostDrafter):

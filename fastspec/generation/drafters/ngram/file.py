@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +19,7 @@ VERSION = 1
 Entry = tuple[int, int]
 """A token, and how often it was counted."""
 TALLIES = {"sizes": 1, "tokens": 1, "counts": 1}
-Columns = dict[str, tuple[list[Any], int]]
+Columns = dict[str, tuple[Sequence[int | Sequence[int]], int]]
 """Name of a tensor -> (values, columns), columns 0 for a flat list."""
 
 

@@ -12,9 +12,10 @@ from fastspec.generation.drafters.ngram.ngrams import Cursor, Storage
 from fastspec.generation.tree import TokenTree
 
 DOUBT, DOUBT_OF_ONE = 1.0, 4.0
-"""Counts taken to have gone to tokens not seen yet: after a context of l tokens (over the root of l), and of one token."""
+"""Of what follows a context so many counts are taken to belong to tokens that were not seen there yet: DOUBT / sqrt(l) for a context of l
+tokens, DOUBT_OF_ONE for one of a single token."""
 SURELY_NOT = 99.0
-"""The same for a token that is drafted although nothing is known."""
+"""The same for a token that is drafted although nothing is known of what follows."""
 
 
 @dataclass(frozen=True, slots=True)

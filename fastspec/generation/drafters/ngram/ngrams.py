@@ -50,7 +50,7 @@ class Storage(Protocol):
 class NgramStorage:
     """Counts of what followed each context of 1 to n - 1 tokens; the longest known context answers.
 
-    With `back_off=False` contexts of n - 1 tokens alone are kept ("one level"). Keeps the `tables.WIDTH` best continuations of a context.
+    With `back_off=False` contexts of n - 1 tokens alone are kept ("one level"). Keeps the `arrays.WIDTH` best continuations of a context.
     The contexts are the nodes of a trie that is entered with the last token, so that a context lies behind all that are shorter: node 0
     is the empty one, and every other has the number of the edge to it.
 

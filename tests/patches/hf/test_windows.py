@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from helpers_captured import stand_in
-from helpers_generate import SHALLOW, free, prompts
+from helpers_generate import SHALLOW, OwnProcessor, free, prompts
 from helpers_models import tiny_head, tiny_model
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LogitsProcessor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 import fastspec
 from fastspec.generation.state import window
@@ -117,18 +117,11 @@ def test_trees_of_a_head_keep_to_the_window(kind: str) -> None:
         assert free(model, ROWS, NEW, assistant=fastspec.Speculative(early_exit=2)) == expected
 
 
-class Every(LogitsProcessor):
-    """A processor of somebody's own, which may have a state: such calls decode in lockstep."""
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        return scores - (torch.arange(scores.shape[-1]) % 7 == ids.shape[1] % 7) * 0.5
-
-
 def test_calls_in_lockstep_keep_to_the_window() -> None:
     model = windowed("gemma2")
-    expected = free(model, ROWS, NEW, logits_processor=[Every()])
+    expected = free(model, ROWS, NEW, logits_processor=[OwnProcessor()])
     fastspec.patch(model)
-    assert free(model, ROWS, NEW, logits_processor=[Every()], assistant="nasd") == expected
+    assert free(model, ROWS, NEW, logits_processor=[OwnProcessor()], assistant="nasd") == expected
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss", "llama4_text"])

@@ -27,7 +27,7 @@ from fastspec.kernels.tuned_launches import MISSING
 from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.tuning import candidates, store, tune
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the interpreter is off: tests/patches/test_tune_gpu.py")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the interpreter is off: see test_tune_gpu.py")
 CPU, HALF = torch.device("cpu"), torch.float16
 ROW = ("linear", (1, 48, 64, HALF), (1, 48, 64, HALF))
 SMALL = fastspec.Eagle3(depth=1, top_k=2, total_tokens=4)

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from helpers_captured import stand_in
-from helpers_generate import Oracle, bigram, free, prompts, seer
+from helpers_generate import Oracle, OwnProcessor, bigram, free, prompts, seer
 from helpers_models import tiny_head, tiny_model
-from torch import Tensor
-from transformers import LogitsProcessor
 
 import fastspec
 from fastspec.generation.engine.round_program import EXTENT_BUCKET
@@ -20,13 +17,6 @@ NEW = 30
 TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
 FIRST = sequence.FIRST_SLOTS
 KINDS = "llama", "mistral", "gemma3_text", "qwen3_5_text", "gpt2"
-
-
-class Every(LogitsProcessor):
-    """A processor of somebody's own: such calls decode in lockstep."""
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        return scores - (torch.arange(scores.shape[-1]) % 7 == ids.shape[1] % 7) * 0.5
 
 
 def made(kind: str, seed: int = 0) -> Any:
@@ -70,8 +60,8 @@ def test_whatever_a_round_accepts(begin: int, captured: bool, monkeypatch: pytes
 @pytest.mark.usefixtures("small")
 def test_in_every_kind_of_call() -> None:
     model, inputs = made("llama"), prompts(EXTENT_BUCKET, EXTENT_BUCKET - 7, EXTENT_BUCKET - 20)
-    expected, strict = free(model, inputs, NEW), free(model, inputs, NEW, logits_processor=[Every()])
+    expected, strict = free(model, inputs, NEW), free(model, inputs, NEW, logits_processor=[OwnProcessor()])
     fastspec.patch(model, speculative=made("llama", 1), eagle3=tiny_head(model))
     for assistant in ("nasd", fastspec.Speculative(gamma=3, branches=3), fastspec.ContinuousBatch(TREE, rows=2)):
         assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
-    assert free(model, inputs, NEW, logits_processor=[Every()], assistant=TREE) == strict
+    assert free(model, inputs, NEW, logits_processor=[OwnProcessor()], assistant=TREE) == strict

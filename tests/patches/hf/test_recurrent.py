@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import Oracle, free, prompts
+from helpers_generate import Oracle, OwnProcessor, free, prompts
 from helpers_models import tiny_head, tiny_model
-from torch import Tensor
-from transformers import LogitsProcessor
 
 import fastspec
 from fastspec import Unsupported
@@ -76,15 +74,8 @@ def test_prompts_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert free(model, inputs, 6, assistant=assistant) == expected
 
 
-class Every(LogitsProcessor):
-    """A processor of somebody's own, which may have a state: such calls decode in lockstep."""
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        return scores - (torch.arange(scores.shape[-1]) % 7 == ids.shape[1] % 7) * 0.5
-
-
 @pytest.mark.parametrize("lengths", [(5,), (5, 11)])
-@pytest.mark.parametrize("options", [{}, {"eos_token_id": list(range(0, 97, 9))}, {"logits_processor": [Every()]}])
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": list(range(0, 97, 9))}, {"logits_processor": [OwnProcessor()]}])
 def test_turns_go_on_from_a_cache(lengths: tuple[int, ...], options: dict[str, Any]) -> None:
     """The cache that a call leaves, and what the next says behind it, where rows end anywhere in a round or before the others."""
     model = recurrent()

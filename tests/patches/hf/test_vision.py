@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers_generate import free
+from helpers_generate import OwnProcessor, free
 from helpers_models import tiny_head, tiny_model
 from helpers_sweep import tiny
 from helpers_vision import IMAGE, images, prompts_with_images, seeing
 from packaging.version import Version
 from torch import Tensor
-from transformers import AutoModelForMultimodalLM, LogitsProcessor
+from transformers import AutoModelForMultimodalLM
 
 import fastspec
 from fastspec import Unsupported
@@ -187,18 +187,11 @@ def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
     return found
 
 
-class Every(LogitsProcessor):
-    """A processor of somebody's own, which may have a state: such calls decode in lockstep."""
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        return scores - (torch.arange(scores.shape[-1]) % 7 == ids.shape[1] % 7) * 0.5
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"num_return_sequences": 2, "do_sample": True, "temperature": 1e-4},
-        {"logits_processor": [Every()]},
+        {"logits_processor": [OwnProcessor()]},
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
         {"eos_token_id": list(range(0, 97, 9))},
     ],
