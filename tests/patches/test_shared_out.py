@@ -83,6 +83,13 @@ def every_call(rank: int) -> dict[str, Any]:
     part = bigram()
     fully_shard(fastspec.patch(part).model.layers[0])
     made["part"] = part.generate(**options, assistant="nasd")
+    fastspec.unpatch(part)
+    fastspec.patch(part, assistant="nasd")
+    own = {"output_attentions": True} if rank else {}  # refused at once
+    ends = {**options, "attention_mask": torch.ones_like(inputs["attention_mask"])}
+    if not rank:  # refused when the call has been prepared
+        ends["attention_mask"][0, -1] = 0
+    made["part left"] = bigram().generate(**ends), part.generate(**ends, **own)
     cut = shared(reshards=True)
     made["cut"] = cut.generate(**options, assistant="nasd")
     with pytest.raises(Unsupported) as why:
@@ -123,6 +130,13 @@ def test_each_process_gives_the_tokens_of_the_whole_model(both, name):
 
 def test_one_layer_that_is_cut_keeps_processes_in_step_too(both):
     assert all(torch.equal(made["part"], made["plain"]) for made in both)
+
+
+def test_one_layer_that_is_cut_keeps_processes_together_in_plain_decoding_too(both):
+    """Each finds out at another place that the default cannot serve its call, and transformers itself would look at the whole model alone."""
+    for made in both:
+        want, got = made["part left"]
+        assert torch.equal(got, want)
 
 
 def test_drawn_answers_need_no_step_of_their_own(both):

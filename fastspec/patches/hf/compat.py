@@ -227,7 +227,15 @@ def plain_decoding(model: Any, given: dict[str, Any], ids: Tensor, processors: A
     """
     decode = getattr(type(model), GENERATION_MODES_MAPPING[config.get_generation_mode(None)])
     settings = {"logits_processor": processors, "stopping_criteria": criteria, "generation_config": config}
-    return decode(model, ids, **settings, streamer=given.get("streamer"), synced_gpus=is_shared_out(model), **inputs)
+    return decode(model, ids, **settings, streamer=given.get("streamer"), synced_gpus=in_step(model, given), **inputs)
+
+
+def in_step(model: Any, given: dict[str, Any]) -> bool:
+    """Whether plain decoding of a call that an assistant cannot serve keeps processes together: in all of them or in none, wherever each
+    learned of it. Unless the call says, `generate` decides by the whole model alone, and would not for one of which only layers are cut.
+    """
+    said = given.get("synced_gpus")
+    return is_shared_out(model) if said is None else bool(said)
 
 
 def unwrapped(model: Any) -> Any:
