@@ -133,7 +133,7 @@ def test_one_layer_that_is_cut_keeps_processes_in_step_too(both):
 
 
 def test_one_layer_that_is_cut_keeps_processes_together_in_plain_decoding_too(both):
-    """Each finds out at another place that the default cannot serve its call, and transformers itself would look at the whole model alone."""
+    """Each finds out at another place that the default cannot serve its call; transformers itself would look at the whole model alone."""
     for made in both:
         want, got = made["part left"]
         assert torch.equal(got, want)
