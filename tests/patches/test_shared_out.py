@@ -15,7 +15,7 @@ from helpers_cascade import trained
 from helpers_generate import bigram, prompts, seer
 from helpers_models import tiny_model
 from torch import distributed, multiprocessing
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fastspec
 from fastspec import Unsupported
@@ -95,7 +95,16 @@ def every_call(rank: int) -> dict[str, Any]:
     with pytest.raises(Unsupported) as why:
         cut.generate(**options, assistant="eagle3")
     made["head"] = str(why.value)
+    made["mixed"] = alike(inputs)
     return made
+
+
+def alike(inputs: dict[str, Any]) -> list[Any]:
+    """What a model in fp32 whose layers compute in bf16, and which is cut again behind each pass, makes without and with assistants."""
+    model = fastspec.patch(bigram(), speculative=tiny_model("llama", seed=3, num_hidden_layers=1))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=True)
+    return [model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=name) for name in ("none", *ASSISTANTS[:3])]
 
 
 def work(rank: int, port: int, folder: Path) -> None:
@@ -137,6 +146,12 @@ def test_one_layer_that_is_cut_keeps_processes_together_in_plain_decoding_too(bo
     for made in both:
         want, got = made["part left"]
         assert torch.equal(got, want)
+
+
+def test_layers_that_compute_in_another_dtype_keep_keys_in_it(both):
+    for made in both:
+        want, *found = made["mixed"]
+        assert [torch.equal(got, want) for got in found] == [True] * 3
 
 
 def test_drawn_answers_need_no_step_of_their_own(both):

@@ -300,6 +300,17 @@ def device_of(model: Any) -> torch.device:
     return next((torch.device(device) for device in found if device is not None), model.device)
 
 
+def dtype_of(model: Any) -> torch.dtype:
+    """What a model's layers compute in: its own dtype, or the one to which FSDP2's mixed precision casts all weights for a pass.
+
+    torch (2.13) keeps the policy where no public name leads; delete the probe when one does.
+    """
+    states = (module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state"))
+    cast = {getattr(getattr(state, "_mp_policy", None), "param_dtype", None) for state in states}
+    own: torch.dtype = model.dtype
+    return next(iter(cast)) or own if len(cast) == 1 else own
+
+
 def stack_of(base: Any) -> Any:
     """What a model gives as its decoder or base, or, where that is a model with an LM head, what is below the head.
 
