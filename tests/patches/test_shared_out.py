@@ -61,6 +61,7 @@ def every_call(rank: int) -> dict[str, Any]:
     model, made = shared(), {"plain": bigram().generate(**options)}
     for name in ASSISTANTS:
         made[name] = model.generate(**options, assistant=name), fastspec.report(model).last.acceptance_length
+    made["synced"] = model.generate(**options, assistant="nasd", synced_gpus=True)
     torch.manual_seed(rank)
     drawn = {**options, "do_sample": True, "top_k": 1}
     made["drawn"] = model.generate(**drawn, assistant="eagle3")
@@ -152,6 +153,10 @@ def test_layers_that_compute_in_another_dtype_keep_keys_in_it(both):
     for made in both:
         want, *found = made["mixed"]
         assert [torch.equal(got, want) for got in found] == [True] * 3
+
+
+def test_a_call_that_asks_for_processes_in_step_has_what_it_asks_for(both):
+    assert all(torch.equal(made["synced"], made["plain"]) for made in both)
 
 
 def test_drawn_answers_need_no_step_of_their_own(both):
