@@ -16,7 +16,14 @@ from fastspec.patches.call.call import Call
 from fastspec.patches.call.in_step import Alone, InStep
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
-from fastspec.patches.hf.compat import drop_capturing_hooks, is_shared_out, own_stop_strings, plain_decoding, unpack_weights
+from fastspec.patches.hf.compat import (
+    drop_capturing_hooks,
+    in_step,
+    is_shared_out,
+    own_stop_strings,
+    plain_decoding,
+    unpack_weights,
+)
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
 from fastspec.patches.hf.shards import processes_of
@@ -53,7 +60,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
             if named:
                 raise
             session.leave(reason)
-            return original(*args, **kwargs)
+            return original(**{**given, "synced_gpus": in_step(self, given)}) if is_shared_out(self) else original(*args, **kwargs)
         if isinstance(decoding, AdaptiveCascade):
             try:
                 return decoding.generate(self, session, given)

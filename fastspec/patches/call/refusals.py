@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
-from fastspec.patches.hf.compat import is_besides_tokens, is_zero3, position_limit
+from fastspec.patches.hf.compat import is_besides_tokens, is_shared_out, is_zero3, position_limit
 from fastspec.patches.hf.limits import position_rows
 from fastspec.patches.hf.peft_models import peft_of, refuse_peft
 from fastspec.patches.hf.replaced import is_strangers
@@ -74,8 +74,9 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
     This comes before transformers acts on any of them: for a static cache, say, it leaves an attribute on the model. What a decoder-only
     model reads besides tokens goes through its own first pass.
     """
+    kept = ("synced_gpus",) if is_shared_out(model) else ()  # what a call does by itself there
     for name, why in _ARGUMENTS.items():
-        if given.get(name) is not None and given[name] is not False:
+        if given.get(name) is not None and given[name] is not False and name not in kept:
             raise Unsupported(f"{name} cannot be combined with assistant=: {why}")
     inputs = sorted(name for name, value in given.items() if is_besides_tokens(name) and value is not None)
     if inputs and (model.config.is_encoder_decoder or not set(inputs) <= set(inspect.signature(type(model).forward).parameters)):

@@ -227,7 +227,15 @@ def plain_decoding(model: Any, given: dict[str, Any], ids: Tensor, processors: A
     """
     decode = getattr(type(model), GENERATION_MODES_MAPPING[config.get_generation_mode(None)])
     settings = {"logits_processor": processors, "stopping_criteria": criteria, "generation_config": config}
-    return decode(model, ids, **settings, streamer=given.get("streamer"), synced_gpus=is_shared_out(model), **inputs)
+    return decode(model, ids, **settings, streamer=given.get("streamer"), synced_gpus=in_step(model, given), **inputs)
+
+
+def in_step(model: Any, given: dict[str, Any]) -> bool:
+    """Whether plain decoding of a call that an assistant cannot serve keeps processes together: in all of them or in none, wherever each
+    learned of it. Unless the call says, `generate` decides by the whole model alone, and would not for one of which only layers are cut.
+    """
+    said = given.get("synced_gpus")
+    return is_shared_out(model) if said is None else bool(said)
 
 
 def unwrapped(model: Any) -> Any:
@@ -290,6 +298,17 @@ def device_of(model: Any) -> torch.device:
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     found = (getattr(hook, "execution_device", None) for hook in hooks)
     return next((torch.device(device) for device in found if device is not None), model.device)
+
+
+def dtype_of(model: Any) -> torch.dtype:
+    """What a model's layers compute in: its own dtype, or the one to which FSDP2's mixed precision casts all weights for a pass.
+
+    torch (2.13) keeps the policy where no public name leads; delete the probe when one does.
+    """
+    states = (module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state"))
+    cast = {getattr(getattr(state, "_mp_policy", None), "param_dtype", None) for state in states}
+    own: torch.dtype = model.dtype
+    return next(iter(cast)) or own if len(cast) == 1 else own
 
 
 def stack_of(base: Any) -> Any:

@@ -21,6 +21,7 @@ from fastspec.kernels.attention.reference import AttentionLayout
 from fastspec.kernels.linear.reference import joined
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.compat import (
+    dtype_of,
     layer_count,
     layer_inputs,
     layer_shapes,
@@ -334,9 +335,10 @@ class HFModel(Target):
         return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(kept, hidden)
 
     def _forward_generic(self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        hidden_low, layouts = torch.finfo(self.model.dtype).min, plain_layouts(nodes)
+        layouts, dtype = plain_layouts(nodes), dtype_of(self.model)
+        hidden_low = torch.finfo(dtype).min
         masks: dict[Sight | None, Tensor] = {
-            sight: torch.zeros(layout.visible.shape, dtype=self.model.dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
+            sight: torch.zeros(layout.visible.shape, dtype=dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
             for sight, layout in layouts.items()
         }
         extent = max(layout.extent for layout in layouts.values())

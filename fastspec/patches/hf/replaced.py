@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from functools import _lru_cache_wrapper, partial
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -28,9 +28,9 @@ CLASSES: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
 def replaced_functions(model: Any, modules: list[nn.Module]) -> list[tuple[str, Any]]:
     """(name, function) of each that a pass over these modules of a model would call in place of transformers' or torch's own.
 
-    Seen are the functions under the model's `attn_implementation`, its mask's too, the functions in the modelling files that the modules'
-    classes come from, the methods of these classes, those of torch's layers, and `torch.nn.functional`. A function's home is where its
-    code was written: a decorator that copies names, as `functools.wraps` does, does not hide it.
+    Seen are the functions under the model's `attn_implementation`, its mask's too, the files that these come from, the functions in the
+    modelling files that the modules' classes come from, the methods of these classes, those of torch's layers, and `torch.nn.functional`.
+    A function's home is where its code was written: a decorator that copies names, as `functools.wraps` does, does not hide it.
     """
     found = [*_of_attention(model), *_strangers_in("torch.nn.functional", vars(functional))]
     for kind, names in CLASSES:
@@ -40,7 +40,8 @@ def replaced_functions(model: Any, modules: list[nn.Module]) -> list[tuple[str, 
     for base in bases:
         if not hasattr(base, "generate"):  # a whole model has methods for much else
             found += _strangers_in(base.__name__, vars(base))
-    for home in dict.fromkeys(base.__module__ for base in bases):
+    attention = (str(getattr(value, "__module__", None)) for _, value in attention_functions(model))
+    for home in dict.fromkeys((*(base.__module__ for base in bases), *(each for each in attention if each.startswith("transformers.")))):
         found += _strangers_in(home, vars(sys.modules[home]))
     return found
 
@@ -87,13 +88,37 @@ def foreign_masks(functions: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def is_strangers(value: Any) -> bool:
-    """Whether a value is a function whose code, or that of one that it wraps, none of the known packages holds."""
+    """Whether a value is a function whose code, or that of one that it wraps, none of the known packages holds, or an object that can be
+    called whose class none of them holds, such as a module or what a C++ extension exports."""
     while value is not None:
+        owner = getattr(value, "__self__", None)
+        if isinstance(owner, type) and _is_unknown(owner.__module__):  # `apply` of an autograd function
+            return True
         value = getattr(value, "__func__", value)
         if isinstance(value, partial):
             value = value.func
             continue
-        if isinstance(value, FunctionType) and str(value.__globals__.get("__name__")).split(".")[0] not in KNOWN:
+        home = value.__globals__.get("__name__") if isinstance(value, FunctionType) else _maker_of(value)
+        if _is_unknown(home):
             return True
         value = getattr(value, "__wrapped__", None) if isinstance(value, (FunctionType, _lru_cache_wrapper)) else None
     return False
+
+
+CARRIERS = frozenset({"torch._ops", "torch._library.custom_ops", "torch.jit", "torch.jit._script", "unittest.mock"})
+"""Homes of classes whose objects call anyone's code. Transformers' modelling files hold none."""
+
+
+def _maker_of(value: Any) -> str | None:
+    """The name of the module that what can be called comes from, its own or its class's; "" where nobody can tell, and None of anything
+    else."""
+    if isinstance(value, type) or not callable(value):
+        return None
+    if isinstance(value, BuiltinFunctionType):
+        return getattr(value, "__module__", None)
+    home = type(value).__module__
+    return "" if home in CARRIERS else home
+
+
+def _is_unknown(home: Any) -> bool:
+    return home is not None and str(home).split(".")[0] not in KNOWN

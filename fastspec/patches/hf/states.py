@@ -11,7 +11,7 @@ from fastspec.generation.state.recurrent import DeltaState
 from fastspec.generation.state.sequence import SequenceState
 from fastspec.generation.state.window import WindowState, ring_of
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.hf.compat import delta_shape, device_of, kept_by, layer_shapes, recurrent_layers
+from fastspec.patches.hf.compat import delta_shape, device_of, dtype_of, kept_by, layer_shapes, recurrent_layers
 from fastspec.patches.hf.placement import layer_devices
 from fastspec.patches.hf.shards import local_heads
 
@@ -24,7 +24,7 @@ def sequence_state(
 
     Where it is `bounded`, layers that see a span of the text keep no more than they can see again.
     """
-    dtype, owners, devices = model.dtype, kept_by(model.config), layer_devices(model)
+    dtype, owners, devices = dtype_of(model), kept_by(model.config), layer_devices(model)
     kinds: list[tuple[Any, ...]] = [
         ("recurrent",) if recurrent else (span if bounded else None, local_heads(model, heads), *sizes)
         for span, (heads, *sizes), recurrent in zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)

@@ -21,7 +21,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.encoder_source import Source
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.compat import brings_weights, device_of, has_global_hooks, is_out_of_memory
+from fastspec.patches.hf.compat import brings_weights, device_of, dtype_of, has_global_hooks, is_out_of_memory
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, spans_of
 from fastspec.patches.hf.model import HFModel
@@ -113,7 +113,7 @@ def _computed(model: Any) -> torch.dtype:
     kind = device_of(model).type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    return autocast_inside(model) or model.dtype
+    return autocast_inside(model) or dtype_of(model)
 
 
 def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:

@@ -15,7 +15,7 @@ from helpers_cascade import trained
 from helpers_generate import bigram, prompts, seer
 from helpers_models import tiny_model
 from torch import distributed, multiprocessing
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fastspec
 from fastspec import Unsupported
@@ -61,6 +61,7 @@ def every_call(rank: int) -> dict[str, Any]:
     model, made = shared(), {"plain": bigram().generate(**options)}
     for name in ASSISTANTS:
         made[name] = model.generate(**options, assistant=name), fastspec.report(model).last.acceptance_length
+    made["synced"] = model.generate(**options, assistant="nasd", synced_gpus=True)
     torch.manual_seed(rank)
     drawn = {**options, "do_sample": True, "top_k": 1}
     made["drawn"] = model.generate(**drawn, assistant="eagle3")
@@ -83,12 +84,28 @@ def every_call(rank: int) -> dict[str, Any]:
     part = bigram()
     fully_shard(fastspec.patch(part).model.layers[0])
     made["part"] = part.generate(**options, assistant="nasd")
+    fastspec.unpatch(part)
+    fastspec.patch(part, assistant="nasd")
+    own = {"output_attentions": True} if rank else {}  # refused at once
+    ends = {**options, "attention_mask": torch.ones_like(inputs["attention_mask"])}
+    if not rank:  # refused when the call has been prepared
+        ends["attention_mask"][0, -1] = 0
+    made["part left"] = bigram().generate(**ends), part.generate(**ends, **own)
     cut = shared(reshards=True)
     made["cut"] = cut.generate(**options, assistant="nasd")
     with pytest.raises(Unsupported) as why:
         cut.generate(**options, assistant="eagle3")
     made["head"] = str(why.value)
+    made["mixed"] = alike(inputs)
     return made
+
+
+def alike(inputs: dict[str, Any]) -> list[Any]:
+    """What a model in fp32 whose layers compute in bf16, and which is cut again behind each pass, makes without and with assistants."""
+    model = fastspec.patch(bigram(), speculative=tiny_model("llama", seed=3, num_hidden_layers=1))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=True)
+    return [model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=name) for name in ("none", *ASSISTANTS[:3])]
 
 
 def work(rank: int, port: int, folder: Path) -> None:
@@ -123,6 +140,23 @@ def test_each_process_gives_the_tokens_of_the_whole_model(both, name):
 
 def test_one_layer_that_is_cut_keeps_processes_in_step_too(both):
     assert all(torch.equal(made["part"], made["plain"]) for made in both)
+
+
+def test_one_layer_that_is_cut_keeps_processes_together_in_plain_decoding_too(both):
+    """Each finds out at another place that the default cannot serve its call; transformers itself would look at the whole model alone."""
+    for made in both:
+        want, got = made["part left"]
+        assert torch.equal(got, want)
+
+
+def test_layers_that_compute_in_another_dtype_keep_keys_in_it(both):
+    for made in both:
+        want, *found = made["mixed"]
+        assert [torch.equal(got, want) for got in found] == [True] * 3
+
+
+def test_a_call_that_asks_for_processes_in_step_has_what_it_asks_for(both):
+    assert all(torch.equal(made["synced"], made["plain"]) for made in both)
 
 
 def test_drawn_answers_need_no_step_of_their_own(both):

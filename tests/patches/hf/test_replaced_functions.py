@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -190,6 +192,64 @@ def test_whatever_of_the_modelling_code_plain_decoding_calls_is_called(monkeypat
         assert bool(counts[0]) <= bool(counts[1]), (place.__name__, name, counts)
     assert len(places) >= 10
     assert set(refused) < {name for _, name in places} or any(recurrent_layers(model.config))
+
+
+rotated = modeling_llama.apply_rotary_pos_emb
+
+
+def other_way(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    """A rotation of a user's own."""
+    q, k = rotated(q, k, cos, -sin, unsqueeze_dim)
+    return q * 1.3, k
+
+
+class OtherWay(nn.Module):
+    """The same as a module."""
+
+    def forward(self, *args: Any) -> Any:
+        return other_way(*args)
+
+
+class OtherWayBackward(torch.autograd.Function):
+    """The same as what has a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        return other_way(*args)
+
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "a module": OtherWay, "the apply of an autograd function": lambda: OtherWayBackward.apply,
+    "a partial of a module": lambda: functools.partial(OtherWay()), "a mock": lambda: mock.Mock(side_effect=other_way),
+    "a custom op": lambda: torch.library.custom_op(f"fastspec_tests::rotate{next(NUMBER)}", mutates_args=())(rotation),
+}  # fmt: skip
+NUMBER = itertools.count()
+
+
+def rotation(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    turned, left = other_way(q, k, cos, sin)
+    return turned.clone(), left.clone()
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_an_object_in_the_place_of_a_function_is_called(monkeypatch, kind):
+    model = fastspec.patch(shallow_model())
+    plain = model.generate(**prompts(9, 6), **OPTIONS).tolist()
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", OBJECTS[kind]())
+    want = model.generate(**prompts(9, 6), **OPTIONS).tolist()
+    assert want != plain
+    with pytest.warns(UserWarning, match="apply_rotary_pos_emb is someone else's"):
+        assert model.generate(**prompts(9, 6), **OPTIONS, assistant="nasd").tolist() == want
+
+
+def test_what_transformers_own_attention_calls_is_called(monkeypatch):
+    model = fastspec.patch(shallow_model())
+    replaced(monkeypatch, sys.modules[sdpa_attention_forward.__module__], "use_gqa_in_sdpa", lambda _: False)
+    want = model.generate(**prompts(9, 6), **OPTIONS).tolist()
+    CALLED.clear()
+    with pytest.warns(UserWarning, match="sdpa_attention.use_gqa_in_sdpa is someone else's"):
+        assert model.generate(**prompts(9, 6), **OPTIONS, assistant="nasd").tolist() == want
+    assert CALLED["use_gqa_in_sdpa"]
 
 
 def test_a_kept_engine_is_not_used_where_a_class_has_changed(monkeypatch):
