@@ -51,7 +51,14 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
     if assistant is None or assistant == "none" or (not named and given.get("custom_generate") is not None):
         return original(*args, **kwargs)
     unpack_weights(self)
-    with InStep(self) if is_shared_out(self) else Alone() as step:
+    shared = is_shared_out(self)
+    if shared and given.get("synced_gpus") is False:  # the others need not call at all, so that they cannot be asked
+        apart = Unsupported("synced_gpus=False cannot be combined with an assistant on a model that FSDP shares out: leave it out")
+        if named:
+            raise apart
+        session.leave(apart)
+        return original(*args, **kwargs)
+    with InStep(self) if shared else Alone() as step:
         try:
             decoding = _checked(self, session, assistant, given)
             step.check(decoding)
@@ -60,7 +67,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
             if named:
                 raise
             session.leave(reason)
-            return original(**{**given, "synced_gpus": in_step(self, given)}) if is_shared_out(self) else original(*args, **kwargs)
+            return original(**{**given, "synced_gpus": in_step(self, given)}) if shared else original(*args, **kwargs)
         if isinstance(decoding, AdaptiveCascade):
             try:
                 return decoding.generate(self, session, given)

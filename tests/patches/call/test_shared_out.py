@@ -81,6 +81,11 @@ def every_call(rank: int) -> dict[str, Any]:
     with pytest.raises(Unsupported) as why:
         fastspec.continuous(model, "nasd")
     made["open"] = str(why.value)
+    alone = {**inputs, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "synced_gpus": False}  # as many passes in each
+    made["alone"] = bigram().generate(**alone), model.generate(**alone)
+    with pytest.raises(Unsupported) as why:
+        model.generate(**alone, assistant="nasd")
+    made["apart"] = str(why.value)
     part = bigram()
     fully_shard(fastspec.patch(part).model.layers[0])
     made["part"] = part.generate(**options, assistant="nasd")
@@ -188,3 +193,4 @@ def test_what_needs_more_than_passes_of_the_whole_model_is_refused_by_name(both)
         assert "continuous: several processes share out the weights of this FSDPLlamaForCausalLM by FSDP" in made["open"]
         assert "call fully_shard(model, reshard_after_forward=False)" in made["head"]
         assert torch.equal(made["cut"], made["plain"])
+        assert torch.equal(*made["alone"]) and "synced_gpus=False cannot be combined" in made["apart"]
