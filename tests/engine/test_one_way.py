@@ -1,9 +1,7 @@
 """A call goes one way through the engine: no file of it is left and entered again more than once in a phase of the call.
 
 An entry is a call of a function in one file of the engine from another file. Entries of the same file with none of another's between them
-count as one, as do all those of code that merely reads a value (properties). Of the rounds the last one is looked at. This holds where
-phases run one after another, as on the CPU; a schedule that captures hands its phases to a graph, which calls back, so that its file and
-the round's program are entered once more for every graph. Calls that ask for scores read them from the round as its tokens are taken.
+count as one, and code that merely reads a value (properties) is none. Of the rounds the last one is looked at: eager, and as graphs.
 """
 
 import sys
@@ -24,6 +22,7 @@ from fastspec.generation.engine import loop, rounds
 
 ENGINE = Path(engine.__file__).parent
 ONCE_MORE = 2
+SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
 def room_of(code) -> str | None:
@@ -90,16 +89,11 @@ def visits(monkeypatch, assistant: str, options: dict) -> dict[str, Counter]:
     return {phase: Counter(room for room, _ in groupby(rooms)) for phase, rooms in found.items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.8}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.8}, {"repetition_penalty": 1.3}, SCORES], ids=str)
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd", "eagle3"])
-def test_no_room_is_entered_again_more_than_once_in_a_phase(monkeypatch, assistant, options):
+def test_no_room_is_entered_again_more_than_once_in_a_phase(monkeypatch, assistant, options, captures):
+    if captures:
+        stand_in(monkeypatch)
     for phase, found in visits(monkeypatch, assistant, options).items():
         assert max(found.values()) <= ONCE_MORE, (phase, found)
-
-
-@pytest.mark.parametrize("assistant, options, graphs", [("eagle3", {}, 1), ("nasd", {}, 1), ("eagle3", {"repetition_penalty": 1.3}, 2)])
-def test_a_captured_round_enters_its_schedule_and_program_once_more_for_each_graph(monkeypatch, assistant, options, graphs):
-    stand_in(monkeypatch)
-    found = visits(monkeypatch, assistant, options)["round"]
-    assert found.pop("schedule.py") == 1 + graphs and found.pop("round_program.py") == ONCE_MORE + graphs
-    assert max(found.values()) <= ONCE_MORE, found

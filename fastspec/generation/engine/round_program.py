@@ -13,8 +13,9 @@ the next one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from fastspec.generation.drafters.contract import check_roots, check_tree
 from fastspec.generation.engine.round_state import RoundState
 from fastspec.generation.lockstep import fill_ended
 from fastspec.generation.ops import Ops
-from fastspec.generation.profile import Clock, unmarked
+from fastspec.generation.profile import Clock, Marks, unmarked
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import measure
@@ -107,6 +108,12 @@ class Round:
         judged = self.judged
         assert judged.scores is not None
         return judged.scores[row, : len(path)] if judged.along_path else judged.scores[row, path].float()
+
+
+Verify: TypeAlias = Callable[[Scored], Judged]
+Value = TypeVar("Value")
+Marked: TypeAlias = tuple[Value, Marks]
+"""What phases leave, and where their profile's marks lie."""
 
 
 class RoundProgram:
@@ -213,6 +220,51 @@ class RoundProgram:
             observed = state.active if self.pad_token is None else state.active & ~state.ended
             self.drafter.observe(done.tree, done.verdict, done.logits, done.features, observed, extent)
         self.mark("observe")
+
+    def round(self, verify: Verify) -> Round:
+        """All phases, in bounds of any length."""
+        extent = self.target.bound
+        judged = self._judged(verify, self.draft(extent), extent)
+        done = Round(judged, self.commit(judged))
+        self.observe(done, extent)
+        return done
+
+    def to_scores(self) -> Scored:
+        """The phases in front of the verdict, in bounds of any length."""
+        extent = self.target.bound
+        return self.score(self.draft(extent), extent)
+
+    def from_verdict(self, judged: Judged) -> Committed:
+        """The phases behind the verdict."""
+        committed = self.commit(judged)
+        self.observe(Round(judged, committed), self.target.bound)
+        return committed
+
+    def from_tree(self, verify: Verify, tree: TokenTree, extent: int) -> Round:
+        """The phases behind a tree of the host's, but for what the host observes."""
+        judged = self._judged(verify, tree, extent)
+        return self.with_digest(Round(judged, self.commit(judged)))
+
+    def _judged(self, verify: Verify, tree: TokenTree, extent: int) -> Judged:
+        judged = verify(self.score(tree, extent))
+        self.mark("choose")
+        return judged
+
+    def marked(self, phases: Callable[[], Value]) -> Marked[Value]:
+        """Phases, and the marks that they made."""
+        if self.clock is None:
+            return phases(), ()
+        return self.clock.watch(phases)
+
+    def on_copy(self, phases: Callable[[TokenTree, int], Value], max_path: int, *parts: Tensor) -> Marked[Value]:
+        """Phases on the copy of a tree that a graph reads, in bounds of any length: its tokens, parents, depths and ancestors."""
+
+        def run() -> Value:
+            self.mark("copy")
+            tokens, parents, depths, ancestors = parts
+            return phases(TokenTree(tokens, parents, depths, ancestors, max_path), self.target.bound)
+
+        return self.marked(run)
 
     def with_digest(self, done: Round) -> Round:
         """The round with the integers that the drafter learns from behind its own: one tensor is read back, not two."""

@@ -131,6 +131,9 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
         request.watch(last.tree, last.verdict, last.logits)
     measures = None if last.committed.measures is None else last.committed.measures.clone()  # the next replay writes over them
     nodes, drafted = last.tree.tokens.shape[1] - 1, last.tree.drafted
+    asked = request.keep_scores or request.keep_logits
+    paths = [last.verdict.path[row, : accepted + 1] for row, (accepted, *_) in enumerate(emitted)] if asked else []
+    scores = [last.scores_along(row, path) for row, path in enumerate(paths)] if request.keep_scores else [None] * len(emitted)
     for row, (prompt, (accepted, *tokens)) in enumerate(zip(batch.places, emitted, strict=True)):
         if not batch.active[prompt]:
             continue
@@ -138,15 +141,10 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
             batch.take(prompt, tokens[: accepted + 1], accepted, None, None)
             continue
         stats.count_round(accepted, nodes if drafted is None else drafted[row], nodes > 0)
-        scores: Tensor | None = None
-        logits: Tensor | None = None
-        if request.keep_scores or request.keep_logits:
-            path = last.verdict.path[row, : accepted + 1]
-            scores = last.scores_along(row, path) if request.keep_scores else None
-            logits = last.logits[row, path].float() if request.keep_logits else None
+        logits = last.logits[row, paths[row]].float() if request.keep_logits else None
         if measures is not None:
             batch.measures[prompt].append(measures[row, : accepted + 1])
-        batch.take(prompt, tokens[: accepted + 1], accepted, scores, logits)
+        batch.take(prompt, tokens[: accepted + 1], accepted, scores[row], logits)
     follows = engine.main.longest if engine.in_flight else 0
     batch.grow([accepted + 1 for accepted, *_ in emitted], engine.state.running, follows)
     stats.rounds += 1

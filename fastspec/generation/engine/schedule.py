@@ -22,15 +22,12 @@ from torch import Tensor
 
 from fastspec.generation.capture import Captured, CapturedByShape
 from fastspec.generation.drafters.base import Place
-from fastspec.generation.engine.round_program import Committed, Judged, Round, RoundProgram, Scored, rounded
+from fastspec.generation.engine.round_program import Committed, Marked, Round, RoundProgram, Scored, rounded
 from fastspec.generation.engine.verifier import Verifier
-from fastspec.generation.profile import Marks
 from fastspec.generation.stats import Stats, timed
 from fastspec.generation.tree import TokenTree, Verdict
 
 Value = TypeVar("Value")
-Marked: TypeAlias = tuple[Value, Marks]
-"""What phases leave, and where their profile's marks lie."""
 ByPath: TypeAlias = dict[int, CapturedByShape[Marked[Value]]]
 """Graphs by the longest path of a tree, and then by its other shapes."""
 Emitted: TypeAlias = list[list[int]]
@@ -135,12 +132,12 @@ class WholeGraph(Schedule):
         """See `Schedule`."""
         self.program.open(longest)
         with timed(stats, "round"):
-            done = _run(self.graph, self.program, partial(self._round, verifier), stats)
+            done = _run(self.graph, self.program, partial(self.program.round, verifier), stats)
             return done, done.committed.emitted.tolist()
 
     def launch(self, verifier: Verifier) -> InFlightRound:
         """Launch a round without waiting for it."""
-        done = _run(self.graph, self.program, partial(self._round, verifier))
+        done = _run(self.graph, self.program, partial(self.program.round, verifier))
         emitted = done.committed.emitted
         if not self.spare:
             self.spare = [torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda) for _ in range(2)]
@@ -172,14 +169,6 @@ class WholeGraph(Schedule):
         program = self.program
         return program.clock is None and self.graph.ready(program.key) and program.fits(rounded(longest + program.longest))
 
-    def _round(self, verifier: Verifier) -> Round:
-        program, extent = self.program, self.program.target.bound
-        judged = verifier(program.score(program.draft(extent), extent))
-        program.mark("choose")
-        done = Round(judged, program.commit(judged))
-        program.observe(done, extent)
-        return done
-
 
 class SplitGraph(Schedule):
     """Two graphs, and the host's decision between them."""
@@ -195,23 +184,14 @@ class SplitGraph(Schedule):
         """See `Schedule`."""
         self.program.open(longest)
         with timed(stats, "draft and score"):
-            scored = _run(self.front, self.program, self._front, stats)
+            scored = _run(self.front, self.program, self.program.to_scores, stats)
         with timed(stats, "choose"):
             judged = verifier(scored)
             judged = replace(judged, verdict=self._held(judged.verdict))
             self.program.mark("choose")
         with timed(stats, "commit"):
-            committed = _run(self.back, self.program, partial(self._back, judged), stats)
+            committed = _run(self.back, self.program, partial(self.program.from_verdict, judged), stats)
             return Round(judged, committed), committed.emitted.tolist()
-
-    def _front(self) -> Scored:
-        extent = self.program.target.bound
-        return self.program.score(self.program.draft(extent), extent)
-
-    def _back(self, judged: Judged) -> Committed:
-        committed = self.program.commit(judged)
-        self.program.observe(Round(judged, committed), self.program.target.bound)
-        return committed
 
     def _held(self, verdict: Verdict) -> Verdict:
         held = self.verdict = self.verdict or verdict
@@ -259,15 +239,10 @@ class GraphFromScore(Schedule):
         with timed(stats, "draft"):
             tree = program.draft(extent)
         with timed(stats, "judge"):
-            done = _run_on_tree(self.graphs, program, tree, partial(self._judged, verifier)).on(tree)
+            done = _run_on_tree(self.graphs, program, tree, partial(program.from_tree, verifier)).on(tree)
             emitted: Emitted = done.committed.emitted.tolist()
         with timed(stats, "observe"):
             return done, program.observe_read(done, emitted, extent)
-
-    def _judged(self, verifier: Verifier, tree: TokenTree, extent: int) -> Round:
-        judged = verifier(self.program.score(tree, extent))
-        self.program.mark("choose")
-        return self.program.with_digest(Round(judged, self.program.commit(judged)))
 
 
 def schedule_of(program: RoundProgram, verifier: Verifier) -> Schedule:
@@ -282,7 +257,7 @@ def schedule_of(program: RoundProgram, verifier: Verifier) -> Schedule:
 def _run(graph: Captured[Marked[Value]], program: RoundProgram, phases: Callable[[], Value], stats: Stats | None = None) -> Value:
     """Phases from their graph; what they leave lies where the graph has it."""
     before = graph.replays
-    value, marks = graph(partial(_marked, program, phases), program.key)
+    value, marks = graph(partial(program.marked, phases), program.key)
     if stats is not None:
         stats.replays += graph.replays - before
     if program.clock is not None:
@@ -295,26 +270,8 @@ def _run_on_tree(
 ) -> Value:
     """Phases behind a tree of the host's, from the graph of its shape."""
     graph = graphs.setdefault(tree.max_path, CapturedByShape())
-    run = partial(_on_copy, program, phases, tree.max_path)
+    run = partial(program.on_copy, phases, tree.max_path)
     value, marks = graph(run, program.key, tree.tokens.shape[1], tree.tokens, tree.parents, tree.depths, tree.ancestors)
     if program.clock is not None:
         program.clock.add(marks)
     return value
-
-
-def _marked(program: RoundProgram, phases: Callable[[], Value]) -> Marked[Value]:
-    """Phases, and the marks that they made."""
-    if program.clock is None:
-        return phases(), ()
-    return program.clock.watch(phases)
-
-
-def _on_copy(program: RoundProgram, phases: Callable[[TokenTree, int], Value], max_path: int, *parts: Tensor) -> Marked[Value]:
-    """Phases on the copy of a tree that a graph reads."""
-
-    def run() -> Value:
-        program.mark("copy")
-        tokens, parents, depths, ancestors = parts
-        return phases(TokenTree(tokens, parents, depths, ancestors, max_path), program.target.bound)
-
-    return _marked(program, run)
