@@ -275,6 +275,7 @@ def test_a_draft_is_what_the_head_drafts(device, variant, dtype, rows, top_k, de
 
 
 @ON_CPU
+@pytest.mark.slow
 def test_ancestors_beyond_one_word(device):
     head = make_head(TINY, torch.float32, device, 3)
     run_rounds(Rounds(head, 13, 5, 1, 1, 8), [2], [[1]], 3)

@@ -75,11 +75,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...], str]] = {
     "one tree": ("llama", WIDE, TREE, (9,), f"{LAYER} {FUSED}"),
 }
 """(family, its sizes, assistant, lengths of the prompts, what must have been launched)"""
-ON_CPU = "one row, biases", "two trees, EAGLE-2"
-"""The interpreter takes seconds for each, and its bf16 is wrong."""
+ON_CPU = {"one row, biases": (), "two trees, EAGLE-2": (pytest.mark.slow,)}
+"""The interpreter takes ten seconds for each, and its bf16 is wrong."""
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RUNS = [pytest.param(name, dtype, *CUDA.values, marks=CUDA.marks, id=f"{name}-{dtype}-cuda") for name in CASES for dtype in HALVES]
-RUNS += [pytest.param(name, "fp16", *CPU.values, marks=CPU.marks, id=f"{name}-fp16-cpu") for name in ON_CPU]
+RUNS += [pytest.param(name, "fp16", *CPU.values, marks=(*CPU.marks, *marks), id=f"{name}-fp16-cpu") for name, marks in ON_CPU.items()]
 
 
 @pytest.mark.parametrize(("case", "half", "device"), RUNS)
