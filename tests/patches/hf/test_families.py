@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoModelForImageTextToText, LEDConfig, LEDF
 import fastspec
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
+from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
@@ -91,12 +92,13 @@ def trees(draw: st.DrawFn) -> TokenTree:
 @torch.no_grad()
 def test_every_node_is_scored_as_its_own_text(kind: str, tree: TokenTree, counts: list[int]) -> None:
     model = model_of(kind)
+    recurrent = any(recurrent_layers(model.config))
     ids = torch.randint(6, 97, (2, max(counts)), generator=torch.Generator().manual_seed(sum(counts)))
     target = HFModel(model, adapter_for(model), rows=2, capacity=40, tail=9, taps=(1, 3), ops=TORCH)
     last, _ = target.prefill(ids, torch.tensor(counts))
     logits, features = target.score(tree, max(counts))
     for row, count in enumerate(counts):
-        _close(last[row], model(ids[row : row + 1, :count]).logits[0, -1])
+        _close(last[row], model(ids[row : row + 1, :count]).logits[0, -1], recurrent)
         for node in range(tree.tokens.shape[1]):
             path, at = [], node
             while at:
@@ -104,14 +106,15 @@ def test_every_node_is_scored_as_its_own_text(kind: str, tree: TokenTree, counts
                 at = int(tree.parents[row, at])
             text = torch.cat((ids[row, :count], tree.tokens[row, [0, *reversed(path)]]))
             out = model(text[None], output_hidden_states=True)
-            _close(logits[row, node], out.logits[0, -1])
-            _close(features[row, node], torch.cat([out.hidden_states[tap][0, -1] for tap in (1, 3)]))
+            _close(logits[row, node], out.logits[0, -1], recurrent)
+            _close(features[row, node], torch.cat([out.hidden_states[tap][0, -1] for tap in (1, 3)]), recurrent)
 
 
-def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
+def _close(got: torch.Tensor, expected: torch.Tensor, recurrent: bool = False) -> None:
     # fp32 rounds at 6e-8. Sums of up to 96 terms in another order, through six layers whose weights of 0.3 amplify some tenfold in
-    # all, differ by about 96**0.5 * 6 * 10 * 6e-8 = 4e-5 of the largest value; a wrong position or mask shows at 1e-1 of it.
-    torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-4 * float(expected.abs().max()))
+    # all, differ by about 96**0.5 * 6 * 10 * 6e-8 = 4e-5 of the largest value; a wrong position or mask shows at 1e-1 of it. A tree's
+    # system over all nodes rounds otherwise than transformers' chunks: one of ten such models is 1.6e-4 apart somewhere.
+    torch.testing.assert_close(got, expected, rtol=0.0, atol=(5e-4 if recurrent else 1e-4) * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "llama"])
