@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastspec
 from fastspec.generation import capture
-from fastspec.generation.engine import schedule
+from fastspec.generation.engine import round_program, schedule
 from fastspec.patches.backends import TORCH
 
 MAKES_NOTHING = {"empty", "new_empty", "empty_strided", "empty_like", "new_empty_strided"}
@@ -66,7 +66,7 @@ def launches(monkeypatch):
     watched = {name: seen.watched(name, op) for name, op in held.items() if callable(op)}
     ops = replace(TORCH, name="watched", captures=True, packs=True, **watched)
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)
-    run = schedule.WholeGraph._round
+    run = round_program.RoundProgram.round
 
     def counted(self: Any, verifier: Any) -> Any:
         seen.torch.clear()
@@ -74,7 +74,7 @@ def launches(monkeypatch):
         with seen:
             return run(self, verifier)
 
-    monkeypatch.setattr(schedule.WholeGraph, "_round", counted)
+    monkeypatch.setattr(round_program.RoundProgram, "round", counted)
     return seen
 
 
