@@ -113,7 +113,7 @@ def test_every_node_is_scored_as_its_own_text(kind: str, tree: TokenTree, counts
 def _close(got: torch.Tensor, expected: torch.Tensor, recurrent: bool = False) -> None:
     # fp32 rounds at 6e-8. Sums of up to 96 terms in another order, through six layers whose weights of 0.3 amplify some tenfold in
     # all, differ by about 96**0.5 * 6 * 10 * 6e-8 = 4e-5 of the largest value; a wrong position or mask shows at 1e-1 of it. A tree's
-    # system over all nodes rounds otherwise than transformers' chunks: one of ten such models is 1.6e-4 apart somewhere.
+    # system over all nodes rounds otherwise than transformers' chunks: one of Qwen3-Next's is 1.6e-4 apart.
     torch.testing.assert_close(got, expected, rtol=0.0, atol=(5e-4 if recurrent else 1e-4) * float(expected.abs().max()))
 
 
