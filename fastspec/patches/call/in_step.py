@@ -66,7 +66,7 @@ class InStep(Alone):
             why = "an encoder-decoder model takes no assistant there"
         elif isinstance(inner, AdaptiveCascade):
             why = "a cascade's stages are not run over several processes"
-        elif any(is_shared_out(module) for module in getattr(inner, "modules", ())):
+        elif any(is_shared_out(module) for module in inner.modules):
             why = "its draft model is shared out too, and its passes are not kept in step"
         elif isinstance(inner, (EagleDecoding, StaticDecoding)) and self._is_cut():
             why = "a head reads its embeddings between two passes, where they are cut: call fully_shard(model, reshard_after_forward=False)"
