@@ -264,14 +264,21 @@ def layer_cases() -> Iterator[Case]:
              for way, op in both(drafting_reference.frontier_input, head_input.frontier_input)},
             2 * 10 * hidden * 5,
         )  # fmt: skip
-    gate_up, down = random(8, 2 * 14336, 4096, scale=1 / 64), random(8, 4096, 14336, scale=1 / 128)
-    for rows in (1, 60):
-        chosen = torch.rand(rows, 8, device=DEVICE).topk(2).indices
-        yield Case(
-            "experts", f"{rows} x 4096, 2 of 8 experts of 14336", lambda r=rows: (random(r, 4096), torch.rand(r, 2, device=DEVICE)),
-            {way: lambda x, s, op=op, c=chosen: op(x, gate_up, down, c, s) for way, op in both(linear_reference.experts, experts.experts)},
-            2 * 3 * 4096 * 14336 * int(chosen.unique().numel()),
-        )  # fmt: skip
+    for count, choices, hidden, inner, turned, many in (
+        (8, 2, 4096, 14336, False, (1, 60)), (128, 8, 2048, 768, False, (1, 60, 480)), (32, 4, 2880, 2880, True, (1, 60, 480)),
+    ):  # fmt: skip
+        gate_up, down = random(count, 2 * inner, hidden, scale=hidden**-0.5), random(count, hidden, inner, scale=inner**-0.5)
+        if turned:  # outputs side by side, as gpt-oss has them
+            gate_up, down = (weight.transpose(1, 2).contiguous().transpose(1, 2) for weight in (gate_up, down))
+        for rows in many:
+            chosen = torch.rand(rows, count, device=DEVICE).topk(choices).indices
+            yield Case(
+                "experts", f"{rows} x {hidden}, {choices} of {count} experts of {inner}{', outputs side by side' * turned}",
+                lambda r=rows, h=hidden, k=choices: (random(r, h), torch.rand(r, k, device=DEVICE)),
+                {way: lambda x, s, op=op, c=chosen, g=gate_up, d=down: op(x, g, d, c, s)
+                 for way, op in both(linear_reference.experts, experts.experts)},
+                2 * 3 * hidden * inner * int(chosen.unique().numel()),
+            )  # fmt: skip
 
 
 def recurrent_cases(sizes: tuple[int, int, int, int] = (16, 32, 128, 128), layers: int = 24, tokens: int = 512) -> Iterator[Case]:

@@ -12,6 +12,8 @@ from torch import Tensor
 from fastspec.kernels.linear import experts as kernels
 from fastspec.kernels.linear import reference as ops
 from fastspec.kernels.linear.experts import experts
+from fastspec.kernels.linear.launches import experts_launch_for
+from fastspec.kernels.linear.reference import SWIGLU
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter"))
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -124,6 +126,27 @@ def test_experts(device, kind, data, seed, routed_to, pad, weights_dtype, transp
     assert bool((error <= bound).all()), f"off by {(error / bound).max().item():.2f} times the bound"
     if device == "cuda":  # the interpreter runs programs one after another
         assert torch.equal(experts(x, gate_up, down, chosen, weights, KINDS[kind], **more), out)  # the same bits again
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_size_of_a_group(device, transposed):
+    """As many pairs as the tiles of a launch hold, one less and one more."""
+    dtype = torch.float16
+    launch = experts_launch_for(1000, dtype)
+    sizes = [0, 1] + [tile + off for tile in (launch.small, launch.medium, launch.large) for off in (-1, 0, 1)]
+    generator = torch.Generator().manual_seed(5)
+    chosen = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    chosen = chosen[torch.randperm(len(chosen), generator=generator)][:, None].to(device)
+    shapes = [(len(chosen), 32), (len(sizes), 48, 32), (len(sizes), 32, 24), (len(chosen), 1)]
+    x, gate_up, down, weights = ((torch.randn(*s, generator=generator) / 4).to(device, dtype) for s in shapes)
+    gate_up[0] = down[0] = torch.nan
+    if transposed:
+        gate_up, down = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (gate_up, down))
+    out = experts(x, gate_up, down, chosen, weights)
+    expected, slack = exactly(x, gate_up, down, chosen, weights, SWIGLU)
+    unit = torch.finfo(dtype).eps
+    assert len(chosen) > 64 and bool(((out.double() - expected).abs() <= unit * (3 * slack + expected.abs()) + unit * 2**-14).all())
 
 
 @EVERYWHERE

@@ -3,7 +3,8 @@
 T tokens, K experts per token, M = T * K pairs (pair t * K + k is token t's k-th choice), E experts, H hidden size, I expert size.
 Pairs are ordered by expert, equal experts in the order of the tokens; G = min(M, E) groups, a group being one expert's run of pairs in
 that order or nothing. A program takes a group and TILE rows of its expert's weight: with up to `large` pairs the weight is read once,
-and only the chosen experts' weights are read. The products are computed as weight @ x^T: the weight's rows fill the tensor cores
+and only the chosen experts' weights are read. Tensor cores work as long for a tile of pairs that is half empty as for a full one, so
+there are three sizes of it. The products are computed as weight @ x^T: the weight's rows fill the tensor cores
 however few the pairs are. An expert's weights lie with their inputs side by side, or, TRANSPOSED, with their outputs side by side; both
 are read as they lie.
 """
@@ -129,7 +130,8 @@ def _gate_up(
     p_x, p_weight, p_bias, p_shares, p_order, p_expert, p_begin, p_end, p_out, stride_x, CHOICES: tl.constexpr, HIDDEN: tl.constexpr,
     INNER: tl.constexpr, TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
     ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr, SMALL: tl.constexpr,
-    LARGE: tl.constexpr, DEPTH_BLOCK: tl.constexpr, SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr, PDL: tl.constexpr,
+    MEDIUM: tl.constexpr, LARGE: tl.constexpr, DEPTH_BLOCK: tl.constexpr, SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -142,12 +144,17 @@ def _gate_up(
         p_mine = p_weight + expert * (2 * INNER * HIDDEN)
         if BIAS:
             p_bias += expert * (2 * INNER)
-        if end - begin > SMALL:
+        if end - begin > MEDIUM:
             for first in range(begin, end, LARGE):
                 _gate_up_rows(
                     p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, first, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
                     SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, LARGE, DEPTH_BLOCK, LARGE_STAGES,
                 )  # fmt: skip
+        elif MEDIUM > SMALL and end - begin > SMALL:
+            _gate_up_rows(
+                p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, begin, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
+                SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, MEDIUM, DEPTH_BLOCK, LARGE_STAGES,
+            )  # fmt: skip
         else:
             _gate_up_rows(
                 p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, begin, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
@@ -179,7 +186,7 @@ def _down_rows(
 @triton.jit
 def _down(
     p_inner, p_weight, p_bias, p_order, p_expert, p_begin, p_end, p_out, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, SMALL: tl.constexpr, MEDIUM: tl.constexpr, LARGE: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr, SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -193,12 +200,17 @@ def _down(
         p_mine = p_weight + expert * (HIDDEN * INNER)
         if BIAS:
             p_bias += expert * HIDDEN
-        if end - begin > SMALL:
+        if end - begin > MEDIUM:
             for first in range(begin, end, LARGE):
                 _down_rows(
                     p_inner, p_mine, p_bias, p_order, p_out, first, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, LARGE, DEPTH_BLOCK,
                     LARGE_STAGES,
                 )  # fmt: skip
+        elif MEDIUM > SMALL and end - begin > SMALL:
+            _down_rows(
+                p_inner, p_mine, p_bias, p_order, p_out, begin, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, MEDIUM, DEPTH_BLOCK,
+                LARGE_STAGES,
+            )  # fmt: skip
         else:
             _down_rows(
                 p_inner, p_mine, p_bias, p_order, p_out, begin, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, SMALL, DEPTH_BLOCK, SMALL_STAGES
@@ -274,7 +286,7 @@ def experts(
 
     launch = experts_launch_for(tokens, x.dtype)
     activated, parts = x.new_empty((pairs, inner)), x.new_empty((pairs, size))
-    same = pdl | {"TILE": launch.tile, "SMALL": launch.small, "LARGE": launch.large, "num_warps": launch.warps}
+    same = pdl | {"TILE": launch.tile, "SMALL": launch.small, "MEDIUM": launch.medium, "LARGE": launch.large, "num_warps": launch.warps}
     stage = launch.depth * x.element_size()
     same["SMALL_STAGES"] = stages_within(launch.small_stages, (launch.tile + launch.small) * stage, x.device)
     same["LARGE_STAGES"] = stages_within(launch.large_stages, (launch.tile + launch.large) * stage, x.device)

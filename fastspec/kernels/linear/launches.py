@@ -67,13 +67,15 @@ class HopperLaunch:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLaunch:
-    """How the two products of experts run: `tile` rows of the weight by blocks of `depth`, against up to `small` pairs of an expert, or,
-    where it has more, `large` at a time, with a pass over its weight for each. The stages are for the two cases.
+    """How the two products of experts run: `tile` rows of the weight by blocks of `depth`, against up to `small` pairs of an expert, or up
+    to `medium`, or, where it has more, `large` at a time, with a pass over its weight for each. `medium` as small as `small` leaves that
+    case out. The stages are for small tiles and for the others.
     """
 
     tile: int
     depth: int
     small: int
+    medium: int
     large: int
     warps: int
     small_stages: int
@@ -132,10 +134,10 @@ ROWS: tuple[tuple[int, tuple[Rule[Launch], ...]], ...] = (
 """For at most so many rows in half precision; what no rule holds for is torch's."""
 
 EXPERTS: dict[bool, tuple[tuple[int, ExpertsLaunch], ...]] = {
-    True: ((16, ExpertsLaunch(32, 32, 16, 16, 4, 3, 3)), (0, ExpertsLaunch(32, 32, 16, 32, 4, 3, 3))),
+    True: ((16, ExpertsLaunch(32, 32, 16, 16, 16, 4, 3, 3)), (0, ExpertsLaunch(32, 32, 16, 16, 32, 4, 3, 3))),
     False: (
-        (16, ExpertsLaunch(64, 128, 16, 16, 4, 5, 5)), (32, ExpertsLaunch(64, 128, 16, 32, 4, 5, 4)),
-        (64, ExpertsLaunch(64, 128, 16, 64, 4, 5, 3)), (0, ExpertsLaunch(128, 64, 16, 128, 8, 4, 3)),
+        (16, ExpertsLaunch(64, 128, 16, 16, 16, 4, 5, 5)), (32, ExpertsLaunch(64, 128, 16, 16, 32, 4, 5, 4)),
+        (64, ExpertsLaunch(64, 128, 16, 16, 64, 4, 5, 3)), (0, ExpertsLaunch(128, 64, 16, 64, 128, 8, 4, 3)),
     ),
 }  # fmt: skip
 """By whether elements are fp32, which has no tensor cores (small tiles for the registers' sake): for at most so many tokens; the last takes
