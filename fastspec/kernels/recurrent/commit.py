@@ -15,6 +15,9 @@ from fastspec.kernels.recurrent.blocks import add_updates, scale_of
 from fastspec.kernels.recurrent.conv import hold_paths
 from fastspec.kernels.recurrent.reference import sizes_of
 
+STEP, VALUES, WARPS = 32, 32, 4
+"""Channels of keys that a program takes at a time, of values that it takes in all, and its warps."""
+
 
 @triton.jit(do_not_specialize=["s_path_b", "s_path_p"])
 def _delta_commit(
@@ -68,11 +71,11 @@ def delta_commit(
     if path.dtype != torch.int64 or accepted.shape != (batch,) or active.shape != (batch,) or active.dtype != torch.bool:
         raise ValueError(f"path is {path.dtype}, accepted {list(accepted.shape)}, active {active.dtype}: int64, [{batch}], bool is right")
     key_heads = sizes_of(mixed, states)[0]
-    value_block = min(32, max(16, triton.next_power_of_2(value_size)))
+    step, value_block = (min(most, max(16, triton.next_power_of_2(size))) for most, size in ((STEP, key_size), (VALUES, value_size)))
     _delta_commit[(value_heads * triton.cdiv(value_size, value_block), batch, layers)](
         states, mixed, updates, gates, path, accepted, active.view(torch.uint8), states.stride(0), *mixed.stride()[:3],
         *updates.stride()[:3], *gates.stride()[:3], *path.stride(),
-        HK=key_heads, HV=value_heads, DK=key_size, DV=value_size, STEP=min(32, max(16, triton.next_power_of_2(key_size))),
-        DV_BLOCK=value_block, BLOCK=16, DOT="ieee" if mixed.dtype == torch.float32 else "tf32x3", num_warps=4, **dependent(states.device),
+        HK=key_heads, HV=value_heads, DK=key_size, DV=value_size, STEP=step, DV_BLOCK=value_block, BLOCK=16,
+        DOT="ieee" if mixed.dtype == torch.float32 else "tf32x3", num_warps=WARPS, **dependent(states.device),
     )  # fmt: skip
     hold_paths(inputs, held, path, accepted.contiguous(), active)
