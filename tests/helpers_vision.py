@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -86,7 +87,12 @@ def prompts_with_images(model: Any, around: tuple[tuple[int, int], ...], seed: i
     """Left-padded prompts of an image each, with so many random tokens before it and behind it."""
     given = {name: each.to(model.device) for name, each in images(model, len(around), seed).items()}
     with torch.no_grad():
-        found = model.get_image_features(**given, return_dict=True)
+        read, name = model.get_image_features, "vision_feature_select_strategy"
+        asked = inspect.signature(read).parameters.get(name)
+        if asked is not None and asked.default is asked.empty:  # Llama 4 in transformers 5.17
+            given = {**given, name: getattr(model.config.vision_config, name)}
+        found = read(**given, return_dict=True)
+        given.pop(name, None)
     features = found.pooler_output if found.get("pooler_output") is not None else found.last_hidden_state
     held = torch.cat(tuple(features)) if isinstance(features, (list, tuple)) else features.flatten(0, -2)
     per, generator = held.shape[0] // len(around), torch.Generator().manual_seed(seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...], str]] = {
     "gpt-oss": ("gpt_oss", {**MIXED, "sliding_window": 16}, "autoregressive", (9,), f"{LAYER} {EXPERTS} {ONE}"),
     "GLM-4-MoE": ("glm4_moe", {**MIXED, "n_group": 1}, "autoregressive", (9,), f"{LAYER} {EXPERTS} {ONE}"),
     "two trees, Mixtral": ("mixtral", MIXED, TREE, (9, 5), f"{LAYER} {EXPERTS} {DRAFT}"),
-    "one tree": ("llama", WIDE, TREE, (9,), f"{LAYER} {FUSED}"),
+    "one tree, in one launch": ("llama", WIDE, replace(TREE, fused=True), (9,), f"{LAYER} {FUSED}"),
 }
 """(family, its sizes, assistant, lengths of the prompts, what must have been launched)"""
 ON_CPU = {"one row, biases": (), "two trees, EAGLE-2": (pytest.mark.slow,)}

@@ -6,6 +6,7 @@ On the CPU the kernels run in Triton's interpreter, uncaptured; on CUDA rounds a
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,10 +116,10 @@ def test_one_row_is_drafted_for_in_one_launch(device):
     inputs, options = moved(prompts(9), device), {"do_sample": False, "max_new_tokens": 30}
     expected = model.generate(**inputs, **options).tolist()
     fastspec.patch(model, eagle3=head(model).to(device))
-    for _ in range(2):
-        assert model.generate(**inputs, **options, assistant=TREE).tolist() == expected
-    report = fastspec.report(model)
-    assert report.last.fused and "one launch" in str(report)
+    for fused in (False, True, True):
+        assert model.generate(**inputs, **options, assistant=replace(TREE, fused=fused)).tolist() == expected
+        report = fastspec.report(model)
+        assert report.last.fused is fused and ("one launch" in str(report)) is fused
 
 
 @ON_CUDA

@@ -284,7 +284,7 @@ def experts(
     pdl = dependent(x.device)
     _group[(count,)](chosen, order, expert, begin, end, pairs, BY_EXPERT=pairs >= count, BLOCK=block, num_warps=max(1, block // 256), **pdl)
 
-    launch = experts_launch_for(tokens, x.dtype)
+    launch = experts_launch_for(tokens, x.dtype, turned_in and turned_out)
     activated, parts = x.new_empty((pairs, inner)), x.new_empty((pairs, size))
     same = pdl | {"TILE": launch.tile, "SMALL": launch.small, "MEDIUM": launch.medium, "LARGE": launch.large, "num_warps": launch.warps}
     stage = launch.depth * x.element_size()

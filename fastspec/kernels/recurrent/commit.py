@@ -15,8 +15,8 @@ from fastspec.kernels.recurrent.blocks import add_updates, scale_of
 from fastspec.kernels.recurrent.conv import hold_paths
 from fastspec.kernels.recurrent.reference import sizes_of
 
-STEP, VALUES, WARPS = 32, 32, 4
-"""Channels of keys that a program takes at a time, of values that it takes in all, and its warps."""
+STEP, VALUES, WARPS = 64, 64, 4
+"""Channels of keys that a program takes at a time, of values that it takes in all, and its warps: the fastest of eight on an H200."""
 
 
 @triton.jit(do_not_specialize=["s_path_b", "s_path_p"])
