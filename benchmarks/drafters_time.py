@@ -1,9 +1,10 @@
 """What a round of each way would take, from measured parts of rounds and the bytes that a draft pass reads. For drafters.py.
 
 Measured, from `results/redesign_h200.jsonl` (`code` "after", full_size.py, batch 1, bf16, one H200): scoring one node and scoring 60, every
-pass of EAGLE-3's draft phase, and choosing, committing and feeding the accepted pairs. Between 1 and 60 nodes the time of scoring is taken
-to grow on a line. A block head's pass was never measured: its floor is its bytes over the read bandwidth of the same rows, its estimate
-adds what a layer of that target takes beyond its own floor, per layer of the head, and LINK for each slot of a correction.
+pass of EAGLE-3's draft phase, and choosing, committing and feeding the accepted pairs. Between 1 and 60 nodes the time of scoring grows as
+that of a stack of the same layers does in `results/stack_nodes_h200.jsonl` (stack.py at 1, 5, 9, 32 and 60 nodes, another H200). A block
+head's pass was never measured: its floor is its bytes over the read bandwidth of the same rows, its estimate adds what a layer of that
+target takes beyond its own floor, per layer of the head, and LINK for each slot of a correction.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastspec.generation.drafters.block.config import BlockConfig
 from fastspec.generation.drafters.eagle.head import HeadConfig
 
 ROWS = Path(__file__).parent / "results" / "redesign_h200.jsonl"
+STACK = Path(__file__).parent / "results" / "stack_nodes_h200.jsonl"
 LINK = 0.002
 """Milliseconds of one slot's correction inside one small kernel: 10 to 20 us are expected of eight slots."""
 BYTES = 2
@@ -55,6 +59,8 @@ class Measured:
 
     score: tuple[float, float]
     """One node and 60."""
+    stack: tuple[tuple[int, float], ...]
+    """Nodes, ascending, and milliseconds of a stack's pass over so many."""
     passes: tuple[float, ...]
     """EAGLE-3's draft passes, one a depth, the first with the pairs' last row."""
     other: float
@@ -63,13 +69,15 @@ class Measured:
     weight_bytes: int
 
     @classmethod
-    def of(cls, shape: str, path: Path = ROWS) -> Measured:
+    def of(cls, shape: str, path: Path = ROWS, stack: Path = STACK) -> Measured:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         mine = {row["method"]: row for row in rows if row.get("code") == "after" and row.get("shape") == shape and row.get("batch") == 1}
         plain, tree = mine["autoregressive"], mine["eagle3"]
         parts = {name: values[1] for name, values in tree["parts_ms"].items()}
+        passes = [json.loads(line) for line in stack.read_text(encoding="utf-8").splitlines()]
         return cls(
             score=(plain["parts_ms"]["score"][1], parts["score"]),
+            stack=tuple(sorted((row["nodes"], row["replay_ms"]) for row in passes if row["shape"] == shape and row["way"] == "base")),
             passes=tuple(parts[f"draft {level}"] for level in range(8)),
             other=parts["choose"] + parts["commit"] + parts["draft"],
             feed=parts["observe"],
@@ -79,8 +87,9 @@ class Measured:
 
     def scoring(self, nodes: int) -> float:
         """Milliseconds of scoring so many nodes, the root counted."""
-        one, sixty = self.score
-        return one + (sixty - one) * (nodes - 1) / 59
+        counts, times = zip(*self.stack, strict=True)
+        (one, sixty), passed = self.score, np.interp([1, nodes, 60], counts, times)
+        return float(one + (sixty - one) * (passed[1] - passed[0]) / (passed[2] - passed[0]))
 
     def reading(self, count: float) -> float:
         """Milliseconds of reading so many bytes."""

@@ -311,3 +311,9 @@ def test_predicted_times_are_read_from_the_rows(scripts: Any) -> None:
     both = scripts.time.predicted(block, 4.0, 6, 60)["llama-8b"]
     assert both["draft_ms_floor"] < both["draft_ms_estimate"] < found["draft_ms_measured"]
     assert scripts.time.predicted(block, 4.0, 6, 1)["llama-8b"]["score_ms"] < both["score_ms"] == found["score_ms"]
+
+    measured = scripts.time.Measured.of("smollm2-135m")
+    stack = dict(measured.stack)
+    share = (stack[32] - stack[1]) / (stack[60] - stack[1])
+    assert measured.scoring(32) == pytest.approx(measured.score[0] + share * (measured.score[1] - measured.score[0]))
+    assert measured.scoring(1) == measured.score[0] and measured.scoring(60) == pytest.approx(measured.score[1])
