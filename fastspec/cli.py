@@ -263,6 +263,7 @@ def train(
     anchors: Annotated[int | None, typer.Option(help="Blocks of a text in one step; 64 by default.")] = None,
     rank: Annotated[int | None, typer.Option(help="Rank of a block head's correction; 256 by default.")] = None,
     mask_token: Annotated[int | None, typer.Option(help="Token in the rows to be drafted; one that no text holds by default.")] = None,
+    start_from: Annotated[str | None, typer.Option(help="Head to go on from: its sizes, vocabulary and weights.")] = None,
     loss: Annotated[str | None, typer.Option(help="ce, kl, ce+l1, kl+l1, tv, nla, hybrid or dpace; the kind's own by default.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Longest text, in tokens; longer ones are left out.")] = None,

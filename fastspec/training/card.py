@@ -21,6 +21,7 @@ def model_card(
     name = Path(config.target).name if Path(config.target).exists() else config.target
     shared = [
         f"| texts | {texts}, answers by the target itself |",
+        *([f"| start | the weights of {Path(config.start_from).name} |"] if config.start_from else []),
         f"| steps | {steps} of {processes * config.batch_tokens} padded tokens, AdamW, peak learning rate {config.learning_rate:g} |",
     ]
     if isinstance(head, BlockConfig):

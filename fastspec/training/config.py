@@ -18,6 +18,8 @@ class TrainConfig:
 
     `kind` is "eagle3", or "eagle" for the original format that the assistants `eagle` and `eagle2` share: such a head reads the target's
     last hidden state and drafts with the target's LM head, so its `hidden_size` and vocabulary are the target's and it has no `taps`.
+    `start_from` (a folder, a hub id or the name of a head that ships) goes on from a head that exists: sizes, taps, vocabulary and
+    weights are its own, and may be left out.
     "dspark", "dflash" and "dflash2" draft `block_size` rows in one pass, of the target's width: `layers` of them, a correction of `rank`
     (dflash has none), up to `anchors` blocks of a text in one step, and the target's LM head unless `draft_vocab_size` is given, which
     dflash2 has none of. `mask_token` stands in the rows to be drafted, -1 for the last token that no text holds.
@@ -59,6 +61,7 @@ class TrainConfig:
     rank: int = 0
     mask_token: int = -1
     loss: str = ""
+    start_from: str = ""
 
     epochs: float = 10.0
     minutes: float = 0.0

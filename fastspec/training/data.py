@@ -126,8 +126,14 @@ def draft_vocabulary(texts: Texts, size: int, vocab_size: int) -> tuple[Tensor, 
     if not 0 < size <= vocab_size:
         raise ValueError(f"draft vocabulary of {size}; expected 1 to {vocab_size}, the target's vocabulary")
     counts = np.bincount(texts.tokens[texts.answer], minlength=vocab_size)
-    chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
-    return torch.from_numpy(chosen.astype(np.int64)), float(counts[chosen].sum() / max(1, counts.sum()))
+    chosen = torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int64))
+    return chosen, coverage_of(texts, chosen)
+
+
+def coverage_of(texts: Texts, vocabulary: Tensor) -> float:
+    """The share of the answers' tokens that a draft vocabulary holds."""
+    answers = texts.tokens[texts.answer]
+    return float(np.isin(answers, vocabulary.numpy()).mean()) if len(answers) else 0.0
 
 
 @dataclass(frozen=True, slots=True)

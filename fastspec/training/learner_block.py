@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,13 +29,11 @@ JUDGED_TOKENS = 8192
 class BlockLearner:
     """A block head. See `Learner`."""
 
-    def __init__(self, config: TrainConfig, target: Any, vocabulary: Tensor, texts: Texts, first: Iterable[Batch] | None) -> None:
-        shape = block_for(config, target, len(vocabulary), texts)
+    def __init__(self, config: TrainConfig, target: Any, vocabulary: Tensor, texts: Texts, began: BlockHead | None = None) -> None:
+        """`began` is a head to go on from."""
         self.anchors, self.multiple = config.anchors, config.length_multiple
-        self.head = BlockHead(shape)
-        start_block(self.head, target, vocabulary)
-        self.head.bind(target.get_input_embeddings(), target.get_output_embeddings())
-        self.reader = TargetReader(target, shape.taps, vocabulary)
+        self.head = began or _started(config, target, vocabulary, texts)
+        self.reader = TargetReader(target, self.head.config.taps, vocabulary)
         loss = LOSSES[config.loss_name]
         self.module = BlockTraining(self.head, loss, config.slot_decay, self.reader.draft_id, compile=config.compile)
 
@@ -69,6 +66,14 @@ class BlockLearner:
             "top1": round(1 + float(alive.sum()) / max(1, blocks), 3),
             "accuracy": [round(x, 4) for x in (right / max(1, blocks)).tolist()],
         }
+
+
+def _started(config: TrainConfig, target: Any, vocabulary: Tensor, texts: Texts) -> BlockHead:
+    """A head that starts from the target's parts."""
+    head = BlockHead(block_for(config, target, len(vocabulary), texts))
+    start_block(head, target, vocabulary)
+    head.bind(target.get_input_embeddings(), target.get_output_embeddings())
+    return head
 
 
 def block_for(config: TrainConfig, target: Any, draft_vocab_size: int, texts: Texts) -> BlockConfig:

@@ -20,24 +20,13 @@ from fastspec.training.ttt import Teacher, TrainingTimeTest, chain_lengths
 class EagleLearner:
     """An EAGLE head, unrolled. See `Learner`."""
 
-    def __init__(self, config: TrainConfig, target: Any, vocabulary: Tensor, texts: Texts, first: Iterable[Batch] | None) -> None:
-        """`first` are batches to start an EAGLE-1/2 head from, None for a head whose weights are loaded."""
-        shape = head_for(
-            target,
-            kind=config.kind,
-            draft_vocab_size=len(vocabulary),
-            hidden_size=config.hidden_size or None,
-            intermediate_size=config.intermediate_size or None,
-            taps=config.taps,
-        )
+    def __init__(
+        self, config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterable[Batch] | None, began: EagleHead | None = None
+    ) -> None:
+        """`first` are batches to start an EAGLE-1/2 head from, None for one whose weights are loaded; `began` is a head to go on from."""
         self.steps = config.ttt_steps
-        self.head = EagleHead(shape)
-        if config.kind == "eagle3":
-            start_from_target(self.head, target, vocabulary)
-        elif first is not None:
-            start_from_features(self.head, target, first)
-        self.head.bind(target.get_input_embeddings(), target.get_output_embeddings())
-        self.reader = TargetReader(target, shape.taps, vocabulary)
+        self.head = began or _started(config, target, vocabulary, first)
+        self.reader = TargetReader(target, self.head.config.taps, vocabulary)
         loss = LOSSES[config.loss_name]
         self.module = TrainingTimeTest(self.head, config.ttt_steps, config.slot_decay, loss=loss, compile=config.compile)
 
@@ -49,6 +38,25 @@ class EagleLearner:
 
     def acceptance(self, texts: Texts, limit: int) -> dict[str, Any]:
         return acceptance(self.head, self.reader, texts, steps=self.steps, limit=limit)
+
+
+def _started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterable[Batch] | None) -> EagleHead:
+    """A head that starts from the target's parts."""
+    shape = head_for(
+        target,
+        kind=config.kind,
+        draft_vocab_size=len(vocabulary),
+        hidden_size=config.hidden_size or None,
+        intermediate_size=config.intermediate_size or None,
+        taps=config.taps,
+    )
+    head = EagleHead(shape)
+    if config.kind == "eagle3":
+        start_from_target(head, target, vocabulary)
+    elif first is not None:
+        start_from_features(head, target, first)
+    head.bind(target.get_input_embeddings(), target.get_output_embeddings())
+    return head
 
 
 @torch.no_grad()

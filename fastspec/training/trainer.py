@@ -16,13 +16,16 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 
 from fastspec.errors import Unsupported
+from fastspec.generation.drafters.block.head import BlockHead
+from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.training.card import model_card
 from fastspec.training.config import BLOCK_KINDS, TrainConfig
-from fastspec.training.data import Batch, Texts, batches, draft_vocabulary, plan_batches
+from fastspec.training.data import Batch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
 from fastspec.training.learner import Learner
 from fastspec.training.learner_block import BlockLearner
 from fastspec.training.learner_eagle import EagleLearner
 from fastspec.training.save import save_head
+from fastspec.training.start import opened, vocabulary_of, with_sizes_of
 
 STATE = "state.pt"
 LOG = "log.jsonl"
@@ -31,7 +34,7 @@ START_BATCHES = 4  # that an EAGLE-1/2 head's start is solved from
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
 IDENTITY = (
     "batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps",
-    "layers", "block_size", "anchors", "rank", "mask_token", "loss",
+    "layers", "block_size", "anchors", "rank", "mask_token", "loss", "start_from",
 )  # fmt: skip
 """Settings that a resumed run must share with the one it takes up."""
 
@@ -66,6 +69,8 @@ class Trainer:
     """One head, one target, one set of texts. `run` trains until the end, or for `limit` seconds, and can be called again."""
 
     def __init__(self, config: TrainConfig, target: Any, texts: Texts, heldout: Texts, accelerator: Accelerator) -> None:
+        began = opened(config, target)
+        config = with_sizes_of(config, began) if began is not None else config
         self.config, self.accelerator = config, accelerator
         self.texts = _usable(texts, config.max_length)
         self.heldout = _usable(heldout, config.max_length)
@@ -75,15 +80,22 @@ class Trainer:
         self.identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY}
         self.identity |= {"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "processes": accelerator.num_processes}
         state = self._stored()
-        if state is None:
+        if state is None and began is not None:
+            vocabulary = vocabulary_of(began)
+            self.coverage = coverage_of(self.texts, vocabulary)
+        elif state is None:
             whole = {"eagle3": DRAFT_VOCABULARY}.get(config.kind, vocab)
             vocabulary, self.coverage = draft_vocabulary(self.texts, min(config.draft_vocab_size or whole, vocab), vocab)
         else:
             vocabulary, self.coverage = state["vocabulary"].cpu(), state["coverage"]
         torch.manual_seed(config.seed)
-        learner = BlockLearner if config.kind in BLOCK_KINDS else EagleLearner
-        first = None if state is not None else batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple)
-        self.learner: Learner = learner(config, target, vocabulary, self.texts, first)
+        self.learner: Learner
+        if config.kind in BLOCK_KINDS:
+            self.learner = BlockLearner(config, target, vocabulary, self.texts, began if isinstance(began, BlockHead) else None)
+        else:
+            fresh = state is None and began is None
+            first = batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple) if fresh else None
+            self.learner = EagleLearner(config, target, vocabulary, first, began if isinstance(began, EagleHead) else None)
         self.head, self.reader = self.learner.head, self.learner.reader
         self.vocabulary = vocabulary
         self.head.to(accelerator.device)
