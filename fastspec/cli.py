@@ -159,7 +159,9 @@ def bench(
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Timed answers to every prompt; the one of median time makes the row.")] = 1,
     warmup: Annotated[int | None, typer.Option(min=0, help="Untimed answers before; else 2 on CUDA for what compiles.")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Another engine beside, in a process of its own: vllm.")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Another engine beside, in a process of its own: vllm alone, sglang was not tried.")
+    ] = None,
     peer_python: Annotated[str | None, typer.Option(help="The Python that has the engine; by default this one.")] = None,
     out: Annotated[Path | None, typer.Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
