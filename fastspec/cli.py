@@ -232,6 +232,8 @@ def inspect(
         raise typer.BadParameter("--probe runs the target: name it with --target", param_hint="--probe")
     if probe_prompt is not None and not probe:
         raise typer.BadParameter("the prompt is for --probe: give that too", param_hint="--probe-prompt")
+    if device is not None and not probe:
+        raise typer.BadParameter("without --probe nothing runs on it: give that too", param_hint="--device")
     model: Any = None
     tokenizer: Any = None
     if target is not None:
@@ -281,9 +283,10 @@ def train(
     compile: Annotated[bool | None, typer.Option(help="Compile the unrolled head.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of shuffling and of the weights.")] = None,
     resume: Annotated[bool | None, typer.Option(help="Take up an interrupted run in the output directory.")] = None,
+    device: Device = None,
 ) -> None:
     """Train a drafting head. What is left out keeps the default of `fastspec.training.TrainConfig`; see docs/training.md."""
-    given = {name: value for name, value in locals().items() if value is not None and value != []}
+    given = {name: value for name, value in locals().items() if name != "device" and value is not None and value != []}
     from fastspec import training
 
     if answers:
@@ -293,7 +296,8 @@ def train(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     with training_bars() as bars:
-        folder = training.train(config) if bars is None else training.train(config, report=bars.report, tick=bars.tick)
+        shown: dict[str, Any] = {} if bars is None else {"report": bars.report, "tick": bars.tick}
+        folder = training.train(config, device=device, **shown)
     typer.echo(f"head written to {folder}" if folder else f"stopped, not done: run the same command again to go on in {output}")
 
 
