@@ -3,29 +3,33 @@
 Every row is one process. "cold" finds empty caches (Triton's and fastspec's), "warm" those that the cold one filled; with `--workers 0 16`
 both are measured with kernels that compile one after another at their first launch (0), and ahead in so many processes. Seconds, by phase:
 
-    import, load, patch   before the call
+    import, load, move, patch   before the call: libraries, the model in the CPU's memory, its way to the device, patching
+    header, dequantise    parts of the load of a GGUF: reading its header, and unpacking its weights
+    first_round           from the first token to the end of the round behind it
     first_token           from the call's begin to its first token: reading the prompt, with what is compiled and captured for it
     call                  the whole first call, of --tokens tokens: with the first round's compilation and the second's capture
     again                 the same call once more
     ahead, first_runs, captures   parts of the call: kernels foreseen and compiled, first runs (these included), and captures
     foreseen, compiled, from_disk   kernels that were compiled ahead, those that Triton compiled at their launch, and those that it read
 
+    python benchmarks/first_call.py --out first_call.jsonl              # the demo's model, unpacked from its file
     python benchmarks/first_call.py --shapes smollm2-135m llama-8b --out first_call.jsonl
-    python benchmarks/first_call.py --shapes smollm2-135m-instruct      # the demo's model, unpacked from its file
     python benchmarks/first_call.py --shapes tiny --tokens 4            # also without CUDA
 
-Shapes are those of full_size.py, with random weights and a head of the published EAGLE-3 shape.
+Shapes are those of full_size.py, with random weights, made on the device, and a head of the published EAGLE-3 shape.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +47,17 @@ class Clock:
         self.seconds[phase], self.last = round(now - self.last, 3), now
 
 
-class FirstToken:
-    """A streamer that notes when the first new token came; what comes first is the prompt."""
+class FirstTokens:
+    """A streamer that notes when the first new token came, and when the first round's; what comes first is the prompt."""
 
     def __init__(self) -> None:
-        self.began, self.calls, self.seconds = time.perf_counter(), 0, 0.0
+        self.last, self.seconds = time.perf_counter(), list[float]()
+        """Seconds from the begin or the tokens before: of the prompt, of the first new token, of every round's tokens."""
 
     def put(self, value: Any) -> None:
-        self.calls += 1
-        if self.calls == 2:
-            self.seconds = time.perf_counter() - self.began
+        now = time.perf_counter()
+        self.seconds.append(now - self.last)
+        self.last = now
 
     def end(self) -> None:
         """Nothing is left to do."""
@@ -79,6 +84,28 @@ def watch(found: dict[str, Any]) -> None:
     capture.prepare_with(timed)
 
 
+def watch_gguf() -> dict[str, float]:
+    """Time what the load of a GGUF is made of, from now on -> seconds by part; zeros where nothing is unpacked."""
+    spent = {"header": 0.0, "dequantise": 0.0}
+    if importlib.util.find_spec("gguf") is None:
+        return spent
+    import gguf
+
+    def timed(part: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def timing(*given: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return run(*given, **options)
+            finally:
+                spent[part] += time.perf_counter() - began
+
+        return timing
+
+    gguf.GGUFReader.__init__ = timed("header", gguf.GGUFReader.__init__)  # type: ignore[method-assign]
+    gguf.dequantize = timed("dequantise", gguf.dequantize)
+    return spent
+
+
 def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any]:
     """One first call in this process."""
     clock = Clock()
@@ -95,14 +122,19 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
     if device == "cuda":
         torch.cuda.synchronize()
         clock.mark("start")
+    parts = watch_gguf()
     if shape == SMOLLM2:
-        model, head = load_model(shape, device, dtype)[0], shape
+        model, head = load_model(shape, "cpu", dtype)[0], shape
     else:
         import full_size
 
         model = full_size.make_model(shape, device, dtype)
         head = full_size.make_head(model, 32000)
     clock.mark("load")
+    model.to(device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    clock.mark("move")
     fastspec.patch(model, **({"eagle3": head} if assistant == "eagle3" else {}))
     clock.mark("patch")
     found: dict[str, Any] = {"ahead": 0.0, "foreseen": 0, "compiled": 0, "from_disk": 0}
@@ -110,7 +142,7 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
     ids = torch.randint(5, 500, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options["attention_mask"] = torch.ones_like(ids)
-    clock.last, streamer = time.perf_counter(), FirstToken()
+    clock.last, streamer = time.perf_counter(), FirstTokens()
     model.generate(input_ids=ids, **options, assistant=assistant, streamer=streamer)
     clock.mark("call")
     stats = fastspec.report(model).last
@@ -119,7 +151,9 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
     found["ahead"] = round(found["ahead"], 3)
     return {
         "shape": shape, "assistant": assistant, "prompt_tokens": prompt, "tokens": tokens, **clock.seconds,
-        "first_token": round(streamer.seconds, 3), "first_runs": round(stats.first_run_seconds, 3),
+        **{part: round(spent, 3) for part, spent in parts.items()}, "first_token": round(sum(streamer.seconds[:2]), 3),
+        "first_round": round(streamer.seconds[2], 3) if len(streamer.seconds) > 2 else None,
+        "first_runs": round(stats.first_run_seconds, 3),
         "captures": round(stats.capture_seconds, 3), **found, "rounds": stats.rounds, "backend": fastspec.report(model).backend,
         "device": device_name(model.device), "cores": os.cpu_count(), **versions(),
     }  # fmt: skip
@@ -148,7 +182,7 @@ def measure(shape: str, assistant: str, workers: int | None, options: argparse.N
 def main() -> None:
     """Parse the command line, measure, and append the rows to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["smollm2-135m"])
+    parser.add_argument("--shapes", nargs="+", default=["smollm2-135m-instruct"])
     parser.add_argument("--assistants", nargs="+", default=list(ASSISTANTS), choices=ASSISTANTS)
     parser.add_argument("--workers", nargs="+", type=int, help="processes that compile; by default as many as fastspec takes")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")

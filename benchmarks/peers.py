@@ -1,14 +1,20 @@
 """fastspec and vLLM side by side on one GPU, the same prompts as token ids to both: rows, and the table that is made of them.
 
     python benchmarks/peers.py --shapes llama-8b --out rows.jsonl             # random weights: 1 to 256 rows, long prompts, a head's rounds
+    python benchmarks/peers.py --shapes qwen3-30b-a3b --memory 0.92 --cases 1x2048 8x512 --out rows.jsonl     # a mixture of experts
     python benchmarks/peers.py --prompts mt_bench.jsonl --out rows.jsonl      # SmolLM2's own answers, one at a time and all at once
-    python benchmarks/peers.py --prompts a_thousand.jsonl --out rows.jsonl    # a bulk job
+    python benchmarks/peers.py --prompts mt_bench.jsonl --shapes llama-8b --budget 1500 --out rows.jsonl      # ends in 25 minutes
     python benchmarks/peers.py --table rows.jsonl                             # the table, in Markdown
 
-Every part appends to the file. Seconds are those of a whole call, prefill included, the median of RUNS calls behind some that compile and
-capture; `tokens_per_second` counts new tokens of all rows. Where weights are random, answers have `new` tokens each and what is drafted is
-not accepted: rows with drafts tell of `round_ms`, the seconds beyond those of a call of one token, over its rounds. vLLM runs with its own
-compilation and CUDA graphs, without prefixes kept from call to call, in a process of its own, after fastspec has left the device.
+Every part appends to the file. What matters most comes first: prompts, then every shape's cases in their order, then every shape's long
+prompts (LONG tokens and more). With `--budget` a case is left out, in a line of its own, where it and what vLLM still owes to the cases
+before it are not expected to fit; a case that fails is told and costs no other.
+
+Seconds are those of a whole call, prefill included, the median of some calls (`runs`) behind some that compile and capture;
+`tokens_per_second` counts new tokens of all rows, and `first_token_s`, of long prompts, are the seconds of a call of one token. Where
+weights are random, answers have `new` tokens each and what is drafted is not accepted: rows with drafts, of the case `--round`, tell of
+`round_ms`, the seconds beyond those of a call of one token, over its rounds. vLLM runs with its own compilation and CUDA graphs, without
+prefixes kept from call to call, in a process of its own, after fastspec has left the device.
 """
 
 from __future__ import annotations
@@ -16,22 +22,26 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import torch
+from budget import Budget, call_seconds
 from full_size import SHAPES, make_head, make_model, timed
+from peers_table import OURS, THEIRS, table
 
 import fastspec
 from fastspec.bench.device import device_name, versions
-from fastspec.bench.measure import left_padded, until_end
-from fastspec.bench.peers import Job, Peer, Way, answers, medians
+from fastspec.bench.measure import Answer, left_padded, until_end
+from fastspec.bench.peers import MEMORY, Job, Peer, PeerFailed, Way, answers, medians
 from fastspec.bench.prompts import encode_rows, read_rows
 from fastspec.bench.run import saved
 from fastspec.models import SMOLLM2, load_model
@@ -39,120 +49,252 @@ from fastspec.patches.assistants.heads import find_head
 from fastspec.training.save import checkpoint_config
 
 Row = dict[str, Any]
-RUNS, COMPILES = 3, 2
-CASES = ((1, 512), (8, 512), (32, 512), (128, 512), (256, 512), (1, 2048), (1, 8192), (1, 32768))
-"""(rows, tokens before) of a shape."""
+Case = tuple[int, int]
+RUNS, LONG_RUNS, COMPILES = 3, 2, 2
+LONG = 8192
+"""Tokens before, from which on a prompt is a long one: measured behind all others, with LONG_RUNS calls, and one token alone too."""
+CASES = ((1, 2048), (1, 512), (8, 512), (32, 512), (128, 512), (256, 512), (1, LONG), (1, 32768), (1, 130816))
+"""(rows, tokens before) of a shape; the longest leaves room for an answer in 131,072 positions."""
+ROUND = (1, 2048)
+"""The case of a head's rounds, where it is among the cases."""
 TOGETHER = 128
-TREE, CHAIN = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60), 5
-OURS, THEIRS = "fastspec", "vllm"
+TREE, CHAINS = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60), (3, 5)
+STARTS = {"cuda": 150.0, "cpu": 5.0}
+"""Seconds that a process of vLLM's takes before it answers."""
+CAPTURES = {"cuda": 15.0, "cpu": 0.0}
+"""Seconds of compiling and capturing for a case."""
 
 
-def of_shape(name: str, new: int, cases: Sequence[tuple[int, int]], peer: Peer | None, device: str) -> Iterator[Row]:
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all parts of a run share; without a peer fastspec is measured alone."""
+
+    peer: Peer | None
+    device: str
+    budget: Budget
+    memory: float = MEMORY
+
+    def tried(self, case: str, engine: str, expected: float, run: Callable[[], list[Row]], owed: float = 0.0) -> list[Row]:
+        """The rows of a case; none where it and what is `owed` behind it do not fit, or where it fails."""
+        if not self.budget.fits(case, self.budget.expects(engine, expected) + owed):
+            return []
+        try:
+            with self.budget.spends(engine, expected):
+                return run()
+        except (torch.cuda.OutOfMemoryError, PeerFailed) as error:
+            self.budget.fails(case, error)
+        leave()
+        return []
+
+    def asked(self, job: Job, way: Way) -> tuple[Row, list[Answer]]:
+        """What vLLM says of itself, and its call of median time for every batch."""
+        assert self.peer is not None
+        left = self.budget.left
+        told, found = answers(self.peer, job, way, timeout=None if math.isinf(left) else max(1.0, left))
+        return told, list(medians(found))
+
+
+def of_shape(name: str, new: int, cases: Sequence[Case], round_case: Case | None, long: bool, setup: Setup) -> Iterator[Row]:
     """The rows of a shape with random weights, ours first."""
     torch.manual_seed(0)
+    device, budget = setup.device, setup.budget
     model = make_model(name, device, torch.bfloat16 if device == "cuda" else torch.float32)
     head = make_head(model, 32000)
-    prompts = [torch.randint(10, model.config.vocab_size, case, device=device) for case in cases]
+    measured: list[tuple[str, Case, list[list[int]], float]] = []
+    todo = [("plain", case) for case in cases]
+    if round_case is not None:
+        todo.insert(1, ("eagle3", round_case))
     with fastspec.patched(model, eagle3=head):
-        for (rows, before), ids in zip(cases, prompts, strict=True):
-            yield {"rows": rows, "before": before, "engine": OURS, "method": "plain", **speed(seconds_of(model, ids, new), rows * new)}
-        rows, before = cases[0]
-        yield {"rows": rows, "before": before, "engine": OURS, "method": "eagle3", **round_of(model, prompts[0], new)}
+        for method, case in todo:
+            own, other = expected(model, case, new, method, long)
+            starts = STARTS[device] * len({method, *(each[0] for each in measured)})
+            owed = budget.expects(THEIRS, starts + other + sum(each[-1] for each in measured)) if setup.peer else 0.0
+            ids = torch.randint(10, model.config.vocab_size, case, device=device)
+            found = setup.tried(told_case(name, method, case), OURS, own, partial(own_rows, model, ids, method, new, long), owed)
+            if found:
+                measured.append((method, case, ids.tolist(), other))
+            yield from found
     dtype = str(model.dtype).removeprefix("torch.")
-    batches = [ids.tolist() for ids in prompts]
     with tempfile.TemporaryDirectory() as folder:
         target, drafts = Path(folder) / "target", Path(folder) / "head"
+        model.config.architectures = [type(model).__name__]  # which vLLM chooses its class by
         model.config.save_pretrained(target)
         drafts.mkdir()
         (drafts / "config.json").write_text(json.dumps(checkpoint_config(head)))
-        del model, head, prompts
+        del model, head
         leave()
-        if peer is None:
+        if setup.peer is None:
             return
-        plain = Job(str(target), dtype, batches, new, exact_length=True, dummy=True, warmup=COMPILES, runs=RUNS)
-        told, found = answers(peer, plain, Way(THEIRS))
-        for (rows, before), answer in zip(cases, medians(found), strict=True):
-            yield {"rows": rows, "before": before, "engine": THEIRS, "method": "plain", **speed(answer.seconds, rows * new), **told}
-        twice = [batches[0]] * 2
-        job = Job(str(target), dtype, twice, (new, 1), exact_length=True, head=str(drafts), dummy=True, warmup=COMPILES, runs=RUNS)
-        told, found = answers(peer, job, Way(f"{THEIRS}-eagle3-{CHAIN}", CHAIN))
-        long, short = medians(found)
-        rounds = long.stats.row_rounds // len(batches[0])
-        spent = 1e3 * (long.seconds - short.seconds) / rounds
-        yield {"rows": cases[0][0], "before": cases[0][1], "engine": THEIRS, "method": "eagle3", "drafts": CHAIN,
-               "acceptance_length": round(long.stats.acceptance_length, 3), "round_ms": round(spent, 3), **told}  # fmt: skip
+        for method in ("plain", "eagle3"):
+            chosen, seconds = [], STARTS[device]
+            for _, case, batch, other in (each for each in measured if each[0] == method):
+                if budget.fits(told_case(name, f"{THEIRS} {method}", case), budget.expects(THEIRS, seconds + other)):
+                    chosen.append((case, batch))
+                    seconds += other
+            if chosen:
+                rows = partial(their_rows, str(target), str(drafts), dtype, chosen, method, new, long, setup)
+                yield from setup.tried(f"{name}, {THEIRS} {method}", THEIRS, seconds, rows)
 
 
-def seconds_of(model: Any, ids: torch.Tensor, new: int, **more: Any) -> float:
-    """Of one call of our own, the median of RUNS."""
-    options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "assistant": "autoregressive", **more}
-    for _ in range(COMPILES):
-        model.generate(ids, max_new_tokens=new, **options)
-    return statistics.median(timed(lambda: model.generate(ids, max_new_tokens=new, **options)) for _ in range(RUNS))
+def told_case(name: str, method: str, case: Case) -> str:
+    """A case in words."""
+    return f"{name}, {method}, {case[0]} x {case[1]}"
 
 
-def round_of(model: Any, ids: torch.Tensor, new: int) -> Row:
-    """A round with a tree of 60 nodes."""
-    spent = seconds_of(model, ids, new, assistant=TREE)
-    last = fastspec.report(model).last
-    first = seconds_of(model, ids, 1, assistant=TREE)
-    return {
-        "drafts": 60, "acceptance_length": round(last.acceptance_length, 3), "round_ms": round(1e3 * (spent - first) / last.rounds, 3),
-    }  # fmt: skip
+def expected(model: Any, case: Case, new: int, method: str, long: bool) -> tuple[float, float]:
+    """Seconds of a case that we, and that vLLM, may take, a start of its process left out."""
+    whole, first = (call_seconds(model, *case, count) for count in (new, 1))
+    runs = LONG_RUNS if long else RUNS
+    calls = whole * (COMPILES + runs) + (first * (COMPILES + runs) if method == "eagle3" or long else 0.0)
+    return calls + CAPTURES[model.device.type], calls
+
+
+def own_rows(model: Any, ids: torch.Tensor, method: str, new: int, long: bool) -> list[Row]:
+    """The row of a case of ours."""
+    rows, before = ids.shape
+    runs = LONG_RUNS if long else RUNS
+    assistant: Any = TREE if method == "eagle3" else "autoregressive"
+    spent, last = seconds_of(model, ids, new, assistant, COMPILES, runs)
+    row: Row = {"rows": rows, "before": before, "new": new, "engine": OURS, "method": method, "runs": runs}
+    if method == "eagle3" or long:
+        first, _ = seconds_of(model, ids, 1, assistant, 1, runs)
+        row |= {"first_token_s": round(first, 4)}
+    if method == "eagle3":
+        round_ms = round(1e3 * (spent - first) / last.rounds, 3)
+        row |= {"drafts": TREE.total_tokens, "acceptance_length": round(last.acceptance_length, 3), "round_ms": round_ms}
+    else:
+        row |= speed(spent, rows * new)
+    return [row | own_settings(model, assistant)]
+
+
+def seconds_of(model: Any, ids: torch.Tensor, new: int, assistant: Any, compiles: int, runs: int) -> tuple[float, Any]:
+    """Of one call of our own, the median of several; and the statistics of the last."""
+    options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "assistant": assistant, "max_new_tokens": new}
+    for _ in range(compiles):
+        model.generate(ids, **options)
+    spent = statistics.median(timed(lambda: model.generate(ids, **options)) for _ in range(runs))
+    return spent, fastspec.report(model).last
+
+
+def own_settings(model: Any, assistant: Any) -> Row:
+    """Our version and settings, as vLLM's rows have its own."""
+    plain = isinstance(assistant, str)
+    told = {"assistant": assistant} if plain else {"assistant": type(assistant).name} | asdict(assistant)
+    settings = {"backend": fastspec.report(model).backend, "dtype": str(model.dtype).removeprefix("torch."), **told}
+    return {"engine_version": fastspec.__version__, "engine_settings": settings}
+
+
+def their_rows(
+    target: str, head: str, dtype: str, cases: Sequence[tuple[Case, list[list[int]]]], method: str, new: int, long: bool, setup: Setup
+) -> list[Row]:  # fmt: skip
+    """vLLM's rows of cases of one method, from one process."""
+    twice, eagle = method == "eagle3" or long, method == "eagle3"
+    runs, counts = (LONG_RUNS if long else RUNS), (new, 1) if twice else (new,)
+    batches = [batch for _, batch in cases for _ in counts]
+    job = Job(
+        target, dtype, batches, counts * len(cases), exact_length=True, head=head, dummy=True, warmup=COMPILES, runs=runs,
+        memory=setup.memory,
+    )  # fmt: skip
+    chain = CHAINS[-1] if eagle else None
+    told, found = setup.asked(job, Way(f"{THEIRS}-eagle3-{chain}" if eagle else THEIRS, chain))
+    made, calls = [], iter(found)
+    for (rows, before), _ in cases:
+        whole = next(calls)
+        row: Row = {"rows": rows, "before": before, "new": new, "engine": THEIRS, "method": method, "runs": runs}
+        if twice:
+            first = next(calls)
+            row |= {"first_token_s": round(first.seconds, 4)}
+        if eagle:
+            round_ms = round(1e3 * (whole.seconds - first.seconds) / (whole.stats.row_rounds // rows), 3)
+            row |= {"drafts": chain, "acceptance_length": round(whole.stats.acceptance_length, 3), "round_ms": round_ms}
+        else:
+            row |= speed(whole.seconds, rows * new)
+        made.append(row | told)
+    return made
 
 
 def speed(seconds: float, tokens: int) -> Row:
     return {"seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}
 
 
-def of_prompts(path: Path, name: str, new: int, each: int | None, peer: Peer | None, device: str) -> Iterator[Row]:
+def of_prompts(path: Path, name: str, new: int, each: int | None, setup: Setup) -> Iterator[Row]:
     """The rows of a real model's answers to a file of prompts, one at a time and all at once; of more than TOGETHER prompts, all in one
     call, as a bulk job has them, of which that many are decoded together."""
+    device = setup.device
     model, tokenizer = load_model(name, device)
-    prompts = encode_rows(read_rows(path), tokenizer, model, each, new, print)
-    found = [prompt.ids for prompt in prompts]
+    found = [prompt.ids for prompt in encode_rows(read_rows(path), tokenizer, model, each, new, print)]
     config = model.generation_config
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     said: dict[str, list[list[int]]] = {}
     fastspec.patch(model, eagle3=name)
     sizes = (1, len(found)) if len(found) <= TOGETHER else (len(found),)
+    before = max(map(len, found))
+    costs = {rows: call_seconds(model, min(rows, TOGETHER), before, new) * math.ceil(len(found) / min(rows, TOGETHER)) for rows in sizes}
+    theirs = STARTS[device] + 2 * sum(costs.values())  # a warm-up and one run of every call, of each way
+    measured = []
     for rows, method in product(sizes, ("plain", "eagle3")):
-        assistant: Any = "autoregressive" if method == "plain" else method
-        assistant = assistant if rows <= TOGETHER else fastspec.ContinuousBatch(assistant, rows=TOGETHER)
-        batches = [found[at : at + rows] for at in range(0, len(found), rows)]
-        seconds, answered, emitted, rounds = 0.0, [], 0, 0
-        for batch in batches:
-            inputs = left_padded(batch, config, device)
-            call = partial(model.generate, **inputs, max_new_tokens=new, do_sample=False, assistant=assistant)
-            for _ in range(COMPILES if device == "cuda" else 0):
-                call()
-            out: list[torch.Tensor] = []
-            seconds += timed(lambda call=call, out=out: out.append(call()))
-            last = fastspec.report(model).last
-            emitted, rounds = emitted + last.round_tokens, rounds + last.row_rounds
-            answered += [until_end(row, ends) for row in out[0][:, inputs["input_ids"].shape[1] :].tolist()]
-        said.setdefault("plain", answered)
-        yield {"rows": rows, "engine": OURS, "method": method, **told_of(answered, seconds, said["plain"]),
-               "acceptance_length": round(emitted / rounds, 3) if method != "plain" else None}  # fmt: skip
+        own = costs[rows] * ((COMPILES if device == "cuda" else 0) + 1) + CAPTURES[device]
+        owed = setup.budget.expects(THEIRS, theirs) if setup.peer else 0.0
+        parts = [found[at : at + rows] for at in range(0, len(found), rows)]
+        run = partial(own_answers, model, parts, method, new, ends, said)
+        made = setup.tried(f"{name}, {method}, {rows} of {len(found)} prompts", OURS, own, run, owed)
+        measured += [rows] if made else []
+        yield from made
     fastspec.unpatch(model)
     model.to("cpu")
     leave()
-    if peer is None:
+    if setup.peer is None or not measured:
         return
+    sizes = tuple(dict.fromkeys(measured))
     with saved(name, model, tokenizer) as folder:
-        parts = {rows: [found[at : at + rows] for at in range(0, len(found), rows)] for rows in sizes}
-        batches = [batch for part in parts.values() for batch in part]
-        job = Job(folder, str(model.dtype).removeprefix("torch."), batches, new, ends, head=str(find_head(name)))
-        for chain in (None, 3, 5):
-            told, made = answers(peer, job, Way(f"{THEIRS}-{chain}", chain))
-            calls = medians(made)
-            for rows, part in parts.items():
-                answered_by = list(islice(calls, len(part)))
-                answered = [row for answer in answered_by for row in answer.tokens]
-                kept, drafted = (sum(getattr(answer.stats, name) for answer in answered_by) for name in ("round_tokens", "row_rounds"))
-                yield {"rows": rows, "engine": THEIRS, "method": "eagle3" if chain else "plain", "drafts": chain,
-                       **told_of(answered, sum(answer.seconds for answer in answered_by), said["plain"]),
-                       "acceptance_length": round(kept / drafted, 3) if drafted else None, **told}  # fmt: skip
+        for chain in (None, *CHAINS):
+            run = partial(their_answers, folder, model, name, found, sizes, chain, new, ends, said, setup)
+            yield from setup.tried(f"{name}, {THEIRS}, chain {chain}", THEIRS, theirs, run)
+
+
+def own_answers(
+    model: Any, batches: Sequence[list[list[int]]], method: str, new: int, ends: list[int], said: dict[str, list[list[int]]]
+) -> list[Row]:  # fmt: skip
+    """The row of our answers to all prompts, batch by batch."""
+    rows = len(batches[0])
+    assistant: Any = "autoregressive" if method == "plain" else method
+    assistant = assistant if rows <= TOGETHER else fastspec.ContinuousBatch(assistant, rows=TOGETHER)
+    seconds, answered, emitted, rounds = 0.0, [], 0, 0
+    for batch in batches:
+        inputs = left_padded(batch, model.generation_config, str(model.device))
+        call = partial(model.generate, **inputs, max_new_tokens=new, do_sample=False, assistant=assistant)
+        for _ in range(COMPILES if model.device.type == "cuda" else 0):
+            call()
+        out: list[torch.Tensor] = []
+        seconds += timed(lambda call=call, out=out: out.append(call()))
+        last = fastspec.report(model).last
+        emitted, rounds = emitted + last.round_tokens, rounds + last.row_rounds
+        answered += [until_end(row, ends) for row in out[0][:, inputs["input_ids"].shape[1] :].tolist()]
+    said.setdefault("plain", answered)
+    row = {"rows": rows, "new": new, "engine": OURS, "method": method, "runs": 1, **told_of(answered, seconds, said["plain"])}
+    row["acceptance_length"] = round(emitted / rounds, 3) if method != "plain" else None
+    return [row | own_settings(model, assistant)]
+
+
+def their_answers(
+    folder: str, model: Any, name: str, found: list[list[int]], sizes: Sequence[int], chain: int | None, new: int, ends: list[int],
+    said: dict[str, list[list[int]]], setup: Setup,
+) -> list[Row]:  # fmt: skip
+    """The rows of vLLM's answers, of every size of batch, from one process."""
+    parts = {rows: [found[at : at + rows] for at in range(0, len(found), rows)] for rows in sizes}
+    batches = [batch for part in parts.values() for batch in part]
+    dtype = str(model.dtype).removeprefix("torch.")
+    job = Job(folder, dtype, batches, new, ends, head=str(find_head(name)), memory=setup.memory)
+    told, median = setup.asked(job, Way(f"{THEIRS}-{chain}", chain))
+    made, calls = [], iter(median)
+    for rows, part in parts.items():
+        answers_of = list(islice(calls, len(part)))
+        answered = [row for answer in answers_of for row in answer.tokens]
+        kept, drafted = (sum(getattr(answer.stats, count) for answer in answers_of) for count in ("round_tokens", "row_rounds"))
+        row: Row = {"rows": rows, "new": new, "engine": THEIRS, "method": "eagle3" if chain else "plain", "runs": 1, "drafts": chain}
+        row |= told_of(answered, sum(answer.seconds for answer in answers_of), said["plain"])
+        made.append(row | {"acceptance_length": round(kept / drafted, 3) if drafted else None} | told)
+    return made
 
 
 def told_of(answered: list[list[int]], seconds: float, plain: list[list[int]]) -> Row:
@@ -168,42 +310,39 @@ def leave() -> None:
         torch.cuda.empty_cache()
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown of the last rows of every case, vLLM's beside ours."""
-    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        key = row["model"], row.get("before"), row["rows"], row["method"]
-        cases.setdefault(key, {})[row["engine"] + (f" {row['drafts']}" if row["engine"] == THEIRS and row.get("drafts") else "")] = row
-    lines = ["| model | tokens before | rows | | fastspec | vLLM | ratio |", "|---|---|---|---|---|---|---|"]
-    for (model, before, count, method), found in cases.items():
-        for name, theirs in found.items():
-            mine = found.get(OURS)
-            if name == OURS or mine is None:
-                continue
-            what = "ms a round" if "round_ms" in mine else "tokens/s"
-            a, b = (row.get("round_ms", row.get("tokens_per_second")) for row in (mine, theirs))
-            ratio = b / a if "round_ms" in mine else a / b
-            cells = [_cell(a, mine), _cell(b, theirs)]
-            lines.append(f"| {model} | {before or 'prompts'} | {count} | {method}, {what} | {cells[0]} | {cells[1]} | {ratio:.2f} |")
-    return "\n".join(lines)
+def read_case(text: str) -> Case:
+    """ "8x512" -> 8 rows, 512 tokens before."""
+    rows, _, before = text.partition("x")
+    return int(rows), int(before)
 
 
-def _cell(value: float, row: Row) -> str:
-    """A figure, with the drafts of a round and the mean tokens that one gave where there are any."""
-    if row["method"] == "plain":
-        return f"{value:,.0f}"
-    drafts = f"{row['drafts']} drafts, " if row.get("drafts") else ""
-    return f"{value:,.{2 if 'round_ms' in row else 0}f} ({drafts}{row['acceptance_length']:.2f} tokens a round)"
+def make_parts(args: argparse.Namespace, setup: Setup) -> Iterator[tuple[str, Iterator[Row]]]:
+    """The parts of a run, those that matter most first."""
+    if args.prompts:
+        yield args.model, of_prompts(args.prompts, args.model, args.prompt_new, args.each, setup)
+    cases: list[Case] = args.cases
+    head_case = args.round or (ROUND if ROUND in cases else cases[0])
+    for long in (False, True):
+        chosen = [case for case in cases if (case[1] >= LONG) == long]
+        rounds = head_case if (head_case[1] >= LONG) == long else None
+        if chosen or rounds:
+            for name in args.shapes:
+                yield name, of_shape(name, args.new, chosen, rounds, long, setup)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and append rows; exit status 1 where a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=[], choices=list(SHAPES))
-    parser.add_argument("--cases", nargs="*", default=[f"{rows}x{before}" for rows, before in CASES], help="rows x tokens before: 8x512")
+    parser.add_argument("--cases", nargs="+", type=read_case, default=list(CASES), help="rows x tokens before, first what matters: 8x512")
+    parser.add_argument("--round", type=read_case, help="the case of a head's rounds; 1x2048 where it is among the cases, else the first")
+    parser.add_argument("--new", type=int, default=128, help="new tokens of shapes")
     parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--prompt-new", type=int, default=256, help="new tokens of --prompts, at the most")
     parser.add_argument("--model", default=SMOLLM2, help="of --prompts; it must have a head of that name")
     parser.add_argument("--each", type=int, help="prompts to take of every category")
-    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--budget", type=float, help="seconds that the run may take; what does not fit is left out")
+    parser.add_argument("--memory", type=float, default=MEMORY, help="share of the device that vLLM takes")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--out", type=Path)
@@ -214,19 +353,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     peer = None if args.no_peer else Peer(THEIRS, args.peer_python)
-    cases = [tuple(map(int, case.split("x"))) for case in args.cases]
-    parts = [(name, of_shape(name, args.new, cases, peer, device)) for name in args.shapes]
-    if args.prompts:
-        parts.append((args.model, of_prompts(args.prompts, args.model, args.new, args.each, peer, device)))
+    if peer is not None and not peer.is_installed():
+        raise SystemExit(f"{THEIRS} is not installed for {peer.python}: name another with --peer-python, or give --no-peer")
+    setup = Setup(peer, device, Budget(args.budget), args.memory)
     where = {"device": device_name(torch.device(device)), **versions()}
-    for name, rows in parts:
+    shown = ("model", "rows", "before", "engine", "method", "tokens_per_second", "first_token_s", "round_ms", "acceptance_length", "same")
+    for name, rows in make_parts(args, setup):
         for row in rows:
-            row = {"model": name, "new": args.new, **row, **where}
-            print({key: value for key, value in row.items() if key in ("model", "rows", "before", "engine", "method", "tokens_per_second",
-                                                                       "round_ms", "acceptance_length", "same")}, flush=True)  # fmt: skip
+            row = {"model": name, **row, **where}
+            print({key: row[key] for key in shown if key in row}, flush=True)
             if args.out:
                 with args.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
+    if setup.budget.left_out:
+        print(f"left out in all: {'; '.join(setup.budget.left_out)}")
+    if setup.budget.failed:
+        raise SystemExit(f"failed: {'; '.join(setup.budget.failed)}")
 
 
 if __name__ == "__main__":

@@ -159,7 +159,9 @@ def bench(
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Timed answers to every prompt; the one of median time makes the row.")] = 1,
     warmup: Annotated[int | None, typer.Option(min=0, help="Untimed answers before; else 2 on CUDA for what compiles.")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Another engine beside, in a process of its own: vllm.")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Another engine beside, in a process of its own: vllm alone, sglang was not tried.")
+    ] = None,
     peer_python: Annotated[str | None, typer.Option(help="The Python that has the engine; by default this one.")] = None,
     out: Annotated[Path | None, typer.Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
@@ -230,6 +232,8 @@ def inspect(
         raise typer.BadParameter("--probe runs the target: name it with --target", param_hint="--probe")
     if probe_prompt is not None and not probe:
         raise typer.BadParameter("the prompt is for --probe: give that too", param_hint="--probe-prompt")
+    if device is not None and not probe:
+        raise typer.BadParameter("without --probe nothing runs on it: give that too", param_hint="--device")
     model: Any = None
     tokenizer: Any = None
     if target is not None:
@@ -280,9 +284,10 @@ def train(
     compile: Annotated[bool | None, typer.Option(help="Compile the unrolled head.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of shuffling and of the weights.")] = None,
     resume: Annotated[bool | None, typer.Option(help="Take up an interrupted run in the output directory.")] = None,
+    device: Device = None,
 ) -> None:
     """Train a drafting head. What is left out keeps the default of `fastspec.training.TrainConfig`; see docs/training.md."""
-    given = {name: value for name, value in locals().items() if value is not None and value != []}
+    given = {name: value for name, value in locals().items() if name != "device" and value is not None and value != []}
     from fastspec import training
 
     if answers:
@@ -292,7 +297,8 @@ def train(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     with training_bars() as bars:
-        folder = training.train(config) if bars is None else training.train(config, report=bars.report, tick=bars.tick)
+        shown: dict[str, Any] = {} if bars is None else {"report": bars.report, "tick": bars.tick}
+        folder = training.train(config, device=device, **shown)
     typer.echo(f"head written to {folder}" if folder else f"stopped, not done: run the same command again to go on in {output}")
 
 

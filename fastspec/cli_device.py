@@ -14,6 +14,7 @@ from rich.console import Console
 from fastspec.cli_options import Backend, Device, Dtype
 from fastspec.cli_progress import counting
 from fastspec.devices import choose_device
+from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2
 
 Eagle3 = Annotated[str | None, typer.Option(help="Directory, hub id or shipped name of an EAGLE-3 head.")]
@@ -67,6 +68,7 @@ def tune(
     minutes: Annotated[float, typer.Option(help="When to stop; what reads most is measured first.")] = 5.0,
     dtype: Dtype = None,
     device: Device = None,
+    backend: Backend = "auto",
     forget: Annotated[bool, typer.Option("--forget", help="Remove all that was tuned on this machine, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
 ) -> None:
@@ -80,8 +82,11 @@ def tune(
         paths = remove()
         console.print("\n".join(f"removed {path}" for path in paths) or "nothing was tuned", markup=False, soft_wrap=True)
         return
+    if backend in ("torch", "cpp"):  # before a model is loaded in vain
+        raise Unsupported(f"backend {backend!r} has no launches to tune: give --backend triton, or none")
+    chosen = "triton" if backend == "auto" and choose_device(device) == "cpu" else backend
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        target = patched_model(model, eagle3, eagle, draft_model, dtype, device, "auto" if choose_device(device) != "cpu" else "triton")
+        target = patched_model(model, eagle3, eagle, draft_model, dtype, device, chosen)
         with counting("shapes") as told:
             found = fastspec.tune(target, rows=rows or (1,), length=length, minutes=minutes, told=told)
     if as_json:

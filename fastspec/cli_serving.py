@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from fastspec.cli_options import Backend, Device
+from fastspec.cli_progress import counting
 from fastspec.devices import choose_device
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
@@ -80,6 +81,7 @@ def serve(
     prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens read between two rounds.")] = 256,
     device: Device = None,
     backend: Backend = "auto",
+    warmup: Annotated[bool, typer.Option("--warmup", help="Compile and capture before the port opens.")] = False,
     grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged.")] = "info",
 ) -> None:
@@ -94,5 +96,9 @@ def serve(
     listener = bound(host, port)  # before a model is loaded in vain
     target, tokenizer, chosen = patched_model(model, eagle3, assistant, device, backend)
     with listener, continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk) as batch:
+        if warmup:
+            with counting("calls") as told:
+                seconds = batch.warmup(told=told)
+            Console(stderr=True, highlight=False).print(f"warmed up in {seconds:.1f} s", markup=False)
         app = build_app(batch, tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key)
         run_server(app, listener, log_level=log_level, grace=grace)

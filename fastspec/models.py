@@ -128,11 +128,14 @@ def _read_once(packed: bool) -> Iterator[None]:
     if not packed or importlib.util.find_spec("gguf") is None:  # transformers says what is missing
         yield
         return
+    from fastspec.gguf_reading import fast_reader, faster_unpacking
+
     gguf: Any = importlib.import_module("gguf")
     with _READING:
         kept = gguf.GGUFReader, gguf.get_tensor_name_map
-        gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, kept)
+        gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, (fast_reader(kept[0]), kept[1]))
         try:
-            yield
+            with faster_unpacking():
+                yield
         finally:
             gguf.GGUFReader, gguf.get_tensor_name_map = kept

@@ -25,7 +25,7 @@ WORKERS = {engine: Path(__file__).with_name(f"in_{engine}.py") for engine in ENG
 CHAINS = (3, 5)
 """Drafts of a chain; vLLM has no trees."""
 MEMORY = 0.8
-"""Of the device, for weights, keys and values."""
+"""Of the device, for weights, keys and values, where a job says nothing else."""
 SEQUENCES = 256
 """That it decodes together at the most; further prompts wait."""
 SPARE = 16
@@ -47,7 +47,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         if self.engine not in WORKERS:
-            raise Unsupported(f"peer {self.engine!r} is unknown: accepted are {', '.join(WORKERS)}")
+            raise Unsupported(f"peer {self.engine!r} is unknown: accepted are {', '.join(WORKERS)}; no other engine was tried")
 
     def is_installed(self) -> bool:
         """Whether that Python finds the engine, which is not imported."""
@@ -86,6 +86,7 @@ class Job:
     dummy: bool = False
     warmup: int = 1
     runs: int = 1
+    memory: float = MEMORY
 
     @property
     def new(self) -> list[int]:
@@ -98,8 +99,8 @@ class Job:
         longest = max(len(ids) for batch in self.batches for ids in batch)
         options: dict[str, Any] = {
             "model": self.model, "dtype": self.dtype, "max_model_len": longest + max(self.new) + SPARE, "seed": 0,
-            "max_num_seqs": min(SEQUENCES, max(map(len, self.batches))), "enable_prefix_caching": False, "gpu_memory_utilization": MEMORY,
-            "skip_tokenizer_init": True,
+            "max_num_seqs": min(SEQUENCES, max(map(len, self.batches))), "enable_prefix_caching": False,
+            "gpu_memory_utilization": self.memory, "skip_tokenizer_init": True,
         }  # fmt: skip
         if self.dummy:
             options["load_format"] = "dummy"
@@ -108,8 +109,8 @@ class Job:
         return options
 
 
-def answers(peer: Peer, job: Job, way: Way) -> tuple[Row, list[list[Answer]]]:
-    """What an engine says of itself, and its timed answers to every batch. Raises PeerFailed."""
+def answers(peer: Peer, job: Job, way: Way, timeout: float | None = None) -> tuple[Row, list[list[Answer]]]:
+    """What an engine says of itself, and its timed answers to every batch. Raises PeerFailed, also when `timeout` seconds have passed."""
     asked: dict[str, Any] = {
         "options": job.options(way), "batches": [[list(ids) for ids in batch] for batch in job.batches], "ends": list(job.ends),
         "max_new_tokens": job.new, "exact_length": job.exact_length, "warmup": job.warmup, "runs": job.runs,
@@ -119,7 +120,11 @@ def answers(peer: Peer, job: Job, way: Way) -> tuple[Row, list[list[Answer]]]:
         path.write_text(json.dumps(asked), encoding="utf-8")
         with log.open("wb") as file:
             command = [peer.python, str(WORKERS[peer.engine]), str(path), str(out)]
-            status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=folder).returncode
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            try:
+                status = subprocess.run(command, **streams, cwd=folder, timeout=timeout).returncode
+            except subprocess.TimeoutExpired as error:
+                raise PeerFailed(f"{way.name} was ended after {timeout:.0f} s, before it had answered everything") from error
         said = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
         if status or len(said) != 1 + len(job.batches) * job.runs:
             last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TOLD:])

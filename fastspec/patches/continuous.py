@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -32,11 +36,14 @@ from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.shards import processes_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
+from fastspec.patches.warmup import SAMPLED, widths
 
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
 CHUNK = 256
 """Tokens of prompts that are read between two rounds."""
+WARM_NEW = 24
+"""Tokens of a warm-up's answers: several rounds, whatever is accepted, of which the second is captured."""
 
 
 def continuous(
@@ -146,6 +153,43 @@ class Continuous:
             self._arrived.append(single)
             self._changed.notify_all()
         return single.future
+
+    def warmup(self, length: int = 2048, told: Callable[[int, int], object] | None = None) -> float:
+        """Answer prompts of random tokens, so that later ones find their kernels compiled and their rounds captured -> the seconds that it
+        took.
+
+        There are prompts of up to `length` tokens, as far as a row has room for them, and short ones in every number of rows, greedy and
+        sampled. To be called before prompts come: `stats` begin anew behind it. `told` is called with (calls that are done, of how many).
+        Raises Unsupported for a `length` below 1, and for rows without room for an answer.
+        """
+        longest = min(length, self.max_length - WARM_NEW)
+        if longest < 1:
+            raise Unsupported(f"warmup: length={length} and max_length={self.max_length}: at least 1 and {WARM_NEW + 1} are accepted")
+        greedy: dict[str, Any] = {"do_sample": False}
+        calls = [(1, width, greedy) for width in widths(longest)]
+        calls += [(count, min(32, longest), options) for count in self._widths.steps for options in (greedy, SAMPLED)]
+        began, numbers, vocabulary = time.perf_counter(), torch.Generator().manual_seed(0), self.model.config.get_text_config().vocab_size
+        whole: dict[str, Any] = {"max_new_tokens": WARM_NEW, "eos_token_id": vocabulary, "pad_token_id": 0}  # which no token is
+        for done, (count, width, options) in enumerate(calls):
+            if told is not None:
+                told(done, len(calls))
+            ids = torch.randint(vocabulary, (count, 1, width), generator=numbers)
+            with self._together():
+                futures = [self.submit(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in ids]
+            for future in futures:
+                future.result()
+        with self.session.turn.taken():  # the last turn counts on behind its answers
+            for field in fields(blank := Stats(assistant=self.stats.assistant, rows=self.stats.rows)):
+                setattr(self.stats, field.name, getattr(blank, field.name))
+        if told is not None:
+            told(len(calls), len(calls))
+        return time.perf_counter() - began
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Prompts that are submitted inside come at once."""
+        with self._changed:
+            yield
 
     @property
     def running(self) -> int:

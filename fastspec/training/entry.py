@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast
 
+from fastspec.devices import choose_device
 from fastspec.errors import Unsupported
 from fastspec.models import load_model
 from fastspec.training.config import TrainConfig
@@ -29,18 +31,21 @@ RECORD = "data.json"
 
 
 def train(
-    config: TrainConfig, *, target: Any = None, tokenizer: Any = None, report: Report | None = None, tick: Tick | None = None
-) -> Path | None:
+    config: TrainConfig, *, target: Any = None, tokenizer: Any = None, device: str | None = None, report: Report | None = None,
+    tick: Tick | None = None,
+) -> Path | None:  # fmt: skip
     """Train a head as `config` says and return the folder that holds it, or None where `config.stop_after` ended the call before the
     run's end: the same call goes on from there.
 
-    `target` and `tokenizer` may be given, both, when they are already loaded. `report` is called with a row from time to time: how many
+    `target` and `tokenizer` may be given, both, when they are already loaded. `device` is "cpu", "cuda" or "cuda:N", by default what
+    accelerate finds; a run may go on on another one. `report` is called with a row from time to time: how many
     prompts are answered ("answering", "answered", "of"); what was added to the texts; step, share that is done, loss, accuracy of each
     draft step, tokens per second. Without it, all but the first are printed where `config.progress` is set. `tick` is called with the
     share of the training that is done, 0 to 1, after every step.
     """
     clock = Clock(config.stop_after)
     accelerator = Accelerator(
+        cpu=_use(device) == "cpu",
         mixed_precision=config.mixed_precision,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],  # the others wait while the main process makes texts
     )
@@ -58,6 +63,19 @@ def train(
         return None
     trainer.finish()
     return Path(config.output)
+
+
+def _use(device: str | None) -> str | None:
+    """The device that was named, the current one from here on. Raises Unsupported for one that is not there, and for one GPU by its number
+    where several processes train: each of these takes its own."""
+    if device is None:
+        return None
+    name, processes = choose_device(device), int(os.environ.get("WORLD_SIZE", 1))
+    if name.startswith("cuda:"):
+        if processes > 1:
+            raise Unsupported(f"device {device!r} is one GPU, and {processes} processes train: give --device cuda, or none")
+        torch.cuda.set_device(name)
+    return name
 
 
 def _shared(accelerator: Accelerator, make: Callable[[], tuple[Texts, Texts]]) -> tuple[Texts, Texts] | None:

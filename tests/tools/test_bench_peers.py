@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from fastspec.training.save import save_head
 
 torch.set_num_threads(1)
 BENCHMARKS, PATCH = Path(__file__).parents[2] / "benchmarks", fastspec.patch
-STAND_IN = '''
+STAND_IN = """
 import json, os, types
 __version__ = "0.0.stand-in"
 SEEN = os.environ["STAND_IN_SEEN"]
@@ -40,6 +42,9 @@ class LLM:
         if self.chain == int(os.environ.get("STAND_IN_BREAKS_AT", 0)) != 0:
             raise RuntimeError("no kernel for a chain of this length")
         self.calls, self.drafts = 0, 0
+        if os.path.isdir(options["model"]):
+            with open(os.path.join(options["model"], "config.json")) as file:
+                assert json.load(file)["architectures"] == ["LlamaForCausalLM"]
 
     def generate(self, prompts, settings, use_tqdm):
         assert settings.temperature == 0.0 and not settings.detokenize and not use_tqdm
@@ -57,7 +62,7 @@ class LLM:
             types.SimpleNamespace(name=name, value=self.drafts // 2 * 3),
             types.SimpleNamespace(name=name + "_per_pos", values=[self.drafts, self.drafts // 2, 0]),
         ]
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -153,34 +158,157 @@ def test_shapes_with_random_weights_answer_at_their_length(engine: Path) -> None
     assert all(each["ignore_eos"] and each["min_tokens"] == 5 for each in read(engine)[1:])
 
 
-def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(Unsupported, match="peer 'sglang' is unknown: accepted are vllm"):
+def test_an_unknown_engine_is_refused(saved: Path) -> None:
+    with pytest.raises(Unsupported, match="peer 'sglang' is unknown: accepted are vllm; no other engine was tried"):
         Peer("sglang")
+    done = CliRunner().invoke(app, ["bench", "--model", "no-such-model", "--peer", "sglang"], env={"COLUMNS": "160"})
+    assert done.exit_code == 1 and "error: peer 'sglang' is unknown: accepted are vllm" in done.output
 
 
-def test_the_two_sides_of_a_shape_and_of_a_file_make_one_table(
-    saved: Path, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_engine_that_takes_too_long_is_ended(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text("import time; time.sleep(60)")
+    with pytest.raises(PeerFailed, match="vllm was ended after 1 s"):
+        answers(Peer("vllm"), Job(str(saved / "model"), "float32", [[[1, 2]]], 3), Way("vllm"), timeout=1.0)
+
+
+@pytest.fixture
+def peers(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script, with the tiny model's head in the place of the one that ships."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    peers = importlib.import_module("peers")
-    monkeypatch.setattr(peers, "find_head", lambda name: str(saved / "head"))
+    script = importlib.import_module("peers")
+    monkeypatch.setattr(script, "find_head", lambda name: str(saved / "head"))
     monkeypatch.setattr(fastspec, "patch", lambda model, eagle3: PATCH(model, eagle3=str(saved / "head")))
+    return script
+
+
+def sides(rows: list[dict]) -> list[tuple]:
+    return [(row["engine"], row["method"], row["rows"], row["before"]) for row in rows]
+
+
+def test_the_two_sides_of_a_file_make_one_table(
+    saved: Path, engine: Path, peers: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     out = tmp_path / "rows.jsonl"
-    peers.main(["--shapes", "tiny", "--cases", "1x8", "2x8", "--new", "5", "--out", str(out)])
-    shapes = read(out)
-    assert [(row["engine"], row["method"], row["rows"]) for row in shapes] == [
-        (name, method, rows) for name in ("fastspec", "vllm") for method, rows in (("plain", 1), ("plain", 2), ("eagle3", 1))
-    ]
-    calls = [each for each in read(engine) if "prompts" in each]
-    assert [each["max_tokens"] for each in calls] == [5] * 10 + [5] * 5 + [1] * 5 and all(each["ignore_eos"] for each in calls)
-    out.unlink()
-    peers.main(["--prompts", str(saved / "prompts.jsonl"), "--model", str(saved / "model"), "--new", "4", "--out", str(out)])
+    given = ["--prompts", str(saved / "prompts.jsonl"), "--model", str(saved / "model"), "--new", "9", "--prompt-new", "4"]
+    peers.main([*given, "--memory", "0.7", "--out", str(out)])
     rows = read(out)
     assert [(row["engine"], row["method"], row["rows"], row.get("drafts")) for row in rows] == [
         *[("fastspec", method, rows, None) for rows in (1, 2) for method in ("plain", "eagle3")],
         *[("vllm", "eagle3" if drafts else "plain", rows, drafts) for drafts in (None, 3, 5) for rows in (1, 2)],
     ]
-    assert all(row["new_tokens"] == 8 for row in rows) and all(row["same"] == 1 for row in rows[:4])
+    assert all(row["new_tokens"] == 8 and row["new"] == 4 for row in rows) and all(row["same"] == 1 for row in rows[:4])
+    assert rows[0]["engine_version"] == fastspec.__version__ and rows[0]["engine_settings"]["assistant"] == "autoregressive"
+    assert rows[4]["engine_version"] == "0.0.stand-in" and rows[4]["engine_settings"]["gpu_memory_utilization"] == 0.7
     capsys.readouterr()
     peers.main(["--table", str(out)])
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 6  # of every one of vLLM's, ours beside it
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("|")]) == 6  # of every one of vLLM's, ours beside it
+    assert {line.count("|") for line in (head, *lines[:6])} == {11}
+    told = [line for line in lines if line.startswith("- ")]
+    assert [line.split(",")[0] for line in told] == [f"- fastspec {fastspec.__version__}"] * 2 + ["- vLLM 0.0.stand-in"] * 3
+    assert all('"backend": ' in line and '"dtype": "float32"' in line for line in told[:2])
+    assert all('"gpu_memory_utilization": 0.7' in line for line in told[2:])
+    assert any(f"torch {torch.__version__}" in line for line in lines)
+
+
+def test_a_shapes_cases_come_before_its_long_prompts_whose_first_token_is_timed(
+    engine: Path, peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "LONG", 20)
+    monkeypatch.setattr(peers, "ROUND", (1, 8))
+    out = tmp_path / "rows.jsonl"
+    peers.main(["--shapes", "tiny", "--cases", "1x33", "2x8", "1x8", "--new", "5", "--out", str(out)])
+    rows = read(out)
+    short = [("plain", 2, 8), ("eagle3", 1, 8), ("plain", 1, 8)]
+    assert sides(rows[:3]) == [("fastspec", *each) for each in short]
+    assert sides(rows[3:6]) == [("vllm", *each) for each in sorted(short, key=lambda each: each[0] == "eagle3")]
+    assert sides(rows[6:]) == [("fastspec", "plain", 1, 33), ("vllm", "plain", 1, 33)]
+    assert ["first_token_s" in row for row in rows] == [row["method"] == "eagle3" or row["before"] == 33 for row in rows]
+    assert all(0 < row["first_token_s"] < row["seconds"] for row in rows[6:7])
+    assert all(row["new"] == 5 for row in rows)
+    tree = rows[1]["engine_settings"]
+    assert (rows[1]["drafts"], tree["assistant"], tree["total_tokens"], tree["depth"]) == (60, "eagle3", 60, 7)
+    calls = [each for each in read(engine) if "prompts" in each]
+    assert [each["max_tokens"] for each in calls] == [5] * 10 + [5] * 5 + [1] * 5 + [5] * 4 + [1] * 4
+    assert all(each["ignore_eos"] for each in calls)
+    capsys.readouterr()
+    peers.main(["--table", str(out)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny | 33 ")]
+    first = [cell.strip() for cell in lines[0].split("|")][-3:-1]
+    assert len(lines) == 1 and first == [f"{row['first_token_s']:.3g}" for row in rows[6:]]
+
+
+def test_the_case_of_a_heads_rounds_is_named_or_the_first(peers: Any) -> None:
+    parse = {"shapes": ["tiny"], "prompts": None, "new": 5, "cases": [(1, 512), (1, 2048), (2, 64)], "round": None}
+    asked: list[tuple] = []
+
+    def noted(name: str, new: int, cases: list, round_case: Any, long: bool, setup: Any) -> list:
+        asked.append((cases, round_case, long))
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "of_shape", noted)
+        for over in ({}, {"cases": [(1, 512)]}, {"round": (2, 64)}, {"cases": [(1, 8192)], "round": (1, 512)}):
+            list(peers.make_parts(argparse.Namespace(**parse | over), None))
+    assert asked == [
+        (parse["cases"], (1, 2048), False), ([(1, 512)], (1, 512), False), (parse["cases"], (2, 64), False),
+        ([], (1, 512), False), ([(1, 8192)], None, True),
+    ]  # fmt: skip
+    assert peers.CASES[0] == peers.ROUND == (1, 2048) and {(1, 8192), (1, 32768)} < set(peers.CASES)
+
+
+def test_what_does_not_fit_into_the_budget_is_left_out_and_told(
+    peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    costs = {8: 1.0, 9: 1e6, 10: 1.0}
+    monkeypatch.setattr(peers, "call_seconds", lambda model, rows, before, new: costs[before])
+    monkeypatch.setattr(sys.modules["budget"], "PACES", (1.0, 1.0))
+    out = tmp_path / "rows.jsonl"
+    peers.main(["--shapes", "tiny", "--cases", "1x8", "1x9", "1x10", "--new", "3", "--budget", "1000", "--out", str(out)])
+    both = [("plain", 1, 8), ("eagle3", 1, 8), ("plain", 1, 10)]
+    assert sides(read(out)) == [("fastspec", *each) for each in both] + [("vllm", *both[0]), ("vllm", *both[2]), ("vllm", *both[1])]
+    told = capsys.readouterr().out
+    assert "left out: tiny, plain, 1 x 9: about 100000" in told and "left out in all: tiny, plain, 1 x 9\n" in told
+    out.unlink()
+    peers.main(["--shapes", "tiny", "--cases", "1x8", "--new", "3", "--budget", "12", "--out", str(out)])  # ours fit, vLLM's do not
+    assert not out.exists() and "left out in all: tiny, plain, 1 x 8; tiny, eagle3, 1 x 8" in capsys.readouterr().out
+
+
+def test_a_budget_learns_from_what_cases_took(peers: Any, capsys: pytest.CaptureFixture) -> None:
+    clock = [0.0]
+    budget = sys.modules["budget"].Budget(100.0, lambda: clock[0])
+    assert budget.fits("a", budget.expects("vllm", 60.0))
+    with budget.spends("vllm", 10.0):
+        clock[0] += 20
+    assert budget.expects("vllm", 30.0) == 60.0 and budget.expects("fastspec", 30.0) == 30.0
+    assert budget.fits("b", 80.0) and not budget.fits("c", 80.1) and budget.left_out == ["c"]
+    assert capsys.readouterr().out == "left out: c: about 80 s, and 80 s are left\n"
+    assert sys.modules["budget"].Budget(None).fits("d", 1e9)
+
+
+def test_a_case_that_fails_costs_no_other(
+    peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("STAND_IN_BREAKS_AT", "5")
+    seconds_of = peers.seconds_of
+
+    def short(model: Any, ids: torch.Tensor, *rest: Any) -> Any:
+        if ids.shape[0] == 2:
+            raise torch.cuda.OutOfMemoryError("no room for two")
+        return seconds_of(model, ids, *rest)
+
+    monkeypatch.setattr(peers, "seconds_of", short)
+    out = tmp_path / "rows.jsonl"
+    with pytest.raises(SystemExit, match="failed: tiny, plain, 2 x 8; tiny, vllm eagle3"):
+        peers.main(["--shapes", "tiny", "--cases", "1x8", "2x8", "1x9", "--new", "3", "--out", str(out)])
+    plain = [("plain", 1, 8), ("plain", 1, 9)]
+    assert sides(read(out)) == [
+        ("fastspec", *plain[0]), ("fastspec", "eagle3", 1, 8), ("fastspec", *plain[1]), *[("vllm", *each) for each in plain]
+    ]  # fmt: skip
+    assert "no room for two" in capsys.readouterr().out
+
+
+def test_without_the_engine_nothing_is_measured_in_vain(peers: Any, tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").unlink()
+    with pytest.raises(SystemExit, match=r"vllm is not installed for .*--peer-python, or give --no-peer"):
+        peers.main(["--shapes", "tiny"])

@@ -70,6 +70,12 @@ def check_demo(found: dict[str, Any], model: str, prompt: str) -> None:
         (["inspect", "no/such-head-anywhere"], 1, "no/such-head-anywhere"),
         (["inspect", HEAD, "--probe"], 2, "--target"),
         (["inspect", HEAD, "--probe-prompt", "Hello"], 2, "--probe"),
+        (["inspect", HEAD, "--device", "cpu"], 2, "--probe"),
+        (["inspect", HEAD, "--target", "some/model", "--probe", "--device", "tpu"], 1, "device 'tpu' is unknown"),
+        (["train", "--target", "some/model", "--output", "out", "--prompts", "p.jsonl", "--device", "tpu"], 1, "device 'tpu' is unknown"),
+        (["tune", "--model", "some/model", "--backend", "torch"], 1, "backend 'torch' has no launches to tune"),
+        (["tune", "--model", "some/model", "--backend", "cpp"], 1, "backend 'cpp' has no launches to tune"),
+        (["tune", "--model", "some/model", "--device", "tpu", "--backend", "triton"], 1, "device 'tpu' is unknown"),
         (["nonsense"], 2, "nonsense"),
     ],
 )

@@ -1,16 +1,19 @@
-"""`fastspec warmup` on a tiny model in a folder."""
+"""`fastspec warmup` on a tiny model in a folder, and which kernels `fastspec tune` patches it with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from helpers_heads import as_eagle3, write
 from helpers_models import tiny_head
 from helpers_training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
+from fastspec import cli_device
 from fastspec.cli import app
+from fastspec.errors import Unsupported
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +39,27 @@ def test_warmup_says_what_is_wrong(saved):
     done = CliRunner().invoke(app, ["warmup", str(saved / "nothing")])
     assert done.exit_code == 1 and "could not load the model" in done.output
     assert CliRunner().invoke(app, ["warmup", str(saved / "model"), "--rows", "0"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "backend"),
+    [
+        (0, [], "triton"),
+        (0, ["--backend", "triton"], "triton"),
+        (1, [], "auto"),
+        (1, ["--backend", "triton", "--device", "cuda:0"], "triton"),
+    ],
+)
+def test_tune_takes_triton_where_auto_would_not(gpus, given, backend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    asked = []
+
+    def patched(*options):
+        asked.append(options)
+        raise Unsupported("far enough")
+
+    monkeypatch.setattr(cli_device, "patched_model", patched)
+    done = CliRunner().invoke(app, ["tune", "--model", "some/model", *given])
+    assert done.exit_code == 1 and "far enough" in done.output
+    assert [each[-1] for each in asked] == [backend]

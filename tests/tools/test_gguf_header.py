@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 
+import numpy
 import pytest
 
 from fastspec.errors import Unsupported
+from fastspec.gguf_reading import fast_reader, faster_unpacking
 from fastspec.models import _read_once, load_model
 
 gguf = pytest.importorskip("gguf")
+quants = pytest.importorskip("gguf.quants")
 
 
 @pytest.fixture
 def path(tmp_path):
     """A file with a name for its architecture and one tensor."""
-    import numpy
-
     writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
     writer.add_block_count(2)
     writer.add_tensor("output_norm.weight", numpy.ones(4, dtype=numpy.float32))
@@ -64,3 +65,70 @@ def test_two_threads_do_not_read_for_each_other(path):
         assert thread.is_alive() and not seen
     thread.join(10)
     assert len(seen) == 1 and gguf.GGUFReader is reader
+
+
+@pytest.fixture(params=["LITTLE", "BIG"])
+def varied(request, tmp_path):
+    """A file with fields of every type, in either order of bytes."""
+    writer = gguf.GGUFWriter(tmp_path / "varied.gguf", "llama", endianess=gguf.GGUFEndian[request.param])
+    writer.add_token_list(["", "a", "ü", "word" * 63, *map(str, range(65))])
+    writer.add_token_types([1, 2, 3] * 21)
+    writer.add_token_scores([0.5, -1.0, float("nan")])
+    writer.add_array("some.flags", [True, False, True])
+    writer.add_array("some.one", [-7])
+    writer.add_array("some.lists", [["a", "b"], ["c"]])
+    writer.add_array("some.numbers", [[1, 2], [3, 4]])
+    for name, add in (("u8", "uint8"), ("i16", "int16"), ("u64", "uint64"), ("f64", "float64"), ("f32", "float32")):
+        getattr(writer, f"add_{add}")(f"some.{name}", 5)
+    writer.add_bool("some.bool", True)
+    writer.add_tensor("output_norm.weight", numpy.arange(63, dtype=numpy.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+    return tmp_path / "varied.gguf"
+
+
+def test_a_header_that_is_read_whole_is_what_is_read_part_by_part(varied):
+    slow, fast = gguf.GGUFReader(varied), fast_reader(gguf.GGUFReader)(varied)
+    assert list(slow.fields) == list(fast.fields) and len(slow.fields) > 15
+    for name, field in slow.fields.items():
+        other = fast.fields[name]
+        assert (field.offset, field.data, field.types) == (other.offset, other.data, other.types), name
+        assert len(field.parts) == len(other.parts)
+        for a, b in zip(field.parts, other.parts, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes(), name
+        assert repr(field.contents()) == repr(other.contents())
+    assert (slow.data_offset, slow.alignment, slow.byte_order) == (fast.data_offset, fast.alignment, fast.byte_order)
+    for a, b in zip(slow.tensors, fast.tensors, strict=True):
+        assert a.name == b.name and a.tensor_type == b.tensor_type and a.data.tobytes() == b.data.tobytes()
+
+
+def test_a_list_that_is_cut_off_fails_as_ever(varied, tmp_path):
+    whole, fast = varied.read_bytes(), fast_reader(gguf.GGUFReader)
+    for end in range(24, gguf.GGUFReader(varied).data_offset, 37):
+        (tmp_path / "cut.gguf").write_bytes(whole[:end])
+        with pytest.raises(Exception) as slow:
+            gguf.GGUFReader(tmp_path / "cut.gguf")
+        with pytest.raises(type(slow.value)):
+            fast(tmp_path / "cut.gguf")
+
+
+@pytest.mark.parametrize("kind", sorted(quants._type_traits, key=str), ids=lambda kind: kind.name)
+def test_weights_are_unpacked_to_the_same_bits(kind):
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    draw = numpy.random.default_rng(0)
+    for shape in ((1, size), (7, 3 * size), (63, size), (65, 7 * size), (2, 5, 2 * size), (1500, 11 * size)):
+        packed = draw.integers(0, 256, shape, dtype=numpy.uint8)
+        with numpy.errstate(all="ignore"):  # scales are drawn too
+            slow = gguf.dequantize(packed, kind)
+            with faster_unpacking():
+                fast = gguf.dequantize(packed, kind)
+        assert slow.shape == fast.shape and slow.dtype == fast.dtype and slow.tobytes() == fast.tobytes()
+
+
+def test_a_function_of_other_arguments_is_left_alone(monkeypatch):
+    def other(func, rows):
+        """Of another version."""
+
+    monkeypatch.setattr(quants, "_apply_over_grouped_rows", other)
+    with faster_unpacking():
+        assert quants._apply_over_grouped_rows is other

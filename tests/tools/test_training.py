@@ -157,7 +157,7 @@ def test_the_command_trains_a_saved_model(tmp_path: Path) -> None:
         "batch-tokens": 512, "draft-vocab-size": 96, "mixed-precision": "no", "enlarge-minutes": 1,
     }  # fmt: skip
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    arguments += ["train", "--continue-cut", "--second-answers", "--follow-ups"][1:]
+    arguments += ["--continue-cut", "--second-answers", "--follow-ups", "--device", "cpu"]
     stopped = CliRunner().invoke(app, ["train", *arguments, "--stop-after", "0.00001"])
     assert stopped.exit_code == 0 and "run the same command again" in stopped.output, stopped.output
     done = CliRunner().invoke(app, ["train", *arguments])
@@ -165,6 +165,21 @@ def test_the_command_trains_a_saved_model(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["inspect", str(tmp_path / "head"), "--target", str(tmp_path / "model")]).exit_code == 0
     missing = CliRunner().invoke(app, ["train", *arguments, "--heldout", "no-such.jsonl"])
     assert missing.exit_code == 1 and "no-such.jsonl: no such file" in missing.output
+
+
+def test_a_named_gpu_is_the_current_one_unless_processes_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert [entry._use(name) for name in (None, "cpu", "cuda", "cuda:1")] == [None, "cpu", "cuda", "cuda:1"] and chosen == ["cuda:1"]
+    with pytest.raises(Unsupported, match="'cuda:2' is not there"):
+        entry._use("cuda:2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert entry._use("cuda") == "cuda"
+    with pytest.raises(Unsupported, match="'cuda:0' is one GPU, and 2 processes train"):
+        entry._use("cuda:0")
 
 
 TWO = """

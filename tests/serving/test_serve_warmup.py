@@ -1,0 +1,92 @@
+"""`fastspec serve --warmup`, and the open batch's own warm-up."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_models import tiny_head
+from helpers_serve import MARKS
+from helpers_training import small_target, small_tokenizer
+from typer.testing import CliRunner
+
+import fastspec
+from fastspec.cli import app
+from fastspec.errors import Unsupported
+from fastspec.generation.stats import Stats
+from fastspec.serving import app as server
+
+pytestmark = MARKS
+TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)
+
+
+@pytest.fixture
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A model in a folder, and what the command was about to serve."""
+    for part in (small_target(), small_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    found: dict[str, Any] = {"model": str(tmp_path / "model")}
+    build = server.build_app
+
+    def built(batch: Any, *given: Any, **options: Any) -> Any:
+        found.update(batch=batch, widths=set(batch._widths.made), joined=batch.stats.joined)
+        return build(batch, *given, **options)
+
+    def run(gate: Any, listener: socket.socket, **options: Any) -> None:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(listener.getsockname())
+
+    monkeypatch.setattr(server, "build_app", built)
+    monkeypatch.setattr(server, "run_server", run)
+    return found
+
+
+def test_a_server_warms_up_before_its_port_opens(seen: dict[str, Any]) -> None:
+    arguments = ["serve", seen["model"], "--rows", "3", "--port", "0", "--max-length", "200", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*arguments, "--warmup"])
+    assert done.exit_code == 0, done.output
+    assert "10 of 10 calls" in done.output and "warmed up in" in done.output  # prompts of 32, 64, 128, 176; rows 1, 2, 3, each twice
+    assert seen["widths"] == {1, 2, 3} and seen["joined"] == 0
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0 and "warmed up" not in done.output and seen["widths"] == {3}
+
+
+def test_a_batch_that_was_warmed_up_answers_and_counts_as_another() -> None:
+    model = small_target()
+    head = tiny_head(model)
+    ids = torch.randint(5, model.config.vocab_size, (1, 9))
+    alone = model.generate(ids, max_new_tokens=12, do_sample=False)
+    fastspec.patch(model, eagle3=head)
+    counted, told = [], list[tuple[int, int]]()
+    for warm in (False, True):
+        with fastspec.continuous(model, TREE, rows=2, max_length=100) as batch:
+            if warm:
+                state = torch.get_rng_state()
+                assert batch.warmup(length=40, told=lambda done, of: told.append((done, of))) > 0
+                assert torch.equal(torch.get_rng_state(), state)
+                assert (batch.running, batch.waiting, batch.stats) == (0, 0, Stats(assistant="eagle3", rows=2))
+            assert torch.equal(batch.submit(ids, max_new_tokens=12, do_sample=False).result(), alone)
+        counted.append((batch.stats.joined, batch.stats.round_tokens, batch.stats.rows))
+    assert counted[0] == counted[1] and told == [(done, 6) for done in range(7)]
+
+
+def test_no_end_token_and_no_padding_shorten_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fastspec.patch(small_target())
+    model.generation_config.eos_token_id = list(range(64))
+    model.generation_config.pad_token_id = 70
+    with fastspec.continuous(model, "nasd", rows=3, max_length=100) as batch:
+        asked, submit = [], batch.submit
+        monkeypatch.setattr(batch, "submit", lambda *given, **options: asked.append(submit(*given, **options)) or asked[-1])
+        batch.warmup(length=40)
+    assert [answer.result().shape[1] - 24 for answer in asked] == [32, 40] + [32] * 2 * (1 + 2 + 3)
+
+
+def test_rows_without_room_for_a_warm_up_are_refused() -> None:
+    with fastspec.continuous(fastspec.patch(small_target()), "nasd", rows=1, max_length=24) as batch:
+        with pytest.raises(Unsupported, match="length=2048 and max_length=24"):
+            batch.warmup()
+        with pytest.raises(Unsupported, match="length=0"):
+            batch.warmup(0)
