@@ -36,7 +36,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_from_a_head(material: Material, tmp_path: Path, kind: str) -> None:
     plain: dict[str, Any] = {"kind": kind, "draft_vocab_size": 0, "intermediate_size": 0}
-    first = Trainer(settings(tmp_path / "one", epochs=2.0, learning_rate=1e-2, **{**plain, **KINDS[kind]}), *material, Accelerator(cpu=True))
+    sizes = {**plain, **KINDS[kind]}
+    first = Trainer(settings(tmp_path / "one", epochs=2.0, learning_rate=1e-2, **sizes), *material, Accelerator(cpu=True))
     fresh = first.validate()
     first.run()
     trained = first.validate()
