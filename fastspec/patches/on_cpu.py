@@ -24,8 +24,8 @@ _tried: dict[str, str | None] = {}
 
 def named(backend: str, device: torch.device, dtype: torch.dtype, adapted: bool) -> str:
     """The backend of a model of a dtype on a device: "cpp" for "auto" on the CPU where the C++ kernels run, compiled and checked first
-    where that was not done on this machine; else the name as given. `adapted` says whether the model has an adapter. Raises Unsupported for an
-    unknown FASTSPEC_CPU."""
+    where that was not done on this machine; else the name as given. `adapted` says whether the model has an adapter. Raises Unsupported
+    for an unknown FASTSPEC_CPU."""
     if backend != "auto" or device.type != "cpu":
         return backend
     return "cpp" if why_torch(dtype, adapted) is None else backend

@@ -311,7 +311,7 @@ def test_report_says_what_is_patched_and_what_ran() -> None:
         assert report.last.emitted == 24 and report.last.rounds == 11 and report.last.acceptance_length == 1.0
         assert report.last.tokens_per_second > 0 and {"prefill", "score"} <= report.last.phases.keys()
         text = str(report)
-        expected = ("LlamaForCausalLM", "adapter llama", "torch", "float32", "eagle3: 1 call", "acceptance length 1.00")
+        expected = ("LlamaForCausalLM", "adapter llama", report.backend, "float32", "eagle3: 1 call", "acceptance length 1.00")
         assert [word for word in expected if word not in text] == []
 
 
