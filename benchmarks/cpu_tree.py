@@ -8,6 +8,10 @@ prompt's output is first compared with transformers' own generate, in the same r
 timed on a prompt before the next prompt comes, so that a machine's slow spell hits all shapes. The lines printed give the median over
 prompts and the tokens per second over all of them, which is what `DEFAULT_TREES` is chosen by.
 
+On a shared machine `others` in a row is the number of cores that other processes took while it, or transformers' run of the prompt, was
+timed, whichever is more; `--alone 0.1` leaves rows with more than that out of what is printed. With OMP_NUM_THREADS=1 and `--clock process`
+other processes hardly count.
+
 An AVX-512 processor is held to AVX2 by ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment;
 `isa` in the rows is what torch uses.
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -33,14 +38,28 @@ KEYS = ("total_tokens", "depth", "top_k")
 SHAPES = ("4,2,2", "6,3,2", "10,3,4", "16,3,4", "16,4,4", "24,5,6", "32,5,8", "60,7,10")
 
 
-def measure(model, inputs, assistant, tokens: int) -> tuple[list[int], float]:
-    """New tokens of one greedy call and its seconds."""
+def busy() -> float:
+    """Seconds that all cores together have worked for other processes than this one; 0 where that is not Linux."""
+    if not Path("/proc/stat").exists():
+        return 0.0
+    user, nice, system, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
+
+
+def measure(model, inputs, assistant, tokens: int, clock: str = "wall") -> tuple[list[int], float, float]:
+    """New tokens of one greedy call, its seconds, and how many cores other processes took meanwhile."""
     kwargs = {} if assistant is None else {"assistant": assistant}
-    start = time.perf_counter()
+    now, began, others = CLOCKS[clock], time.perf_counter(), busy()
+    start = now()
     out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, **kwargs)
     if model.device.type == "cuda":
         torch.cuda.synchronize()
-    return out[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - start
+    seconds = now() - start
+    others = max(0.0, busy() - others) / (time.perf_counter() - began)
+    return out[0, inputs["input_ids"].shape[1] :].tolist(), seconds, others
 
 
 def main() -> None:
@@ -53,6 +72,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--runs", type=int, default=1, help="how often every prompt is answered by every method")
+    parser.add_argument("--alone", type=float, default=float("inf"), help="cores that others may take, for a row that is summarised")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="process: processor time, to be read with OMP_NUM_THREADS=1")
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
     options = parser.parse_args()
 
@@ -71,11 +92,14 @@ def main() -> None:
     methods = [None, fastspec.Autoregressive(), *shapes]
     for method in methods:
         measure(model, prompts[0][1], method, 8)
-    rows = [row | where for prompt in prompts * options.runs for row in on_prompt(model, *prompt, methods, options.tokens)]
-    if options.out:
-        with options.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-    summarise(rows)
+    rows: list[dict] = []
+    for prompt in prompts * options.runs:
+        of_prompt = [row | where for row in on_prompt(model, *prompt, methods, options.tokens, options.clock)]
+        rows += of_prompt
+        if options.out:  # at once: a run that is cut short keeps what it has measured
+            with options.out.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in of_prompt)
+    summarise([row for row in rows if row["others"] <= options.alone])
 
 
 def text(row: dict) -> str:
@@ -83,16 +107,17 @@ def text(row: dict) -> str:
     return row["prompt"] if "prompt" in row else row["turns"][0]
 
 
-def on_prompt(model, name: str, inputs, methods: list, tokens: int) -> list[dict]:
+def on_prompt(model, name: str, inputs, methods: list, tokens: int, clock: str) -> list[dict]:
     """One row per method on one prompt; the first method is transformers' own."""
     rows: list[dict] = []
-    expected, plain = measure(model, inputs, methods[0], tokens)
+    expected, plain, first = measure(model, inputs, methods[0], tokens, clock)
     for method in methods:
-        said, seconds = measure(model, inputs, method, tokens) if rows else (expected, plain)
+        said, seconds, others = measure(model, inputs, method, tokens, clock) if rows else (expected, plain, first)
         row = {
             "prompts": name, "method": "transformers" if method is None else type(method).__name__.lower(),
             **{key: getattr(method, key, None) for key in KEYS}, "tokens": len(said), "seconds": round(seconds, 4),
             "ratio": round(plain / seconds * len(said) / len(expected), 3), "identical": said == expected,
+            "others": round(max(others, first), 2), "clock": clock,
         }  # fmt: skip
         if method is not None:
             last = fastspec.report(model).last

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from fastspec.cache_folder import cache_folder
 from fastspec.cli_options import Backend, Device, Dtype
 from fastspec.cli_progress import counting
 from fastspec.devices import choose_device
@@ -54,7 +55,8 @@ def warmup(
     with counting("calls") as told:
         seconds = fastspec.warmup(target, rows=rows or (1,), length=length, told=told)
     report = fastspec.report(target)
-    kept = "its kernels are in Triton's cache" if report.backend == "triton" else f"backend {report.backend!r} has no kernels to compile"
+    places = {"triton": "its kernels are in Triton's cache", "cpp": f"its kernels are in {cache_folder()}"}
+    kept = places.get(report.backend, f"backend {report.backend!r} has no kernels to compile")
     Console(highlight=False).print(f"warmed up in {seconds:.1f} s on {report.device}: {kept}", markup=False, soft_wrap=True)
 
 

@@ -17,11 +17,14 @@ from rich.control import Control, ControlType
 from rich.table import Table
 from rich.text import Text
 
+import fastspec
+from fastspec import Eagle3
 from fastspec.chat.columns import COLUMN
 from fastspec.chat.resources import resource_names
 from fastspec.chat.saved import read_saved
 from fastspec.chat.session import Chat
 from fastspec.chat.settings import CONFIGS, DRAFTS, KEPT_FOR, PROCESSORS, STORAGES
+from fastspec.config import CPP_TREE
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 
@@ -183,7 +186,8 @@ def _tree(chat: Chat, arguments: list[str]) -> str:
 
 def _tree_value(chat: Chat) -> str:
     config = chat.settings.assistant("eagle3")
-    shape = config.shape(chat.model.device.type)
+    cpp = config == Eagle3() and fastspec.report(chat.model).backend == "cpp"
+    shape = CPP_TREE if cpp else config.shape(chat.model.device.type)
     grown = f"depth {shape.depth}, top_k {shape.top_k}"
     if config.total_tokens == "auto":
         return f"auto, at most {shape.total_tokens} nodes, {grown}"

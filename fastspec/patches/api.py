@@ -183,6 +183,8 @@ class Report:
     """Why calls that the default assistant could not serve ran transformers' own decoding -> how many did."""
     tables: str = "none"
     """Where the kernels' launches come from: "shipped" for this device, "tuned" on this machine, "portable", or "none" without kernels."""
+    why_torch: str | None = None
+    """Why `backend="auto"` runs on the CPU without the C++ kernels; None where it has them, and for other backends and devices."""
     memory: MemoryStats | None = None
     """What the cascade keeps of keys and values between calls, and how that went; None where it keeps nothing."""
 
@@ -196,6 +198,7 @@ class Report:
             f"{self.model} on {self.device}, {self.dtype}: {self.mode}, kernels: {self.backend}, assistants: {', '.join(self.assistants)}",
         ]
         lines += [] if self.tables == "none" else [f"  launch tables: {self.tables}"]
+        lines += [] if self.why_torch is None else [f"  plain torch on the CPU: {self.why_torch}"]
         if self.default is not None:
             lines[0] += f"; default: {self.default if isinstance(self.default, str) else getattr(self.default, 'name', self.default)}"
         lines += [f"  left to transformers' own generate: {count} calls, {why}" for why, count in self.unassisted.items()]
@@ -245,12 +248,14 @@ def report(model: Any) -> Report:
     session = session_of(model)
     if session is None:
         raise Unsupported(not_patched(model, "nothing to report before fastspec.patch(model)"))
-    place, ops = [device_of(model), model.dtype], session.ops(model, mode_for(model))
+    mode, place = mode_for(model), [device_of(model), model.dtype]
+    ops = session.ops(model, mode)
     return Report(
         model=type(model).__name__,
         mode=mode_of(model),
         backend=ops.name,
         tables=tables_of(ops, model.dtype, place[0]),
+        why_torch=session.why_torch(model, mode),
         device=str(place[0]),
         dtype=str(model.dtype).removeprefix("torch."),
         assistants=("autoregressive", "nasd", *session.resources),

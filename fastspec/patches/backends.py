@@ -72,19 +72,31 @@ TORCH_ONEDNN = replace(
 """Plain torch, with the linear layers of the CPU through oneDNN."""
 
 
+def build_cpp() -> str | None:
+    """Compile and load the C++ kernels of the CPU, where that was not done on this machine -> None, or why they cannot be had."""
+    why = build.missing()
+    if why is not None:
+        return why
+    folder = cache_folder() / "kernels"
+    if not (folder / build.library_name()).exists():
+        notice("compiling the kernels of the CPU, once for this machine")
+    why = build.build(folder)
+    if why is None:
+        try:
+            build.library(folder / build.library_name())
+        except OSError as error:
+            why = f"the compiled library cannot be loaded: {error}"
+    return why
+
+
 @cache
 def cpp_ops() -> Ops:
     """The C++ kernels of the CPU, compiled first where that was not done on this machine. Raises Unsupported where they cannot be built,
     and says why."""
-    folder = cache_folder() / "kernels"
-    why = build.missing()
-    if why is None:
-        if not (folder / build.library_name()).exists():
-            notice("compiling the kernels of the CPU, once for this machine")
-        why = build.build(folder)
+    why = build_cpp()
     if why is not None:
         raise Unsupported(f'backend="cpp" cannot be built here: {why}. Patch with backend="auto", which runs without it')
-    native = Native(build.library(folder / build.library_name()))
+    native = Native(build.library(cache_folder() / "kernels" / build.library_name()))
     return replace(
         TORCH, name="cpp", linear=native.linear, gate_up=native.gate_up, rms_norm=native.rms_norm, rope_cache=native.rope_cache,
         tree_attention=native.tree_attention, pick=native.pick, topk_logprobs=native.topk_logprobs, topk_expand=native.topk_expand,
@@ -159,8 +171,8 @@ def choose_backend(name: str, device_type: str, adapted: bool = True) -> Ops:
     """The kernels of a backend name on a device; `adapted` says whether the model has an adapter.
 
     "auto" is Triton on a CUDA device of compute capability 8.0 or more for a model with an adapter, where triton is installed; plain
-    torch on CUDA else; and torch with oneDNN on the CPU, where torch carries it. Raises Unsupported for an unknown name, and for "triton"
-    where its kernels cannot run.
+    torch on CUDA else; and torch with oneDNN on the CPU, where torch carries it (`on_cpu.named` makes it "cpp" before, where that runs).
+    Raises Unsupported for an unknown name, and for "triton" where its kernels cannot run.
     """
     if name not in NAMES:
         raise Unsupported(f"backend={name!r} on {device_type}: accepted are {', '.join(map(repr, NAMES))}")

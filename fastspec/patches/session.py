@@ -10,7 +10,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from fastspec.patches.checks.verdict import self_check
 from fastspec.patches.hf.compat import device_of, is_unpacking_hook
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.modes import Mode
+from fastspec.patches.on_cpu import named, why_torch
 from fastspec.patches.pool import Engines
 from fastspec.patches.tuning.store import use_tuned
 
@@ -134,11 +135,20 @@ class PatchSession:
         """The backend's kernels for a model that runs in this mode now: it may have moved, or been hooked, since it was patched. Raises
         FastSpecError where they fail the self-check of a device that they were not tested on."""
         device = device_of(model)
-        ops = choose_backend(self.backend, device.type, adapted=mode.adapter is not None)
+        adapted = mode.adapter is not None
+        name = named(self.backend, device, model.dtype, adapted)
+        ops = choose_backend(name, device.type, adapted=adapted)
+        if name != self.backend:  # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
+            ops = replace(ops, packs=False)
         if ops.name == "triton":
             use_tuned(device)
         self_check(ops, model.dtype, device)
         return counted(ops, self.kernels)
+
+    def why_torch(self, model: Any, mode: Mode) -> str | None:
+        """Why backend="auto" runs a model on the CPU without the C++ kernels, or None."""
+        on_cpu = self.backend == "auto" and device_of(model).type == "cpu"
+        return why_torch(model.dtype, mode.adapter is not None) if on_cpu else None
 
     def pack(self, model: Any, mode: Mode) -> None:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the model was moved. Those

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,6 +122,19 @@ def test_sizes_stay_within_what_a_tree_can_hold():
         assert Eagle3().sizes(device) == (default.total_tokens,) and Eagle3().shape(device) == default
     assert Eagle3(depth=0, top_k=1, total_tokens="auto").sizes("cuda") == (2,)
     assert len({AUTO, Eagle3(depth=2, top_k=3, total_tokens="auto"), Eagle3(depth=2, top_k=3, total_tokens=22)}) == 2
+
+
+def test_the_trees_of_the_cpp_kernels_are_those_of_an_eagle3_without_sizes():
+    target, head = MAKERS["bigram"]
+    model = target()
+    patched, cpp = fastspec.patch(model, eagle3=head(model), eagle2=None), replace(TORCH, name="cpp")
+    found = []
+    for config in ("eagle3", Eagle3(total_tokens=6, depth=2, top_k=2), Eagle3(top_k=2)):
+        decoding = assistants.resolve(config, session_of(patched).resources, patched)
+        drafters = [decoding.drafter(rows=1, capacity=16, device=model.device, ops=ops, process=None) for ops in (TORCH, cpp)]
+        found.append([drafter.nodes for drafter in drafters])
+    given = Eagle3(top_k=2).shape("cpu").total_tokens
+    assert found == [[16, 8], [6, 6], [given, given]]
 
 
 def test_a_large_batch_grows_smaller_trees_where_none_was_named(monkeypatch):

@@ -108,6 +108,23 @@ def test_a_long_product_is_timed_once(monkeypatch):
     assert len(runs) == 1 + 1 + quickest.REPEATS
 
 
+def test_measuring_ends_after_a_second(monkeypatch):
+    """Later sizes take what was chosen most often for as many rows, and the last way where nothing was."""
+    now, first, last = [0.0], lambda *_: None, lambda *_: None
+
+    def slow(*_):
+        now[0] += 0.4
+        return [1.0, 2.0]
+
+    monkeypatch.setattr(quickest, "times", slow)
+    monkeypatch.setattr(quickest, "perf_counter", lambda: now[0])
+    measured = quickest.Measured(first, last)
+    for width in range(1, 9):
+        assert measured.fastest(torch.ones(2, width), torch.ones(3, width)) is first
+    assert now == [pytest.approx(3 * 0.4)]  # the third begins before a second has passed
+    assert measured.fastest(torch.ones(7, 4), torch.ones(3, 4)) is last
+
+
 def test_a_weight_that_a_cache_holds_is_timed_as_one_that_comes_from_memory(monkeypatch):
     """In every turn all copies are multiplied, each once, and none of them is the weight itself."""
     monkeypatch.setattr(quickest, "COLD", 5 * 48)

@@ -30,8 +30,16 @@ static inline void store(float *p, vec x) { *(vec *)p = x; }
 static inline vec all(float x) { return x - vec{}; }
 
 static inline float sum(vec x) {
+    typedef float half __attribute__((vector_size(LANES * 2)));
+    typedef float quarter __attribute__((vector_size(LANES)));
+    half low, high;
+    std::memcpy(&low, &x, sizeof low), std::memcpy(&high, (const char *)&x + sizeof low, sizeof high);
+    low += high;
+    quarter first, second;
+    std::memcpy(&first, &low, sizeof first), std::memcpy(&second, (const char *)&low + sizeof first, sizeof second);
+    first += second;
     float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
+    for (int i = 0; i < LANES / 4; i++) total += first[i];
     return total;
 }
 
@@ -57,26 +65,53 @@ static inline vec exponential(vec x) {
     return x < low ? vec{} : result;
 }
 
-// One weight's row times `ROWS` rows of x: the weight is read in order, a page ahead of what is multiplied.
-template <int ROWS>
-static void dots(const float *w, const float *x, long K, float *y, long M, const float *bias) {
-    vec acc[ROWS] = {};
+// How many rows of a weight are multiplied together with `rows` rows of x: as many as the registers hold the sums of.
+static constexpr int wide(int rows) {
+    int registers = LANES == 16 ? 32 : 16, room = (registers - 1) / (rows + 1);
+    return room > 4 ? 4 : room < 1 ? 1 : room;
+}
+
+// Rows of x up to which a product's sums run along K, lane by lane; of more rows x is turned, so that the lanes are its rows.
+static constexpr long FEW = LANES == 16 ? 8 : 4;
+
+// `WIDE` rows of a weight times `ROWS` rows of x, which lie side by side in vectors: x [K / LANES, ROWS, LANES]. `tail` is x as it was, for
+// what is left of K, and `next` the weights behind these, read ahead.
+template <int ROWS, int WIDE>
+static inline void dots(const float *w, long K, const float *x, const float *tail, float *y, long M, const float *bias, const float *next) {
+    vec acc[WIDE][ROWS] = {};
     long k = 0;
-    for (; k + LANES <= K; k += LANES) {
-        __builtin_prefetch(w + k + 1024, 0, 2);
-        vec each = load(w + k);
-        for (int r = 0; r < ROWS; r++) acc[r] += each * load(x + r * K + k);
+    for (; k + LANES <= K; k += LANES, x += ROWS * LANES) {
+        vec each[WIDE];
+        for (int m = 0; m < WIDE; m++) {
+            if (LANES == 16 || k % 16 == 0) __builtin_prefetch(next + k * WIDE + m * 16, 0, 2);
+            each[m] = load(w + m * K + k);
+        }
+        for (int r = 0; r < ROWS; r++) {
+            vec row = load(x + r * LANES);
+            for (int m = 0; m < WIDE; m++) acc[m][r] += each[m] * row;
+        }
     }
-    for (int r = 0; r < ROWS; r++) {
-        float total = sum(acc[r]);
-        for (long at = k; at < K; at++) total += w[at] * x[r * K + at];
-        y[r * M] = bias ? total + *bias : total;
-    }
+    for (int m = 0; m < WIDE; m++)
+        for (int r = 0; r < ROWS; r++) {
+            float total = sum(acc[m][r]);
+            for (long at = k; at < K; at++) total += w[m * K + at] * tail[r * K + at];
+            y[r * M + m] = bias ? total + bias[m] : total;
+        }
 }
 
 template <int ROWS>
-static void few(const float *x, const float *w, const float *bias, float *y, long M, long K, long from, long to) {
-    for (long m = from; m < to; m++) dots<ROWS>(w + m * K, x, K, y + m, M, bias ? bias + m : nullptr);
+static void few(const float *packed, const float *x, const float *w, const float *bias, float *y, long M, long K, long from, long to) {
+    constexpr int WIDE = wide(ROWS);
+    long m = from;
+    for (; m + WIDE <= to; m += WIDE)
+        dots<ROWS, WIDE>(w + m * K, K, packed, x, y + m, M, bias ? bias + m : nullptr, w + (m + WIDE) * K);
+    for (; m < to; m++) dots<ROWS, 1>(w + m * K, K, packed, x, y + m, M, bias ? bias + m : nullptr, w + (m + 1) * K);
+}
+
+// x [R, K] as the vectors that `dots` reads, those of `from` to `to`.
+static void in_vectors(const float *x, long R, long K, float *out, long from, long to) {
+    for (long v = from; v < to; v++)
+        for (long r = 0; r < R; r++) store(out + (v * R + r) * LANES, load(x + r * K + v * LANES));
 }
 
 // `WIDE` rows of a weight times x, whose rows lie side by side in COLUMNS vectors [K, COLUMNS * LANES]. `next` is what is multiplied next.
@@ -139,35 +174,40 @@ int fastspec_lanes() { return LANES; }
 
 // x [R, K] times weight [M, K] transposed, plus bias [M] or null -> y [R, M].
 void fastspec_linear(const float *x, const float *w, const float *bias, float *y, long R, long M, long K, long threads) {
-    bool tall = R > LANES;
-    long side = (tall ? 2 : 1) * LANES, padded = (R + side - 1) / side * side;
-    float *columns = R > 8 ? space(0, padded * K).data() : nullptr;
+    bool tall = R > LANES, along = R <= FEW;
+    long side = (tall ? 2 : 1) * LANES, padded = (R + side - 1) / side * side, vectors = K / LANES;
+    float *turned = R > 1 ? space(0, (along ? R : padded) * K).data() : nullptr;
 #pragma omp parallel num_threads(threads)
     {
         long share = 1, mine = 0;
 #ifdef _OPENMP
         share = omp_get_num_threads(), mine = omp_get_thread_num();
 #endif
-        long blocks = (M + 7) / 8, from = blocks * mine / share * 8, to = blocks * (mine + 1) / share * 8;
+        long blocks = (M + 23) / 24, from = blocks * mine / share * 24, to = blocks * (mine + 1) / share * 24;
         to = to < M ? to : M;
-        if (R > 8) {
-            side_by_side(x, R, K, side, columns, K * mine / share, K * (mine + 1) / share);
+        if (R > 1) {
+            if (along)
+                in_vectors(x, R, K, turned, vectors * mine / share, vectors * (mine + 1) / share);
+            else
+                side_by_side(x, R, K, side, turned, K * mine / share, K * (mine + 1) / share);
 #pragma omp barrier
         }
         switch (R) {
-            case 1: few<1>(x, w, bias, y, M, K, from, to); break;
-            case 2: few<2>(x, w, bias, y, M, K, from, to); break;
-            case 3: few<3>(x, w, bias, y, M, K, from, to); break;
-            case 4: few<4>(x, w, bias, y, M, K, from, to); break;
-            case 5: few<5>(x, w, bias, y, M, K, from, to); break;
-            case 6: few<6>(x, w, bias, y, M, K, from, to); break;
-            case 7: few<7>(x, w, bias, y, M, K, from, to); break;
-            case 8: few<8>(x, w, bias, y, M, K, from, to); break;
+            case 1: few<1>(x, x, w, bias, y, M, K, from, to); break;
+            case 2: few<2>(turned, x, w, bias, y, M, K, from, to); break;
+            case 3: few<3>(turned, x, w, bias, y, M, K, from, to); break;
+            case 4: few<4>(turned, x, w, bias, y, M, K, from, to); break;
+#ifdef __AVX512F__
+            case 5: few<5>(turned, x, w, bias, y, M, K, from, to); break;
+            case 6: few<6>(turned, x, w, bias, y, M, K, from, to); break;
+            case 7: few<7>(turned, x, w, bias, y, M, K, from, to); break;
+            case 8: few<8>(turned, x, w, bias, y, M, K, from, to); break;
+#endif
             default:
                 if (tall)
-                    many<LANES == 16 ? 8 : 6, 2>(columns, w, bias, y, R, M, K, from, to);
+                    many<LANES == 16 ? 8 : 6, 2>(turned, w, bias, y, R, M, K, from, to);
                 else
-                    many<8, 1>(columns, w, bias, y, R, M, K, from, to);
+                    many<12, 1>(turned, w, bias, y, R, M, K, from, to);
         }
     }
 }

@@ -69,7 +69,7 @@ class Native:
     def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """rows [R, K] times weight [M, K] transposed, plus bias -> [R, M], by the kernel; all fp32, and contiguous."""
         count, depth = rows.shape
-        out = torch.empty(count, weight.shape[0])
+        out = rows.new_empty(count, weight.shape[0])
         self._linear(
             rows.data_ptr(), weight.data_ptr(), at(bias), out.data_ptr(), count, weight.shape[0], depth, torch.get_num_threads()
         )  # fmt: skip
@@ -105,8 +105,8 @@ class Native:
         given = [each for each in (x, weight, residual, out, total) if each is not None]
         if not plain(*given) or not weight.is_contiguous():
             return layer_reference.rms_norm(x, weight, eps, residual, out, total, offset)
-        normed = torch.empty(x.shape) if out is None else out
-        summed = total if total is not None else torch.empty(x.shape) if residual is not None else x
+        normed = x.new_empty(x.shape) if out is None else out
+        summed = total if total is not None else x.new_empty(x.shape) if residual is not None else x
         a, to, kept = rows_of(x), rows_of(normed), rows_of(summed)
         b = None if residual is None else rows_of(residual)
         if a is None or to is None or kept is None or (residual is not None and b is None):
@@ -133,7 +133,7 @@ class Native:
             return layer_reference.rope_cache(qkv, cos, sin, positions, k_cache, v_cache, slots, q_norm, k_norm, eps, offset, *more)
         batch, nodes = qkv.shape[:2]
         queries = qkv.shape[2] // size - 2 * heads
-        q = torch.empty(batch, nodes, queries, size)
+        q = qkv.new_empty(batch, nodes, queries, size)
         where, to, c, s = positions.contiguous(), slots.contiguous(), cos.contiguous(), sin.contiguous()
         self._rope_cache(
             qkv.data_ptr(), c.data_ptr(), s.data_ptr(), where.data_ptr(), to.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
@@ -152,7 +152,7 @@ class Native:
         if sinks is not None or cap is not None or nodes > MOST_ROWS or v.shape != k.shape or not lies or not plain(q, k, v):
             return attention_reference.tree_attention(q, k, v, layout, scale, sinks=sinks, cap=cap)
         seen = layout.visible.contiguous()
-        out = torch.empty(q.shape)
+        out = q.new_empty(q.shape)
         self._tree_attention(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), seen.data_ptr(), out.data_ptr(), batch, nodes, heads, k.shape[1], size,
             layout.extent, k.stride(0), k.stride(1), v.stride(0), v.stride(1), scale, torch.get_num_threads(),
@@ -163,7 +163,7 @@ class Native:
         """`reference.pick`; draws by torch."""
         if uniform is not None or not plain(scores) or not scores.is_contiguous() or not scores.numel():
             return verification_reference.pick(scores, uniform, settings)
-        out = torch.empty(scores.shape[:-1], dtype=torch.long)
+        out = scores.new_empty(scores.shape[:-1], dtype=torch.long)
         self._argmax(scores.data_ptr(), out.data_ptr(), out.numel(), scores.shape[-1], torch.get_num_threads())
         return out
 
@@ -171,7 +171,8 @@ class Native:
         """`reference.topk_logprobs`, the lower id first among equals; logits that are not numbers are not looked for."""
         if not plain(logits) or not logits.is_contiguous() or not 0 < count <= logits.shape[-1]:
             return drafting_reference.topk_logprobs(logits, count)
-        values, ids = torch.empty(*logits.shape[:-1], count), torch.empty(*logits.shape[:-1], count, dtype=torch.long)
+        shape = *logits.shape[:-1], count
+        values, ids = logits.new_empty(shape), logits.new_empty(shape, dtype=torch.long)
         rows = values.numel() // count
         self._topk_logprobs(
             logits.data_ptr(), values.data_ptr(), ids.data_ptr(), rows, logits.shape[-1], count, torch.get_num_threads()

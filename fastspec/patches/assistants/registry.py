@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import MANY_ROWS, Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
+from fastspec.config import CPP_TREE, MANY_ROWS, Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding, adopt_decoding
 from fastspec.generation.drafters.contract import check_taps
@@ -56,6 +56,8 @@ class EagleDecoding(Decoding):
     """The tree in batches of MANY_ROWS rows and more; None: `shape` there too."""
     fused: bool | None = None
     """Whether a draft phase is one launch; None: it is not, as fastspec would have it."""
+    cpp: TreeShape | None = None
+    """The tree on the C++ kernels of the CPU; None: `shape` there too."""
 
     @property
     def taps(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -69,11 +71,12 @@ class EagleDecoding(Decoding):
 
     def sized(self, nodes: int) -> EagleDecoding:
         """The same with trees of this many nodes."""
-        return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None, batched=None)
+        return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None, batched=None, cpp=None)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         """The drafter of one call. Raises Unsupported where it is to draft in one launch and cannot."""
         shape = self.shape if self.batched is None or rows < MANY_ROWS else self.batched
+        shape = self.cpp if self.cpp is not None and ops.name == "cpp" else shape
         drafter = EagleDrafter(self.head, shape, rows=rows, capacity=capacity, ops=ops, fused=bool(self.fused))
         _share(drafter.program, ops)
         if self.fused and (reason := why_separate(drafter, shape)) is not None:
@@ -211,7 +214,7 @@ def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> 
     shape, batched = (config.shape(device_of(model).type, rows) for rows in (1, MANY_ROWS))
     auto = config if config.total_tokens == "auto" else None
     head = _head(config.name, resources, model, max(shape.top_k, batched.top_k))
-    return EagleDecoding(config.name, head, shape, auto, batched, config.fused)
+    return EagleDecoding(config.name, head, shape, auto, batched, config.fused, CPP_TREE if config == Eagle3() else None)
 
 
 def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:

@@ -1,0 +1,122 @@
+"""What `backend="auto"` is on the CPU: the C++ kernels where they are built and pass, else plain torch and the reason."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_generate import TREE, prompts
+from helpers_models import tiny_head, tiny_model
+
+import fastspec
+from fastspec.errors import Unsupported
+from fastspec.kernels.native import build
+from fastspec.patches import backends, on_cpu
+
+needs_compiler = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path):
+    """As in a new process on a new machine."""
+    monkeypatch.delenv("FASTSPEC_CPU")
+    monkeypatch.setattr(on_cpu, "_tried", {})
+    monkeypatch.setattr("fastspec.patches.checks.verdict._known", {})
+    monkeypatch.setenv("FASTSPEC_CACHE", str(tmp_path / "cache"))
+    backends.cpp_ops.cache_clear()
+    yield
+    backends.cpp_ops.cache_clear()
+
+
+def chosen(model) -> fastspec.Report:
+    """What a patched model reports; it is unpatched again."""
+    with fastspec.patched(model):
+        return fastspec.report(model)
+
+
+@needs_compiler
+def test_a_compiler_is_enough_for_the_kernels(capsys, monkeypatch):
+    """They are compiled and checked once, with a line on stderr for each, and the model says what it says without."""
+    plain, model = tiny_model(), tiny_model()
+    fastspec.patch(model, eagle3=tiny_head(model))
+    inputs = prompts(9)
+    want = plain.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=TREE), want)
+    report = fastspec.report(model)
+    assert (report.backend, report.why_torch) == ("cpp", None) and "plain torch" not in str(report)
+    told = capsys.readouterr().err
+    assert told.count("compiling the kernels of the CPU") == told.count("checking the kernels on") == 1
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(on_cpu, "_tried", {})  # another process, the same folder
+    assert chosen(tiny_model()).backend == "cpp" and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda: tiny_model().bfloat16(), "the C++ kernels compute in float32, and the model is in bfloat16"),
+        (lambda: tiny_model("gpt2"), "this one runs in generic mode"),
+    ],
+)
+def test_models_that_they_do_not_take_run_plain_torch(model, why):
+    report = chosen(model())
+    assert report.backend.startswith("torch") and why in report.why_torch and f"plain torch on the CPU: {report.why_torch}" in str(report)
+
+
+def test_the_setting_keeps_plain_torch(monkeypatch):
+    monkeypatch.setenv("FASTSPEC_CPU", "torch")
+    report = chosen(tiny_model())
+    assert report.backend.startswith("torch") and report.why_torch == "FASTSPEC_CPU=torch in the environment"
+    monkeypatch.setenv("FASTSPEC_CPU", "cpp")
+    with pytest.raises(Unsupported, match="FASTSPEC_CPU='cpp' in the environment: accepted are auto, torch"):
+        fastspec.patch(tiny_model())
+
+
+def test_a_backend_that_is_named_is_taken(monkeypatch):
+    monkeypatch.setattr(on_cpu, "build_cpp", lambda: pytest.fail("built"))
+    with fastspec.patched(tiny_model(), backend="torch") as model:
+        assert fastspec.report(model).backend == "torch" and fastspec.report(model).why_torch is None
+
+
+def test_without_a_compiler_plain_torch_is_taken_in_silence(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = chosen(tiny_model())
+    assert report.backend.startswith("torch") and "cannot be built here" in report.why_torch and not capsys.readouterr().err
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_told_once(monkeypatch, tmp_path):
+    failing = tmp_path / "compiler"
+    failing.write_text(f"#!/bin/sh\necho called >> {tmp_path / 'calls'}\necho out of order >&2\nexit 3\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    with pytest.warns(RuntimeWarning, match='backend="auto" takes plain torch on the CPU.*out of order') as told:
+        reports = [chosen(tiny_model()) for _ in range(2)]
+    assert len(told) == 1 and (tmp_path / "calls").read_text() == "called\n"
+    assert all(report.backend.startswith("torch") and "failed: out of order" in report.why_torch for report in reports)
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_loaded_is_said(monkeypatch):
+    def refused(path):
+        raise OSError("no room")
+
+    monkeypatch.setattr(build, "library", refused)
+    with pytest.warns(RuntimeWarning, match="cannot be loaded: no room"):
+        assert chosen(tiny_model()).backend.startswith("torch")
+    with pytest.raises(Unsupported, match="the compiled library cannot be loaded: no room"):
+        fastspec.patch(tiny_model(), backend="cpp")
+
+
+@needs_compiler
+def test_kernels_that_fail_the_self_check_are_not_taken(monkeypatch):
+    ops = backends.cpp_ops()
+    wrong = replace(ops, pick=lambda scores, *rest: ops.pick(scores, *rest) + 1)
+    monkeypatch.setattr(on_cpu, "cpp_ops", lambda: wrong)
+    with pytest.warns(RuntimeWarning, match=r"pick \(the likeliest\)"):
+        report = chosen(tiny_model())
+    assert report.backend.startswith("torch") and "pick (the likeliest)" in report.why_torch
