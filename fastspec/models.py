@@ -133,7 +133,8 @@ def _read_once(packed: bool) -> Iterator[None]:
     gguf: Any = importlib.import_module("gguf")
     with _READING:
         kept = gguf.GGUFReader, gguf.get_tensor_name_map
-        gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, (fast_reader(kept[0]), kept[1]))
+        reader = fast_reader(kept[0]) if isinstance(kept[0], type) else kept[0]  # someone else's function stays as it is
+        gguf.GGUFReader, gguf.get_tensor_name_map = cache(reader), cache(kept[1])
         try:
             with faster_unpacking():
                 yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from functools import cache
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["FASTSPEC_CACHE"] = tempfile.mkdtemp(prefix="fastspec-tests-")  # what was tuned on this machine is none of the tests'
@@ -85,11 +84,6 @@ def assistant(request):
 @pytest.fixture(scope="session")
 def smollm2():
     """(model, tokenizer) of SmolLM2-135M-Instruct in fp32 on the CPU. Shared: a test that patches it must unpatch it."""
-    import gguf
-
     from fastspec.models import load_smollm2
 
-    with pytest.MonkeyPatch.context() as patch:  # transformers reads the file once for each part, and makes the map for each module
-        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
-        patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
-        return load_smollm2("cpu", torch.float32)
+    return load_smollm2("cpu", torch.float32)

@@ -36,6 +36,15 @@ def test_a_header_is_read_once_while_a_model_is_loaded(path):
     assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (reader, table)
 
 
+def test_a_reader_that_someone_else_put_there_is_asked(path, monkeypatch):
+    """A function, of which no class can be made."""
+    asked, reader = [], gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda *given: asked.append(given) or reader(*given))
+    with _read_once(True):
+        assert gguf.GGUFReader(path).tensors and gguf.GGUFReader(path) is gguf.GGUFReader(path)
+    assert len(asked) == 1
+
+
 def test_other_models_are_loaded_as_ever():
     reader = gguf.GGUFReader
     with _read_once(False):
