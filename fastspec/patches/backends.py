@@ -78,7 +78,7 @@ def build_cpp() -> str | None:
     if why is not None:
         return why
     folder = cache_folder() / "kernels"
-    if not (folder / build.library_name()).exists():
+    if not build.whole(folder / build.library_name()):
         notice("compiling the kernels of the CPU, once for this machine")
     why = build.build(folder)
     if why is None:

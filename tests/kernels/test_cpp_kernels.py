@@ -25,6 +25,7 @@ from fastspec.patches.session import session_of
 
 needs_compiler = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 FP32, CPU = torch.float32, torch.device("cpu")
+ONE = torch.nn.Parameter(torch.ones(1))
 OPS = [field.name for field in fields(backends.TORCH) if callable(getattr(backends.TORCH, field.name))]
 
 
@@ -191,7 +192,7 @@ def test_what_keeps_them_from_being_built_is_said(monkeypatch, tmp_path):
     failing.chmod(0o755)
     monkeypatch.setenv("CXX", str(failing))
     if build.missing() is None:
-        with pytest.raises(Unsupported, match="failed: out of order"):
+        with pytest.raises(Unsupported, match="ended with 3: out of order"):
             fastspec.patch(tiny_model(), backend="cpp")
     assert not list(Path(tmp_path).rglob("*.so"))
     backends.cpp_ops.cache_clear()
@@ -202,6 +203,58 @@ def test_they_are_compiled_once(tmp_path, monkeypatch):
     assert build.build(tmp_path) is None
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     assert build.build(tmp_path) is None and [path.name for path in tmp_path.iterdir()] == [build.library_name()]
+
+
+@needs_compiler
+@pytest.mark.parametrize("left", [0, 31, 4000, -1])
+def test_a_library_that_was_cut_off_is_compiled_again(tmp_path, left):
+    """Loaded, it would end the process."""
+    assert build.build(tmp_path) is None
+    path = tmp_path / build.library_name()
+    content = path.read_bytes()
+    path.write_bytes(content[:left])
+    assert not build.whole(path) and build.build(tmp_path) is None
+    assert build.whole(path) and build.library(path).fastspec_lanes() in (8, 16)
+
+
+def test_a_compiler_is_named_with_its_options(monkeypatch):
+    named = build.compiler()
+    if named is None:
+        pytest.skip("no compiler")
+    monkeypatch.setenv("CXX", f"{named[0]} -O2 -g")
+    assert build.compiler() == [named[0], "-O2", "-g"] and build.command(Path("a"), Path("b"))[:3] == [named[0], "-O2", "-g"]
+    monkeypatch.setenv("CXX", "no-such-program g++")
+    assert build.compiler() is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", [
+    lambda layer: layer.input_layernorm.weight.data.resize_(1).fill_(1.3), lambda layer: setattr(layer.self_attn.o_proj, "bias", ONE),
+    lambda layer: setattr(layer.mlp.down_proj, "bias", ONE),
+], ids=["norm", "bias", "another bias"])  # fmt: skip
+def test_weights_that_are_broadcast_are_left_to_torch(change):
+    model = tiny_model()
+    change(model.model.layers[0])
+    inputs = torch.arange(2, 9)[None]
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(inputs)}
+    expected = model.generate(inputs, **options)
+    with fastspec.patched(model, backend="cpp"):
+        assert torch.equal(model.generate(inputs, **options, assistant="autoregressive"), expected)
+
+
+@needs_compiler
+def test_weights_of_a_wrong_size_are_an_error_as_in_torch(native):
+    """None is read beyond its end."""
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    with torch.no_grad():
+        for wrong in (torch.randn(5, 7), torch.randn(5, 1)):
+            with pytest.raises(RuntimeError):
+                native.linear(x, wrong, None)
+        with pytest.raises(RuntimeError):
+            native.linear(x, weight, torch.randn(4))
+        with pytest.raises(RuntimeError):
+            native.rms_norm(x, torch.randn(7), 1e-6)
+        assert torch.equal(native.linear(x, weight, ONE), torch.nn.functional.linear(x, weight, ONE))
 
 
 @needs_compiler

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -36,14 +37,16 @@ SIGNATURES: dict[str, list[type]] = {
     "argmax": [P, P, N, N, N],
     "topk_logprobs": [P, P, P, N, N, N, N],
 }
+DIGEST = hashlib.sha256().digest_size
 SECONDS = 120
 """After which a compiler is given up."""
 
 
-def compiler() -> str | None:
-    """The C++ compiler that CXX in the environment names, else the first that is found."""
-    named = os.environ.get("CXX")
-    return shutil.which(named) if named else next((found for name in COMPILERS if (found := shutil.which(name))), None)
+def compiler() -> list[str] | None:
+    """The C++ compiler that CXX in the environment names, with the options that stand behind it there, else the first that is found."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    ways = [named] if named else [[name] for name in COMPILERS]
+    return next(([found, *options] for name, *options in ways if (found := shutil.which(name))), None)
 
 
 def missing() -> str | None:
@@ -61,7 +64,7 @@ def command(source: Path, out: Path) -> list[str]:
     """What compiles the library."""
     found = compiler()
     assert found is not None
-    return [found, *COMMON, *FLAGS[torch.backends.cpu.get_cpu_capability()], str(source), "-o", str(out)]
+    return [*found, *COMMON, *FLAGS[torch.backends.cpu.get_cpu_capability()], str(source), "-o", str(out)]
 
 
 def library_name() -> str:
@@ -70,10 +73,19 @@ def library_name() -> str:
     return f"kernels-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:16]}.so"
 
 
+def whole(path: Path) -> bool:
+    """Whether a library is there as it was written: one that was cut off would end the process at its first call. Behind the library, where
+    a loader does not look, lies its digest."""
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
+
+
 def build(folder: Path) -> str | None:
-    """Compile the library into a folder where it is not there yet -> None, or what went wrong."""
+    """Compile the library into a folder where it is not there yet, or not whole -> None, or what went wrong."""
     path = folder / library_name()
-    if path.exists():
+    if whole(path):
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,9 +93,13 @@ def build(folder: Path) -> str | None:
             out = Path(made) / path.name
             done = subprocess.run(command(SOURCE, out), capture_output=True, text=True, timeout=SECONDS, check=False)
             if done.returncode:
-                return f"{compiler()} failed: {done.stderr.strip()[-400:]}"
+                return f"{shlex.join(compiler() or [])} ended with {done.returncode}: {done.stderr.strip()[-400:] or 'it said nothing'}"
+            content = out.read_bytes()
+            out.write_bytes(content + hashlib.sha256(content).digest())
             os.replace(out, path)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
+        return f"{error} (FASTSPEC_CACHE in the environment names another folder to keep them in)"
+    except subprocess.TimeoutExpired as error:
         return str(error)
     return None
 

@@ -79,7 +79,8 @@ class Native:
         """`reference.linear`, by whichever of MKL, oneDNN and the kernel is the quickest here for such a product; of more than 64 rows as
         `onednn.linear` does, and of what is not fp32 and contiguous by torch."""
         given = (x, weight) if bias is None else (x, weight, bias)
-        if not plain(*given) or not all(each.is_contiguous() for each in given) or not x.numel():
+        fits = weight.shape[1:] == x.shape[-1:] and (bias is None or bias.shape == weight.shape[:1])  # else torch broadcasts, or raises
+        if not fits or not plain(*given) or not all(each.is_contiguous() for each in given) or not x.numel():
             return F.linear(x, weight, bias)
         rows = x.view(-1, x.shape[-1])
         if len(rows) > MOST_ROWS:
@@ -103,7 +104,8 @@ class Native:
         """`reference.rms_norm`."""
         x = joined(x)
         given = [each for each in (x, weight, residual, out, total) if each is not None]
-        if not plain(*given) or not weight.is_contiguous():
+        fits = weight.shape == x.shape[-1:] and all(each.shape == x.shape for each in (residual, out, total) if each is not None)
+        if not fits or not plain(*given) or not weight.is_contiguous():
             return layer_reference.rms_norm(x, weight, eps, residual, out, total, offset)
         normed = x.new_empty(x.shape) if out is None else out
         summed = total if total is not None else x.new_empty(x.shape) if residual is not None else x
@@ -128,6 +130,7 @@ class Native:
         heads, size = k_cache.shape[1], k_cache.shape[3]
         given = [each for each in (qkv, cos, sin, k_cache, v_cache, q_norm, k_norm) if each is not None]
         lies = k_cache.stride(2) == v_cache.stride(2) == size and k_cache.stride(3) == v_cache.stride(3) == 1
+        rare |= any(norm.shape != (size,) for norm in (q_norm, k_norm) if norm is not None) or qkv.shape[2] % size != 0
         if rare or not lies or v_cache.shape != k_cache.shape or size > MOST_SIZE or not plain(*given) or not qkv.is_contiguous():
             more = gated, norms_values, ties_values, interleaved, factor
             return layer_reference.rope_cache(qkv, cos, sin, positions, k_cache, v_cache, slots, q_norm, k_norm, eps, offset, *more)

@@ -89,7 +89,8 @@ def _read(path: Path, about: dict[str, str]) -> list[list[str]] | None:
 def _run(ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, str], path: Path) -> list[list[str]]:
     from fastspec.patches.checks.compare import launcher, problems
 
-    notice(f"checking the kernels on {about['device']}, which they were not tested on, once for this machine")
+    new = "" if device.type == "cpu" else ", which they were not tested on"
+    notice(f"checking the kernels on {about['device']}{new}, once for this machine")
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]), torch.no_grad():  # what a user's seed draws must not change
         if ops.name == "triton":
