@@ -113,7 +113,7 @@ def checked(head: EagleHead, shape: TreeShape, make: Callable[[], Fused]) -> Fus
 def separate(backend: str, head: EagleHead, shape: TreeShape, rows: int, prefix: int) -> Callable[[], Any]:
     """One round of `EagleDrafter` on the ops of a backend."""
     device = head.fc.weight.device
-    drafter = EagleDrafter(head, shape, rows=rows, capacity=prefix + 256, ops=choose_backend(backend, device.type))
+    drafter = EagleDrafter(head, shape, rows=rows, capacity=prefix + 256, ops=choose_backend(backend, device))
     drafter.reserve(prefix + 256)
     drafter.attention.k.normal_()
     drafter.attention.v.normal_()
@@ -212,7 +212,7 @@ def main() -> None:
                 fused = partial(Fused, head, weights, shape, rows, options.prefix, launch, options.programs)
                 ways[way] = partial(checked, head, shape, fused), True
             for backend in options.backends:
-                captures = choose_backend(backend, "cuda").captures
+                captures = choose_backend(backend, torch.device("cuda")).captures
                 ways[backend] = partial(separate, backend, head, shape, rows, options.prefix), captures
             for way, kind, ms, mib in (
                 (way, *result) for way, (make, captures) in ways.items() for result in measured(make, captures, options.times)

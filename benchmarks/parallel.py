@@ -114,9 +114,9 @@ def sums(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wid
             found.append({"what": "sum", "method": name, "rows": rows, "width": width, "us": times[1], "us_quantiles": times})
         part = torch.zeros(rows, reference.share(vocabulary, group.size()), device=device, dtype=dtype)
         keys = torch.zeros(rows, 1, device=device, dtype=torch.long)
-        for name, sent, width in (("logits", part, vocabulary), ("keys", keys, group.size())):
-            times = microseconds(partial(reference.all_gather, sent, width, group), device)
-            found.append({"what": "gather", "method": name, "rows": rows, "width": width, "us": times[1], "us_quantiles": times})
+        for name, sent, joined in (("logits", part, vocabulary), ("keys", keys, group.size())):
+            times = microseconds(partial(reference.all_gather, sent, joined, group), device)
+            found.append({"what": "gather", "method": name, "rows": rows, "width": joined, "us": times[1], "us_quantiles": times})
     return found
 
 

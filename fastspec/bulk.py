@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fastspec
+from fastspec.devices import choose_device
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.jsonl import read_jsonl
 from fastspec.reading import parse_json
@@ -175,7 +176,7 @@ def share_of_process() -> tuple[int, int]:
 
 
 def own_device() -> str:
-    """The device of this process: the GPU of its local rank, or the CPU."""
+    """The device of this process: the GPU of its local rank, which becomes the current one, or the CPU."""
     import torch
 
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    return choose_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from fastspec.errors import Unsupported
 
 
 def choose_device(name: str | None = None) -> str:
-    """"cuda" where there is a CUDA device and "cpu" else, or the device that was named. Raises Unsupported for one that is not there."""
+    """"cuda" where there is a CUDA device and "cpu" else, or the device that was named: a GPU with a number becomes
+    CUDA's current one. Raises Unsupported for one that is not there."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -22,7 +24,17 @@ def choose_device(name: str | None = None) -> str:
     if name != "cpu" and int(number or 0) >= count:
         held = "torch finds no CUDA device here" if not count else f"this machine has cuda:0 to cuda:{count - 1}"
         raise Unsupported(f"device {name!r} is not there: {held}. A CUDA device needs a CUDA build of torch, see README.md")
+    if number:
+        torch.cuda.set_device(int(number))
     return name
+
+
+def made_current(device: Any) -> AbstractContextManager[object]:
+    """A block in which a torch device is CUDA's current one, which Triton launches on and torch captures on, whatever its tensors' is.
+    Other devices need nothing."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def device_name(device: Any) -> str:

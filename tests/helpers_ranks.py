@@ -20,6 +20,7 @@ from helpers_generate import TREE, bigram, prompts, seer, seer1
 from helpers_models import tiny_head, tiny_model
 from helpers_vision import prompts_with_images
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.distributed import DistributedConfig
 
@@ -36,6 +37,27 @@ SEEING = "qwen2_5_vl"
 SIZE = 2
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 DRAWN = {"max_new_tokens": 8, "do_sample": True, "temperature": 0.8, "top_k": 30}
+
+
+HERE = "cpu"
+"""The device of the inputs, heads and models that are whole, "cpu" or "cuda"; `work` sets its process's own."""
+
+
+def here(made: Any) -> Any:
+    """Inputs, a head or a model on this process's device."""
+    return {name: each.to(HERE) for name, each in made.items()} if isinstance(made, dict) else made.to(HERE)
+
+
+def given(*lengths: int, **options: Any) -> dict[str, Tensor]:
+    return here(prompts(*lengths, **options))
+
+
+def small_head(model: Any) -> Any:
+    return here(tiny_head(model, copy_lm_head=False))
+
+
+def small_model() -> Any:
+    return here(tiny_model("llama", 1, num_hidden_layers=1))
 
 
 def first() -> bool:
@@ -77,17 +99,17 @@ class After(StoppingCriteria):
 def family(load: Loader, kind: str) -> list[Any]:
     """A family's greedy calls, without drafts and with a tree, and what it says of its mode."""
     model = load(kind)
-    with fastspec.patched(model, eagle3=tiny_head(model, copy_lm_head=False)):
-        made = [model.generate(**prompts(5, 9), **GREEDY, assistant=each) for each in ("autoregressive", TREE)]
+    with fastspec.patched(model, eagle3=small_head(model)):
+        made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in ("autoregressive", TREE)]
         return [*made, fastspec.report(model).mode]
 
 
 def drafted(load: Loader, kind: str) -> list[Any]:
     """Drafts that are accepted, and heads that read the target's embedding and its LM head."""
     del kind
-    model, whole = load("bigram"), bigram(**SMALL)
-    with fastspec.patched(model, eagle3=seer(whole), eagle=seer1(whole), speculative=bigram(**SMALL)):
-        made = [model.generate(**prompts(5, 9), **GREEDY, assistant=each) for each in ("eagle3", "eagle", "speculative", "nasd")]
+    model, whole = load("bigram"), here(bigram(**SMALL))
+    with fastspec.patched(model, eagle3=here(seer(whole)), eagle=here(seer1(whole)), speculative=whole):
+        made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in ("eagle3", "eagle", "speculative", "nasd")]
         assert all(call.acceptance_length > 1.5 for call in fastspec.report(model).calls[:3])
         return made
 
@@ -96,8 +118,8 @@ def calls(load: Loader, kind: str) -> list[Any]:
     """Calls of every other kind; random numbers differ between processes before them."""
     del kind
     model = load("llama")
-    made, inputs = [], prompts(5, 9, 7)
-    with fastspec.patched(model, eagle3=tiny_head(model, copy_lm_head=False), speculative=tiny_model("llama", 1, num_hidden_layers=1)):
+    made, inputs = [], given(5, 9, 7)
+    with fastspec.patched(model, eagle3=small_head(model), speculative=small_model()):
         torch.manual_seed(7 if first() else 8)
         run = partial(model.generate, **inputs)
         made += [run(**DRAWN, assistant=each) for each in ("autoregressive", "eagle3", "speculative", "nasd")]
@@ -110,8 +132,9 @@ def calls(load: Loader, kind: str) -> list[Any]:
         made += [run(**GREEDY, max_time=1000.0, assistant="eagle3")]
         made += [run(**GREEDY, assistant=fastspec.Eagle3(total_tokens="auto"))]
         out = run(**GREEDY, return_dict_in_generate=True, output_scores=True, assistant="eagle3")
-        again = torch.cat((out.sequences, torch.full((3, 1), 11)), 1)
-        mask = torch.cat((inputs["attention_mask"], torch.ones(3, again.shape[1] - inputs["input_ids"].shape[1], dtype=torch.long)), 1)
+        again = torch.cat((out.sequences, torch.full((3, 1), 11, device=HERE)), 1)
+        emitted = torch.ones(3, again.shape[1] - inputs["input_ids"].shape[1], dtype=torch.long, device=HERE)
+        mask = torch.cat((inputs["attention_mask"], emitted), 1)
         made += [torch.stack(out.scores).argmax(-1)]
         made += [model.generate(again, attention_mask=mask, past_key_values=out.past_key_values, **GREEDY, assistant="eagle3")]
     return made
@@ -120,7 +143,7 @@ def calls(load: Loader, kind: str) -> list[Any]:
 def narrow(load: Loader, kind: str) -> list[Any]:
     """What is joined of logits, by the kind of call: keys alone where only the likeliest tokens are read."""
     del kind
-    model, inputs, made = load("llama"), prompts(5, 9), []
+    model, inputs, made = load("llama"), given(5, 9), []
     joined: list[torch.dtype] = []
     gather = reference.all_gather
 
@@ -130,7 +153,7 @@ def narrow(load: Loader, kind: str) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch, all_gather=spy, captures=False)
-        with fastspec.patched(model, eagle3=tiny_head(model, copy_lm_head=False), speculative=tiny_model("llama", 1, num_hidden_layers=1)):
+        with fastspec.patched(model, eagle3=small_head(model), speculative=small_model()):
             torch.manual_seed(7)
             for assistant, more in (
                 *((each, {}) for each in ("autoregressive", "eagle3", "speculative", "nasd", fastspec.ContinuousBatch("eagle3", rows=1))),
@@ -149,17 +172,18 @@ def narrow(load: Loader, kind: str) -> list[Any]:
 def captured(load: Loader, kind: str) -> list[Any]:
     """Rounds that are replayed as on CUDA, one launched before the one in front is read, in engines that the second call finds again."""
     del kind
-    model, made, inputs = load("bigram"), [], prompts(5, 9, 7)
+    model, made, inputs = load("bigram"), [], given(5, 9, 7)
     options = {"max_new_tokens": 24, "eos_token_id": None}
     with pytest.MonkeyPatch.context() as patch:
-        stand_in(patch)
-        with fastspec.patched(model, eagle3=seer(bigram(**SMALL)), speculative=bigram(**SMALL)):
+        if HERE == "cpu":
+            stand_in(patch)
+        with fastspec.patched(model, eagle3=here(seer(bigram(**SMALL))), speculative=here(bigram(**SMALL))):
             for each in ("autoregressive", "eagle3", "nasd", "speculative", fastspec.ContinuousBatch("eagle3", rows=2)):
                 made += [model.generate(**inputs, **options, do_sample=False, assistant=each) for _ in range(2)]
             torch.manual_seed(7 if first() else 8)
             made += [model.generate(**inputs, **options, do_sample=True, temperature=0.8, assistant="eagle3") for _ in range(2)]
             report = fastspec.report(model)
-            assert report.backend == "stand-in" and all(call.replays > 1 for call in report.calls[:4])
+            assert report.backend == ("stand-in" if HERE == "cpu" else "triton") and all(call.replays > 1 for call in report.calls[:4])
     return made
 
 
@@ -167,13 +191,16 @@ def mixed(load: Loader, kind: str) -> list[Any]:
     """Captured rounds of a mixture of experts by the op; of cut ones, one sum a layer for the experts and whatever is added to them."""
     model = load(kind)
     with pytest.MonkeyPatch.context() as patch:
-        stand_in(patch, experts=experts)
-        with fastspec.patched(model, eagle3=tiny_head(model, copy_lm_head=False)):
-            made = [model.generate(**prompts(5, 9), **GREEDY, assistant=each) for each in ("autoregressive", TREE, "autoregressive")]
+        if HERE == "cpu":
+            stand_in(patch, experts=experts)
+        with fastspec.patched(model, eagle3=small_head(model)):
+            made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in ("autoregressive", TREE, "autoregressive")]
             assert all(call.replays > 1 for call in fastspec.report(model).calls)
+        if HERE != "cpu":
+            return made
         stand_in(patch, experts=experts, captures=False)
         with fastspec.patched(model):
-            made += [model.generate(**prompts(5, 9), **GREEDY, assistant="autoregressive")]
+            made += [model.generate(**given(5, 9), **GREEDY, assistant="autoregressive")]
             report, layers = fastspec.report(model), SMALL["num_hidden_layers"]
         sums = (layers * (3 if kind == "gemma4_experts" else 2) + 1) * (1 + report.last.rounds)
         assert report.kernels["experts"] and report.kernels.get("all_reduce (torch)", 0) == (sums if dist.is_initialized() else 0)
@@ -189,15 +216,33 @@ def packed(load: Loader, kind: str) -> list[Any]:
     moved = pack_model(model)
     told += [joint([local_part(each.weight) for each in group]) is not None for group in groups]
     with fastspec.patched(model):
-        told += [model.generate(**prompts(5, 9), **GREEDY, assistant="autoregressive")]
+        told += [model.generate(**given(5, 9), **GREEDY, assistant="autoregressive")]
         report = fastspec.report(model)
         sums = (2 * SMALL["num_hidden_layers"] + 1) * (1 + report.last.rounds)  # twice a layer and for the embedding, in every pass
         told += [report.kernels.get("all_reduce", 0) == (sums if dist.is_initialized() else 0)]
-    told += [model.generate(**prompts(5, 9), **GREEDY)]
+    told += [model.generate(**given(5, 9), **GREEDY)]
     for each in moved:
         unpack(each)
     told += [joint([local_part(each.weight) for each in group]) is None for group in groups]
-    return [*told, model.generate(**prompts(5, 9), **GREEDY)]
+    return [*told, model.generate(**given(5, 9), **GREEDY)]
+
+
+def in_step(load: Loader, kind: str) -> list[Any]:
+    """Weights that FSDP2 shares out: each process decodes prompts of its own, in rounds of its own number. What a process cannot compare
+    with the others' it compares here."""
+    del load, kind
+    model, rank = here(bigram(**SMALL)), dist.get_rank() if dist.is_initialized() else 0
+    inputs = given(5, 9, seed=rank)
+    expected = model.generate(**inputs, **GREEDY)
+    if dist.is_initialized():
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    with fastspec.patched(model, eagle3=here(seer(bigram(**SMALL)))):
+        for each in ("eagle3", "nasd", "autoregressive"):
+            assert torch.equal(model.generate(**inputs, **GREEDY, assistant=each), expected), each
+        report = fastspec.report(model)
+        return [report.calls[0].acceptance_length > 1.5, dict(report.unassisted)]
 
 
 def seen(load: Loader, kind: str) -> list[Any]:
@@ -205,7 +250,7 @@ def seen(load: Loader, kind: str) -> list[Any]:
     del kind
     model = load(SEEING)
     with fastspec.patched(model):
-        inputs = prompts(5, 9), prompts_with_images(model, ((2, 3), (4, 1)))
+        inputs = given(5, 9), prompts_with_images(model, ((2, 3), (4, 1)))
         made = [model.generate(**each, **GREEDY, assistant=name) for each in inputs for name in ("autoregressive", "nasd")]
         return [*made, fastspec.report(model).mode]
 
@@ -213,13 +258,13 @@ def seen(load: Loader, kind: str) -> list[Any]:
 def refusals(load: Loader, kind: str) -> list[str]:
     """What processes that were called differently hear, and calls that are refused."""
     del kind
-    model = cascaded([tiny_model("llama", 1, num_hidden_layers=1), load("llama")])
-    told = [_why(lambda: model.generate(**prompts(5), **GREEDY, assistant="cascade"))]
-    told += [_why(lambda: model.generate(**prompts(5, 9, seed=dist.get_rank()), **GREEDY, assistant="nasd"))]
-    told += [_why(lambda: model.generate(**prompts(5), **GREEDY, assistant=fastspec.Nasd(gamma=3 if first() else 4)))]
+    model = cascaded([small_model(), load("llama")])
+    told = [_why(lambda: model.generate(**given(5), **GREEDY, assistant="cascade"))]
+    told += [_why(lambda: model.generate(**given(5, 9, seed=dist.get_rank()), **GREEDY, assistant="nasd"))]
+    told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant=fastspec.Nasd(gamma=3 if first() else 4)))]
     told += [_why(partial(fastspec.continuous, model, "nasd"))]
     with fastspec.profile(model) if dist.get_rank() else nullcontext():
-        told += [_why(lambda: model.generate(**prompts(5), **GREEDY, assistant="nasd"))]
+        told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant="nasd"))]
     older, many, more = tiny_model("llama", **SMALL), load("llama"), load("llama")
     older._tp_size, many._tp_size = 2, 4
     more.config.distributed_config = DistributedConfig(tp_size=SIZE, fsdp_size=2, tp_plan="auto")
@@ -236,7 +281,7 @@ def _why(call: Callable[[], Any]) -> str:
 
 def whole(folder: Path) -> Loader:
     """Loads models whole."""
-    return lambda name: _kind(name).from_pretrained(folder / name, dtype=torch.float32).eval()
+    return lambda name: here(_kind(name).from_pretrained(folder / name, dtype=torch.float32).eval())
 
 
 def cut(folder: Path) -> Loader:
@@ -249,17 +294,22 @@ def _kind(name: str) -> Any:
     return AutoModelForImageTextToText if name == SEEING else AutoModelForCausalLM
 
 
-def work(rank: int, folder: Path, jobs: list[tuple[str, Callable[[Loader, str], Any], str]]) -> None:
-    """One of the processes: every job's result, or what was raised, as `rank.pt` in the folder."""
+def work(rank: int, folder: Path, jobs: list[tuple[str, Callable[[Loader, str], Any], str]], device: str = "cpu") -> None:
+    """One of the processes: every job's result, or what was raised, as `rank.pt` in the folder. On "cuda" each has a GPU of its own."""
+    global HERE
+    HERE = device
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE)}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), SIZE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=datetime.timedelta(seconds=60))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=SIZE, timeout=datetime.timedelta(seconds=60))
     found: dict[str, Any] = {}
     for name, run, kind in jobs:
         try:
-            found[name] = run(cut(folder), kind)
+            found[name] = [each.cpu() if isinstance(each, Tensor) else each for each in run(cut(folder), kind)]
         except Exception:
             found[name] = traceback.format_exc()
         torch.save(found, folder / f"{rank}.pt")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Generic, TypeVar
 
 import torch
@@ -44,6 +44,17 @@ def prepare_with(prepare: Prepare) -> None:
 _capturing = threading.Lock()
 
 
+def _stream() -> torch.cuda.Stream:
+    """What is captured on the current device goes on this stream; torch's own is on the device of the first capture, and would make that
+    current."""
+    return _stream_on(torch.cuda.current_device())
+
+
+@cache
+def _stream_on(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """Capture what the block launches.
@@ -57,7 +68,7 @@ def recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         collecting = gc.isenabled()
         gc.disable()  # a collection may free CUDA memory, which ends a capture
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=_stream(), capture_error_mode="thread_local"):
                 yield
         finally:
             if collecting:

@@ -68,7 +68,7 @@ def patch(
     if cascade is not None:
         resources["cascade"] = cascade_models(cascade, model)
     mode = mode_for(model)
-    choose_backend(backend, device_of(model).type, adapted=mode.adapter is not None)  # refuses what cannot be
+    choose_backend(backend, device_of(model), adapted=mode.adapter is not None)  # refuses what cannot be
     session = PatchSession(backend, resources, has_capturing_hooks(model), default=_default(assistant, resources, model))
     try:
         session.set(model, STATE, session)

@@ -167,17 +167,18 @@ def triton_ops() -> Ops:
 NAMES = ("auto", "torch", "cpp", "triton")
 
 
-def choose_backend(name: str, device_type: str, adapted: bool = True) -> Ops:
+def choose_backend(name: str, device: torch.device, adapted: bool = True) -> Ops:
     """The kernels of a backend name on a device; `adapted` says whether the model has an adapter.
 
     "auto" is Triton on a CUDA device of compute capability 8.0 or more for a model with an adapter, where triton is installed; plain
     torch on CUDA else; and torch with oneDNN on the CPU, where torch carries it (`on_cpu.named` makes it "cpp" before, where that runs).
     Raises Unsupported for an unknown name, and for "triton" where its kernels cannot run.
     """
+    device_type = device.type
     if name not in NAMES:
         raise Unsupported(f"backend={name!r} on {device_type}: accepted are {', '.join(map(repr, NAMES))}")
     if name == "auto" and device_type == "cuda":
-        able = torch.cuda.get_device_capability() >= (8, 0) and find_spec("triton") is not None
+        able = torch.cuda.get_device_capability(device) >= (8, 0) and find_spec("triton") is not None
         return triton_ops() if adapted and able else TORCH
     if name == "cpp":
         if device_type != "cpu":

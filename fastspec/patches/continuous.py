@@ -117,7 +117,7 @@ class Continuous:
         session.pack(model, mode)
         session.tell_mode(mode)
         self._batch = OpenBatch(rows, self.stats, device_of(model))
-        with session.turn.taken():
+        with session.turn.taken(device_of(model)):
             self._widths = Widths(lambda count, other: self._rounds(count, other), self._batch, rows, narrows=narrows)
         session.batches += 1
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
@@ -178,7 +178,7 @@ class Continuous:
                 futures = [self.submit(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in ids]
             for future in futures:
                 future.result()
-        with self.session.turn.taken():  # the last turn counts on behind its answers
+        with self.session.turn.taken(device_of(self.model)):  # the last turn counts on behind its answers
             for field in fields(blank := Stats(assistant=self.stats.assistant, rows=self.stats.rows)):
                 setattr(self.stats, field.name, getattr(blank, field.name))
         if told is not None:
@@ -270,7 +270,7 @@ class Continuous:
                         break
                     batch.cancel()
                 try:
-                    with self.session.turn.taken():
+                    with self.session.turn.taken(device_of(self.model)):
                         self._widths.turn()
                 except Exception as error:
                     self._recover(error)
@@ -283,7 +283,7 @@ class Continuous:
         with self._changed:
             self._batch.fail(error)
         try:
-            with self.session.turn.taken():
+            with self.session.turn.taken(device_of(self.model)):
                 self._widths.begin()
         except Exception as fatal:
             with self._changed:

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fastspec.devices import made_current
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.layers.packing import is_packed, unpack
 from fastspec.generation.ops import Ops
@@ -83,14 +85,15 @@ class Turn:
             raise Unsupported("generate(assistant=...) was called inside another such call on the same model, from a streamer or criterion")
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Hold the turn; raises Unsupported when this thread holds it already."""
+    def taken(self, device: torch.device) -> Iterator[None]:
+        """Hold the turn, and let the model's device be the current one; raises Unsupported when this thread holds it already."""
         self.refuse_nested()
         with self.gate:  # held by the one who is next
             self.lock.acquire()
         self.owner = threading.get_ident()
         try:
-            yield
+            with made_current(device):
+                yield
         finally:
             self.owner = None
             self.lock.release()
@@ -137,12 +140,13 @@ class PatchSession:
         device = device_of(model)
         adapted = mode.adapter is not None
         name = named(self.backend, device, model.dtype, adapted)
-        ops = choose_backend(name, device.type, adapted=adapted)
+        ops = choose_backend(name, device, adapted=adapted)
         if name != self.backend:  # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
             ops = replace(ops, packs=False)
         if ops.name == "triton":
             use_tuned(device)
-        self_check(ops, model.dtype, device)
+        with made_current(device):
+            self_check(ops, model.dtype, device)
         return counted(ops, self.kernels)
 
     def why_torch(self, model: Any, mode: Mode) -> str | None:

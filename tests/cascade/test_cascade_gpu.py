@@ -15,6 +15,7 @@ from fastspec.cascade.predictor import Predictor
 from fastspec.errors import Unsupported
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 DEVICE = "cuda"
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
 LENGTHS = ((9,), (3, 12), (7, 7, 2))
@@ -49,7 +50,7 @@ def test_the_modes_within_a_call_say_what_they_say_on_the_cpu(settings, monkeypa
     assert last.drafted > 0 and last.replays == 0 and len(replayed) > last.rounds
 
 
-@pytest.mark.parametrize("stage_on", ["cpu", DEVICE])
+@pytest.mark.parametrize("stage_on", ["cpu", DEVICE, pytest.param("cuda:1", marks=TWO_GPUS)])
 def test_stages_of_the_adaptive_mode_lie_where_they_are(stage_on, monkeypatch):
     """Each row is answered as by its stage alone, wherever that is; on the way to the large model its answer is read again there."""
     small, large = stages(2)
@@ -69,11 +70,12 @@ def test_stages_of_the_adaptive_mode_lie_where_they_are(stage_on, monkeypatch):
             assert [visit.stage for visit in fastspec.report(model).last.explanations[0].visits] == list(range(reached + 1))
 
 
+@pytest.mark.parametrize("stage_on", ["cpu", pytest.param("cuda:1", marks=TWO_GPUS)])
 @pytest.mark.parametrize("mode", ["token", "lossless"])
-def test_a_stage_elsewhere_is_refused_by_name_within_a_call(mode):
+def test_a_stage_elsewhere_is_refused_by_name_within_a_call(mode, stage_on):
     small, large = stages(2)
-    model = cascaded([small, large.to(DEVICE)], mode=mode)
-    with pytest.raises(Unsupported, match=r"the stage 'medium' is on cpu and the large model on cuda:0"):
+    model = cascaded([small.to(stage_on), large.to(DEVICE)], mode=mode)
+    with pytest.raises(Unsupported, match=rf"the stage 'medium' is on {stage_on} and the large model on cuda:0"):
         model.generate(**moved(5), **GREEDY, assistant="cascade")
 
 

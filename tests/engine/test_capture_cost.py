@@ -31,7 +31,7 @@ class Graph:
 
 
 @contextmanager
-def slow(graph: Graph, capture_error_mode: str) -> Iterator[None]:
+def slow(graph: Graph, stream: None, capture_error_mode: str) -> Iterator[None]:
     """A capture that takes NAP longer, of which other threads do not hear."""
     assert capture_error_mode == "thread_local"
     time.sleep(NAP)
@@ -42,6 +42,7 @@ def test_a_call_says_what_its_captures_took(monkeypatch) -> None:
     """Three new tokens: the prompt's pass and the first round are first runs, the second round is captured."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", slow)
+    monkeypatch.setattr(capture, "_stream", lambda: None)
     ops = replace(TORCH, name="stand-in", captures=True, packs=True)
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)
     model, inputs = tiny_model(), prompts(9)
@@ -84,7 +85,7 @@ def test_one_capture_runs_at_a_time_without_a_garbage_collection(monkeypatch) ->
     most: list[int] = []
 
     @contextmanager
-    def counted(graph: Graph, capture_error_mode: str) -> Iterator[None]:
+    def counted(graph: Graph, stream: None, capture_error_mode: str) -> Iterator[None]:
         inside.append(1)
         most.append(len(inside))
         time.sleep(NAP)
@@ -96,6 +97,7 @@ def test_one_capture_runs_at_a_time_without_a_garbage_collection(monkeypatch) ->
             assert not gc.isenabled()
 
     monkeypatch.setattr(torch.cuda, "graph", counted)
+    monkeypatch.setattr(capture, "_stream", lambda: None)
     threads = [threading.Thread(target=capture_one) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
+import torch
 from helpers_generate import TREE
 from helpers_open import GREEDY, SECONDS, Gate, alone, made, texts, told
 from helpers_seq2seq import tiny_seq2seq
@@ -20,6 +21,8 @@ from fastspec.generation.engine.rounds import Rounds
 from fastspec.generation.state import sequence as buffers
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.session import Turn, session_of
+
+CPU = torch.device("cpu")
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
 
@@ -238,7 +241,7 @@ def test_who_waits_for_a_turn_is_next():
 
     def again_and_again() -> None:
         while not stop.is_set():
-            with turn.taken():
+            with turn.taken(CPU):
                 taken.append(sum(range(20000)))
 
     thread = threading.Thread(target=again_and_again)
@@ -247,7 +250,7 @@ def test_who_waits_for_a_turn_is_next():
     for _ in range(20):
         time.sleep(0.01)
         before = len(taken)
-        with turn.taken():
+        with turn.taken(CPU):
             waited.append(len(taken) - before)
     stop.set()
     thread.join(SECONDS)

@@ -186,7 +186,7 @@ def test_what_keeps_them_from_being_built_is_said(monkeypatch, tmp_path):
     with pytest.raises(Unsupported, match="there is no C\\+\\+ compiler"):
         fastspec.patch(tiny_model(), backend="cpp")
     with pytest.raises(Unsupported, match="is for the CPU, and the model is on cuda"):
-        backends.choose_backend("cpp", "cuda")
+        backends.choose_backend("cpp", torch.device("cuda"))
     failing = tmp_path / "compiler"
     failing.write_text("#!/bin/sh\necho out of order >&2\nexit 3\n")
     failing.chmod(0o755)

@@ -62,7 +62,8 @@ def test_other_dtypes_and_gradients_take_the_plain_product():
 
 def test_a_patched_model_multiplies_through_onednn(monkeypatch):
     model = tiny_model("llama")
-    assert choose_backend("auto", "cpu") is TORCH_ONEDNN and choose_backend("torch", "cpu") is choose_backend("torch", "cuda") is TORCH
+    cpu, cuda = map(torch.device, ("cpu", "cuda"))
+    assert choose_backend("auto", cpu) is TORCH_ONEDNN and choose_backend("torch", cpu) is choose_backend("torch", cuda) is TORCH
     calls = []
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: _counting(calls))
     fastspec.patch(model)

@@ -326,5 +326,5 @@ def test_auto_takes_the_kernels_where_they_were_measured(monkeypatch):
 
     cases = ((9, 0), True, "triton"), ((9, 0), False, "torch"), ((8, 0), True, "triton"), ((12, 0), True, "triton"), ((7, 5), True, "torch")
     for capability, adapted, name in cases:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        assert backends.choose_backend("auto", "cuda", adapted).name == name
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert backends.choose_backend("auto", torch.device("cuda"), adapted).name == name

@@ -300,7 +300,7 @@ def test_report_says_what_is_patched_and_what_ran() -> None:
         report = fastspec.report(model)
         assert (report.model, report.mode) == ("LlamaForCausalLM", "adapter llama")
         backend = named("auto", model.device, model.dtype, True)  # the tests' own FASTSPEC_CPU is torch
-        assert report.backend == choose_backend(backend, "cpu").name
+        assert report.backend == choose_backend(backend, torch.device("cpu")).name
         assert (report.device, report.dtype, report.last) == ("cpu", "float32", None)
         assert {"autoregressive", "eagle3"} <= set(report.assistants)
         model.generate(**GREEDY, eos_token_id=None, assistant="eagle3")

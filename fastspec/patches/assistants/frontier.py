@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.config import TreeShape
+from fastspec.devices import made_current
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.eagle.fused import why_separate
@@ -43,12 +44,13 @@ def frontier_generate(
         )
     if shape.top_k > config.draft_vocab_size:
         raise Unsupported(f"frontier_generate: top_k={shape.top_k} exceeds the draft vocabulary of {config.draft_vocab_size}")
-    ops = choose_backend(backend, input_ids.device.type)
-    self_check(ops, head.fc.weight.dtype, input_ids.device)
-    drafter = EagleDrafter(head, shape, rows=rows, capacity=tokens, ops=ops, fused=backend == "triton")
-    if backend == "triton" and (reason := why_separate(drafter, shape)) is not None:
-        raise Unsupported(f'frontier_generate: backend="triton" grows the tree in one launch, and {reason}: use backend="torch"')
-    counts = torch.full((rows,), tokens - 1, dtype=torch.long, device=input_ids.device)
-    drafter.begin(input_ids[:, :-1], counts, features, input_ids[:, -1])
-    return drafter.propose(tokens)
+    with made_current(input_ids.device):
+        ops = choose_backend(backend, input_ids.device)
+        self_check(ops, head.fc.weight.dtype, input_ids.device)
+        drafter = EagleDrafter(head, shape, rows=rows, capacity=tokens, ops=ops, fused=backend == "triton")
+        if backend == "triton" and (reason := why_separate(drafter, shape)) is not None:
+            raise Unsupported(f'frontier_generate: backend="triton" grows the tree in one launch, and {reason}: use backend="torch"')
+        counts = torch.full((rows,), tokens - 1, dtype=torch.long, device=input_ids.device)
+        drafter.begin(input_ids[:, :-1], counts, features, input_ids[:, -1])
+        return drafter.propose(tokens)
 

@@ -17,6 +17,7 @@ from fastspec.patches.call.in_step import Alone, InStep
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.patches.hf.compat import (
+    device_of,
     drop_capturing_hooks,
     in_step,
     is_shared_out,
@@ -80,7 +81,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
         session.pack(self, mode)
         session.tell_mode(mode)
         decode = partial(_decode, session, decoding, given, named, step)
-        with session.turn.taken():
+        with session.turn.taken(device_of(self)):
             try:
                 return original(**{**own_stop_strings(self, given), "custom_generate": decode})
             finally:

@@ -170,7 +170,7 @@ def check_shares(model: Any) -> None:
         return
     if group_of(model) is None:
         raise Unsupported(
-            f"{name} was loaded over {size} processes, and none of its parameters is a DTensor: fastspec reads what transformers 5.20 and "
+            f"{name} was loaded over {size} processes, and none of its parameters is a DTensor: fastspec reads what transformers 5.21 and "
             "later make of tp_plan"
         )
     config = getattr(model.config, "distributed_config", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -28,7 +29,7 @@ class ParallelStyle(enum.Enum):
 def parallel_style(module: nn.Module) -> ParallelStyle | None:
     """How transformers' tensor parallelism has cut a module, or None where it has put no forward of its own there.
 
-    Since 5.20 or so a style replaces `module.forward` and keeps itself in the closure; delete when a module says what its style is.
+    Since 5.21 a style replaces `module.forward` and keeps itself in the closure; delete when a module says what its style is.
     """
     code = getattr(module.__dict__.get("forward"), "__code__", None)
     if code is None or code.co_name != "tp_forward":
@@ -66,7 +67,13 @@ def local_heads(model: Any, heads: int) -> int:
     size = processes_of(model)
     if size == 1:
         return heads
-    from transformers.distributed.tensor_parallel import get_kv_heads_per_rank  # since 5.20 or so; whole models need none
+    try:
+        from transformers.distributed.tensor_parallel import get_kv_heads_per_rank  # since 5.21; whole models need none
+    except ImportError as error:
+        raise Unsupported(
+            f"{type(model).__name__} was loaded over {size} processes by transformers {transformers.__version__}; fastspec reads what 5.21 "
+            "and later make of tp_plan: install one of them"
+        ) from error
 
     found = get_kv_heads_per_rank(model.tp_plan, heads, size)
     if found is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import recorded
 from fastspec.patches.checks.compare import tensors, unlike
@@ -129,7 +130,7 @@ def tune(
             told(done, len(waiting))
         if places and time.perf_counter() - began > 60 * minutes:
             break
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with made_current(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             found = tune_place(trial(op, place, about, device), device)
         places.append(found)
         if found.kept:

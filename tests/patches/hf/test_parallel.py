@@ -18,9 +18,11 @@ from helpers_vision import seeing
 from torch import multiprocessing
 from transformers import CONFIG_MAPPING
 
+import fastspec
 from fastspec.kernels import ahead
 from fastspec.kernels.parallel import symmetric
 from fastspec.kernels.parallel.symmetric import way_of
+from fastspec.patches.hf import shards
 
 GENERIC = "hunyuan_v1_dense"
 FAMILIES = "llama", "qwen2", "qwen3", "mixtral", "gemma4_text", "qwen3_5_text", "gpt_oss", GENERIC
@@ -113,8 +115,16 @@ def test_what_each_has_of_weights_can_lie_together(both: Made) -> None:
 def test_whole_models_need_nothing_of_transformers_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which older versions do not have."""
     monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)
-    shards = runpy.run_module("fastspec.patches.hf.shards")
-    assert shards["local_heads"](tiny_model("llama", **SMALL), 2) == 2
+    read_again = runpy.run_module("fastspec.patches.hf.shards")
+    assert read_again["local_heads"](tiny_model("llama", **SMALL), 2) == 2
+
+
+def test_a_model_over_processes_needs_a_version_that_fastspec_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", **SMALL)
+    model._tp_size = 2
+    monkeypatch.delattr("transformers.distributed.tensor_parallel.get_kv_heads_per_rank")
+    with pytest.raises(fastspec.Unsupported, match=r"5\.21 and later make of tp_plan"):
+        shards.local_heads(model, 2)
 
 
 @pytest.mark.parametrize(

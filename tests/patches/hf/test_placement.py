@@ -21,6 +21,9 @@ from fastspec.patches.session import session_of
 OPTIONS = {"do_sample": False, "max_new_tokens": 24}
 ASSISTANTS = ("autoregressive", TREE, "nasd")
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")]
+PLACES = [pytest.param(*places, marks=GPU) for places in (("cpu", "cuda:0"), ("cuda:0", "cpu"))]
+PLACES += [pytest.param(*places, marks=TWO_GPUS) for places in (("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"))]
 
 
 def halves(model: Any, first: str, second: str) -> dict[str, str]:
@@ -97,24 +100,24 @@ def test_a_head_that_drafts_with_an_lm_head_elsewhere_is_refused_by_name(monkeyp
         fastspec.patch(model, eagle=head)
 
 
-@pytest.mark.parametrize("first, second", [pytest.param("cpu", "cuda:0", marks=GPU), pytest.param("cuda:0", "cpu", marks=GPU)])
+@pytest.mark.parametrize("first, second", PLACES)
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gemma2", "qwen3"])
 def test_layers_on_two_devices_say_what_they_say_on_one(kind, first, second):
-    """One GPU and the CPU, without offloading: each layer computes where its weights are."""
+    """One GPU and the CPU without offloading, and two GPUs: each layer computes where its weights are."""
     plain, model = tiny_model(kind).to(first), tiny_model(kind)
     head, inputs = tiny_head(model).to(first), {name: each.to(first) for name, each in prompts(5, 9).items()}
     accelerate.dispatch_model(model, halves(model, first, second), main_device="cpu")
     expected = plain.generate(**inputs, **OPTIONS)
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
     with fastspec.patched(model, eagle3=head):
-        reason = "no adapter for gpt_neox" if kind == "gpt_neox" else "its layers are on cpu and cuda:0"
+        reason = "no adapter for gpt_neox" if kind == "gpt_neox" else f"its layers are on {' and '.join(sorted((first, second)))}"
         mode = fastspec.report(model).mode
         assert mode.startswith("generic") and reason in mode
         for assistant in ASSISTANTS:
             assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
             assert fastspec.report(model).last.replays == 0
         out = model.generate(**inputs, **OPTIONS, return_dict_in_generate=True, assistant=TREE)
-        assert {layer.keys.device.type for layer in out.past_key_values.layers} == {"cpu", "cuda"}
+        assert {str(layer.keys.device) for layer in out.past_key_values.layers} == {first, second}
         with fastspec.continuous(model, "nasd", rows=2, max_length=64) as batch:
             alone = inputs["input_ids"][1:]
             assert torch.equal(batch.submit(alone, **OPTIONS).result(60), plain.generate(alone, **OPTIONS))
