@@ -2,9 +2,9 @@
 decoding with `tp_plan` in the same run.
 
 Every row of `what` "sum" is one way to add up `rows` rows of `width`, checked first and then timed inside a CUDA graph of 64 of them (off
-CUDA one by one); "gather" joins logits, or keys of the likeliest tokens. Every row of `what` "round" is one of `full_size.py`, over
-`processes` of them; its `read_bytes` and `kept_bytes` are those that one process reads. Rounds of one process are the first's, while the
-others wait.
+CUDA one by one); "gather" joins logits, or keys of the likeliest tokens; "norm" is a sum with what stands behind it in a layer. Every row
+of `what` "round" is one of `full_size.py`, over `processes` of them; its `read_bytes` and `kept_bytes` are those that one process reads.
+Rounds of one process are the first's, while the others wait.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py --shapes llama-8b,llama-70b --out rows.jsonl
 """
@@ -120,6 +120,28 @@ def sums(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wid
     return found
 
 
+def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, width: int) -> list[dict[str, Any]]:
+    """Rows of a sum with the residual and the norm behind it, in one launch where that is taken, and in two. Raises RuntimeError where they
+    differ."""
+    from fastspec.kernels.layer import rms_norm as layer
+    from fastspec.kernels.linear.reference import Addends
+    from fastspec.kernels.parallel import reduced_norm
+
+    found = []
+    for rows in (each for each in ROWS if each <= reduced_norm.MAX_ROWS):
+        generator = torch.Generator().manual_seed(rows)
+        own, residual = (torch.randn(1, rows, width, generator=generator).to(device, dtype) for _ in range(2))
+        weight, mine = torch.ones(width, device=device, dtype=dtype), own * (group.rank() + 1)
+        apart = partial(lambda x, r, w: layer.rms_norm(symmetric.all_reduce(x, group), w, 1e-5, r), mine, residual, weight)
+        fused = partial(lambda x, r, w: reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), w, 1e-5, r), mine, residual, weight)
+        for name, run in (("two launches", apart), ("one launch", fused)):
+            if not all(map(torch.equal, run(), apart())):
+                raise RuntimeError(f"the norm of the sum of {rows} rows in {name} is wrong")
+            times = microseconds(run, device)
+            found.append({"what": "norm", "method": name, "rows": rows, "width": width, "us": times[1], "us_quantiles": times})
+    return found
+
+
 def rounds(model: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of rounds of one model: transformers' own, plain ones, and those with a head that every process has whole."""
     found = [{"method": "transformers", **peer(model, ids, min(args.tokens, 24))}]
@@ -174,6 +196,8 @@ def main(arguments: list[str] | None = None) -> None:
         ids = torch.randint(10, config.vocab_size, (1, args.prefix), generator=torch.Generator().manual_seed(0)).to(device)
         if not args.no_sums:
             write(sums(group, device, dtype, config.hidden_size, config.vocab_size), shape=name, processes=group.size())
+            if cuda:
+                write(norms(group, device, dtype, config.hidden_size), shape=name, processes=group.size())
         for count in args.processes.split(","):
             if count == "all" or rank == 0:
                 torch.manual_seed(rank)

@@ -82,7 +82,7 @@ class Even(LogitsProcessor):
     """A processor that fastspec does not know: it decodes in lockstep."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores + (torch.arange(scores.shape[-1]) % 2 == 0)
+        return scores + (torch.arange(scores.shape[-1], device=scores.device) % 2 == 0)
 
 
 class After(StoppingCriteria):
@@ -93,7 +93,7 @@ class After(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self.left -= 1
-        return torch.full((len(input_ids),), self.left < 0)
+        return torch.full((len(input_ids),), self.left < 0, device=input_ids.device)
 
 
 def family(load: Loader, kind: str) -> list[Any]:
@@ -109,7 +109,8 @@ def drafted(load: Loader, kind: str) -> list[Any]:
     del kind
     model, whole = load("bigram"), here(bigram(**SMALL))
     with fastspec.patched(model, eagle3=here(seer(whole)), eagle=here(seer1(whole)), speculative=whole):
-        made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in ("eagle3", "eagle", "speculative", "nasd")]
+        assistants = "eagle3", "eagle", fastspec.Speculative(gamma=3), "nasd"
+        made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in assistants]
         assert all(call.acceptance_length > 1.5 for call in fastspec.report(model).calls[:3])
         return made
 

@@ -113,9 +113,10 @@ def triton_ops() -> Ops:
         from fastspec.kernels.cache import commit, kv_block_copy
         from fastspec.kernels.drafting import fused as drafter
         from fastspec.kernels.drafting import head_input, head_pairs, next_frontier, topk_expand, tree_build, tree_input
-        from fastspec.kernels.layer import gated, rms_norm, rope_cache
+        from fastspec.kernels.layer import gated, rope_cache
         from fastspec.kernels.linear import experts, linear, routing
         from fastspec.kernels.linear import parts as linear_parts
+        from fastspec.kernels.parallel import reduced_norm
         from fastspec.kernels.recurrent import commit as delta_commit
         from fastspec.kernels.recurrent import conv, delta
         from fastspec.kernels.verification import posterior_eval
@@ -136,7 +137,7 @@ def triton_ops() -> Ops:
         keep_last=head_pairs.keep_last,
         linear=linear.linear,
         linear_parts=linear_parts.linear_parts,
-        rms_norm=rms_norm.rms_norm,
+        rms_norm=reduced_norm.rms_norm,
         rope_cache=rope_cache.rope_cache,
         gate_up=linear.gate_up,
         gate_heads=gated.gate_heads,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from fastspec.generation.capture import recorded
-from fastspec.kernels.parallel import reference, symmetric
+from fastspec.kernels.layer import rms_norm
+from fastspec.kernels.linear.reference import Addends
+from fastspec.kernels.parallel import reduced_norm, reference, symmetric
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 WIDTH = 4096
 WAYS = {1: "one-shot", 61: "one-shot", 128: "two-shot", 512: "two-shot", 1024: "two-shot"}
 """Rows in bf16, and how they are summed."""
+NORMS = [
+    (torch.bfloat16, 4096, 1), (torch.bfloat16, 4096, 61), (torch.bfloat16, 576, 8), (torch.float32, 64, 3), (torch.bfloat16, 8192, 60),
+    (torch.bfloat16, 4096, 128), (torch.float16, 5120, 2),
+]  # fmt: skip
+"""dtypes, widths and rows of norms."""
 
 
 def drawn(rows: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -39,8 +48,8 @@ def replayed(run: Callable[[Tensor], Tensor], x: Tensor, inputs: list[Tensor]) -
     return made
 
 
-def begin(rank: int, size: int, folder: str, backend: str) -> dist.ProcessGroup:
-    torch.cuda.set_device(0)
+def begin(rank: int, size: int, folder: str, backend: str, device: int = 0) -> dist.ProcessGroup:
+    torch.cuda.set_device(device)
     store = f"file://{Path(folder) / 'store'}"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120))
     assert dist.group.WORLD is not None
@@ -51,7 +60,7 @@ def shared(rank: int, folder: str) -> None:
     """One of two processes on one GPU, which see each other's memory as GPUs over NVLink do."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     group = begin(rank, 2, folder, "gloo")
-    symmetric._reachable = lambda group: True  # type: ignore[assignment]  # each counts as a GPU of its own
+    symmetric.reachable = lambda group: True  # type: ignore[assignment]  # each counts as a GPU of its own
     for dtype in (torch.bfloat16, torch.float32):
         for rows, way in WAYS.items():
             if dtype is torch.bfloat16:
@@ -70,6 +79,40 @@ def shared(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def normed(rank: int, folder: str) -> None:
+    """One of two processes, on a GPU of its own where there are two: norms of sums in one launch, eager and replayed, with other numbers and
+    widths of rows in turn, are those of two launches, whoever is late."""
+    apart = torch.cuda.device_count() > 1
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    group = begin(rank, 2, folder, "nccl" if apart else "gloo", rank if apart else 0)
+    if not apart:
+        symmetric.reachable = lambda group: True  # type: ignore[assignment]
+    graphs = []
+    for turn, (dtype, width, rows) in enumerate(NORMS * 2):
+        parts = [torch.randn(rows, width, generator=torch.Generator().manual_seed(10 * turn + each)).to("cuda", dtype) for each in range(3)]
+        own, residual, weight = parts[rank].clone(), parts[2], torch.ones(width, device="cuda", dtype=dtype)
+        run = partial(lambda x, w, r: reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), w, 1e-5, r), own, weight, residual)
+        want = rms_norm.rms_norm(parts[0] + parts[1], weight, 1e-5, residual)
+        if rank:
+            time.sleep(0.01 * (turn % 3))
+        assert all(map(torch.equal, run(), want)), (dtype, width, rows)
+        graph = torch.cuda.CUDAGraph()
+        with recorded(graph):
+            made = run()
+        graphs.append((graph, made, own, parts, residual, weight))
+    for turn in range(40):
+        for graph, made, own, parts, residual, weight in graphs:
+            own.copy_(parts[rank] * (turn + 1))
+            graph.replay()
+            if turn % 8 == rank:
+                torch.cuda.synchronize()
+            want = rms_norm.rms_norm(parts[0] * (turn + 1) + parts[1] * (turn + 1), weight, 1e-5, residual)
+            assert all(map(torch.equal, made, want)), turn
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def alone(rank: int, folder: str) -> None:
     """The only process of a group of NCCL's: nothing is added, and its launches are captured."""
     group = begin(rank, 1, folder, "nccl")
@@ -82,6 +125,6 @@ def alone(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("run, processes", [(shared, 2), (alone, 1)], ids=["symmetric memory", "NCCL"])
+@pytest.mark.parametrize("run, processes", [(shared, 2), (normed, 2), (alone, 1)], ids=["symmetric memory", "norms", "NCCL"])
 def test_sums_are_exact_and_captured(run: Callable[[int, str], None], processes: int, tmp_path: Path) -> None:
     multiprocessing.spawn(run, args=(str(tmp_path),), nprocs=processes)

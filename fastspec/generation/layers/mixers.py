@@ -13,11 +13,11 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.recurrent import DeltaState
 from fastspec.kernels.attention.reference import Span
-from fastspec.kernels.linear.reference import Parts
+from fastspec.kernels.linear.reference import Addends, Parts
 from fastspec.kernels.recurrent.reference import Rates
 
-Summed: TypeAlias = Tensor | Parts
-"""A tensor, or the parts of a sum where a norm follows, which adds them up."""
+Summed: TypeAlias = Tensor | Parts | Addends
+"""A tensor, or the parts of a sum where a norm follows, which adds them up, those of other processes too."""
 Product: TypeAlias = Callable[[Tensor], Summed]
 """x [..., K] -> [..., M]."""
 Linear: TypeAlias = Callable[[Tensor], Tensor]

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.cache.reference import cache_write
-from fastspec.kernels.linear.reference import Parts, joined
+from fastspec.kernels.linear.reference import Addends, Parts, joined
 
 
 def rms_norm(
-    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None,
-    offset: float | None = None,
+    x: Tensor | Parts | Addends, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None,
+    total: Tensor | None = None, offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Root-mean-square norm of x [..., H], or of x + residual [..., H], by weight [H] -> the norm, and what was normed.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,10 +37,32 @@ class Parts:
         return self.values.shape[1:]
 
 
-def joined(x: Tensor | Parts) -> Tensor:
-    """A product as a tensor: itself, or the sum of its parts."""
+@dataclass(frozen=True, slots=True)
+class Addends:
+    """A product [..., M] that processes have added up between them: `own` is this process's addend, which a norm behind it may send off
+    before it is a tensor, and `all_reduce(own, group)` the sum."""
+
+    own: Tensor | Parts
+    group: dist.ProcessGroup
+    all_reduce: Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The product's."""
+        return self.own.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The product's."""
+        return self.own.dtype
+
+
+def joined(x: Tensor | Parts | Addends) -> Tensor:
+    """A product as a tensor: itself, or the sum of its parts or of the processes' addends."""
     if isinstance(x, Tensor):
         return x
+    if isinstance(x, Addends):
+        return x.all_reduce(joined(x.own), x.group)
     total = x.values[0]
     for part in x.values[1:]:
         total = total + part

@@ -18,7 +18,7 @@ from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import onednn
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.quickest import Measured
-from fastspec.kernels.linear.reference import SILU, Gate, Parts, joined
+from fastspec.kernels.linear.reference import SILU, Addends, Gate, Parts, joined
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.kernels.verification.reference import SamplingSettings
 
@@ -98,7 +98,7 @@ class Native:
         return out
 
     def rms_norm(
-        self, x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None,
+        self, x: Tensor | Parts | Addends, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None,
         total: Tensor | None = None, offset: float | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`reference.rms_norm`."""

@@ -40,7 +40,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """See `reference.all_reduce`."""
     if isinstance(x, FakeTensor):  # a look at a program before its first run (kernels/ahead.py): no one is asked
         return torch.empty_like(x)
-    way = way_of(x.nbytes, x.dtype, x.is_cuda and _reachable(group))
+    way = way_of(x.nbytes, x.dtype, x.is_cuda and reachable(group))
     if way == "library":
         return reference.all_reduce(x, group)
     space = _space(group, x.device).view(x.dtype)[: x.numel()]
@@ -53,7 +53,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 @cache
-def _reachable(group: dist.ProcessGroup) -> bool:
+def reachable(group: dist.ProcessGroup) -> bool:
     """Whether the group's processes are on one host, each with a GPU of its own, and these see each other's memory. The processes ask each
     other, so that all go the same way: every one of them at its first sum, which is not captured."""
     mine = torch.cuda.current_device()

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastspec.generation.layers.decoder import gated, is_plain, product
-from fastspec.generation.layers.mixers import Linear, Product
+from fastspec.generation.layers.mixers import Product, Summed
 from fastspec.generation.ops import Ops
-from fastspec.kernels.linear.reference import GELU_TANH, SILU, Expert, Gate, Routing, joined, linear
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Addends, Expert, Gate, Routing, joined, linear
 from fastspec.patches.hf.expert_rows import Mixture
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.modes import is_foreign
@@ -26,7 +26,7 @@ ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH}
 """What the op knows of transformers' activations, by their classes."""
 
 
-def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Linear:
+def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Product:
     """A mixture that `is_mixture`: x [B, N, H] -> [B, N, H]. The router's logits, its choice, and the experts, all by the backend.
 
     Of experts that several processes hold, each computes its channels, and the answers are added up once. A shared expert that all have
@@ -43,14 +43,14 @@ def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Linear:
     shared = _shared(getattr(mlp, row.shared), group, ops) if row.shared else None
     opening = product(ops, (getattr(mlp, row.shared_gate),)) if row.shared_gate and shared is not None else None
 
-    def run(x: Tensor) -> Tensor:
+    def run(x: Tensor) -> Summed:
         flat = x.flatten(0, 1)
         logits = linear(flat.float(), weight.float(), bias) if row.wide else ops.linear(flat, weight, bias)
         chosen, shares = ops.route(logits, routing, correction)
         beside = joined(shared(flat)) if shared is not None else None
         opened = opening(flat) if opening is not None else None
         mixed = compute(flat, gate_up, down, chosen, shares, kind, **biases, shared=beside, shared_gate=opened)
-        return (mixed if group is None else ops.all_reduce(mixed, group)).view_as(x)
+        return mixed.view_as(x) if group is None else Addends(mixed.view_as(x), group, ops.all_reduce)
 
     return run
 

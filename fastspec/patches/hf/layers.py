@@ -168,7 +168,7 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
         return product(ops, modules, parts=parts)
     shares = [share for share in map(share_of, modules) if share is not None]
     if len(shares) == len(modules):
-        return product_of_shares(shares, ops)
+        return product_of_shares(shares, ops, parts=parts)
     if len(modules) == 1:
         return modules[0]
     return lambda x: torch.cat([module(x) for module in modules], -1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.layers.decoder import is_plain, product
-from fastspec.generation.layers.mixers import Linear
+from fastspec.generation.layers.mixers import Linear, Product
 from fastspec.generation.layers.packing import Weights
 from fastspec.generation.ops import Ops
+from fastspec.kernels.linear.reference import Addends
 from fastspec.kernels.parallel.reference import share
 from fastspec.kernels.verification.reference import best_key
 from fastspec.patches.hf.compat import layer_shapes
@@ -45,13 +46,18 @@ class Share:
     wide: int
     """Outputs of the whole layer where it was cut by outputs, else its inputs."""
 
-    def run(self, ops: Ops) -> Linear:
-        """The layer's product as the plan has it: x [..., K] -> [..., M], of which a `COLUMN` share gives its own part."""
+    @overload
+    def run(self, ops: Ops) -> Linear: ...
+    @overload
+    def run(self, ops: Ops, *, parts: bool) -> Product: ...
+    def run(self, ops: Ops, *, parts: bool = False) -> Product:
+        """The layer's product as the plan has it: x [..., K] -> [..., M], of which a `COLUMN` share gives its own part. With `parts` a sum
+        over the processes is left to the norm behind it."""
         if self.style is ParallelStyle.COLUMN:
             return lambda x: ops.linear(x, self.weight, self.bias)
         if self.style is ParallelStyle.COLUMN_JOINED:
             return lambda x: ops.all_gather(ops.linear(x, self.weight, self.bias), self.wide, self.group)
-        reduced = self.reduced(ops)
+        reduced = self.reduced(ops, parts=parts)
         return reduced if self.style is ParallelStyle.ROW else lambda x: reduced(self._own(x))
 
     def likeliest(self, ops: Ops, change: Callable[[Tensor], Tensor]) -> Linear:
@@ -65,9 +71,12 @@ class Share:
 
         return keys
 
-    def reduced(self, ops: Ops) -> Linear:
+    def reduced(self, ops: Ops, *, parts: bool = False) -> Product:
         """The product of a layer that was cut by inputs: this process's part x [..., K] of them -> [..., M], the same for all."""
         weight, bias, group = self.weight, self.bias, self.group
+        if bias is None and parts:
+            multiply = ops.linear_parts or ops.linear
+            return lambda x: Addends(multiply(x, weight, None), group, ops.all_reduce)
         if bias is None:
             return lambda x: ops.all_reduce(ops.linear(x, weight, None), group)
         return lambda x: ops.all_reduce(ops.linear(x, weight, None), group) + bias
@@ -77,12 +86,16 @@ class Share:
         return x[..., first : first + self.weight.shape[1]]
 
 
-def product_of_shares(shares: Sequence[Share], ops: Ops) -> Linear:
+@overload
+def product_of_shares(shares: Sequence[Share], ops: Ops) -> Linear: ...
+@overload
+def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool) -> Product: ...
+def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool = False) -> Product:
     """Layers over one input, their outputs side by side: the processes' own of them, or, where the plan joins outputs, all of them by one
-    join."""
+    join; `parts` as in `Share.run`."""
     styles, size = {share.style for share in shares}, shares[0].group.size()
     if len(shares) == 1:
-        return shares[0].run(ops)
+        return shares[0].run(ops, parts=parts)
     if styles == {ParallelStyle.COLUMN}:
         return product(ops, shares)
     if styles != {ParallelStyle.COLUMN_JOINED} or any(each.wide % size for each in shares):

@@ -155,7 +155,7 @@ def test_all_processes_find_the_same_way(told: list[Any], reachable: bool, monke
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, other, peers=peers: other in peers)
         monkeypatch.setattr(symmetric.dist, "all_gather_object", lambda heard, mine, group: heard.__setitem__(slice(None), told))
-        assert symmetric._reachable.__wrapped__(SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)) is reachable
+        assert symmetric.reachable.__wrapped__(SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)) is reachable
 
 
 @pytest.mark.parametrize("rows", [1, 61, 512, 4096])
@@ -165,7 +165,7 @@ def test_a_look_at_a_program_sums_nothing(rows: int, monkeypatch: pytest.MonkeyP
     def asked(*_: Any) -> None:
         raise AssertionError("a look asked the other processes")
 
-    for name in ("_reachable", "_space"):
+    for name in ("reachable", "_space"):
         monkeypatch.setattr(symmetric, name, asked)
     made = SimpleNamespace()
 

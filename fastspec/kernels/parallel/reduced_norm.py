@@ -1,0 +1,178 @@
+"""A norm of a product whose addends the processes of one host hold, each on a GPU of its own: the sum, the residual and the norm in one
+launch, with one message between every two GPUs.
+
+A program sends its row to the others' memory and waits for theirs. A message is words of eight bytes, four of the row and four of a flag,
+which are written at once: who sees the flag has the rest, so that nothing else is waited for. (NCCL's low-latency protocol does the same.)
+The flag counts a row's messages. Messages take two places in turn: a process that sends its third has got the others' second, which they
+sent when they had read its first.
+
+x, residual, out, total [..., H] as in `kernels/layer/rms_norm.py`, R rows in all; W = H / 2 words a row, of 4-byte dtypes W = H.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fastspec.kernels.launch import dependent
+from fastspec.kernels.layer import rms_norm as layer
+from fastspec.kernels.layer.rms_norm import norm_row, summed
+from fastspec.kernels.linear.reference import Addends, Parts, joined
+from fastspec.kernels.parallel import symmetric
+
+MAX_ROWS = 128
+"""Rows of a message, whose programs are on the device together: each waits for another device's."""
+MAX_BYTES = 1024 * 1024
+"""Of a message without its flags; longer ones take less time in two shots."""
+
+
+@triton.jit
+def to_words(b_x, flag, WORDS: tl.constexpr):
+    """A row [H] as words [W] int64, with a flag in their upper halves."""
+    if b_x.dtype.primitive_bitwidth == 32:
+        b_bits = b_x.to(tl.uint32, bitcast=True).to(tl.int64)
+    else:
+        b_even, b_odd = tl.split(tl.reshape(b_x.to(tl.uint16, bitcast=True), (WORDS, 2)))
+        b_bits = b_even.to(tl.int64) | (b_odd.to(tl.int64) << 16)
+    return b_bits | (flag.to(tl.int64) << 32)
+
+
+@triton.jit
+def from_words(b_words, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    """A row [H] fp32 of words [W] int64."""
+    if dtype.primitive_bitwidth == 32:
+        return (b_words & 0xFFFFFFFF).to(tl.uint32).to(dtype, bitcast=True).to(tl.float32)
+    b_even = (b_words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+    b_odd = ((b_words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+    return tl.reshape(tl.join(b_even, b_odd), (BLOCK,)).to(tl.float32)
+
+
+@triton.jit
+def _reduced_norm(
+    p_x, p_residual, p_weight, p_out, p_sum, p_spaces, p_counts, stride_x, stride_residual, stride_out, stride_sum, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, USED: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
+    PROCESSES: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, BLOCK)
+    m_h = o_h < SIZE
+    o_w = tl.arange(0, WORDS)
+    m_w = o_w < USED
+    b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)  # no kernel writes it
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    dtype: tl.constexpr = p_out.dtype.element_ty
+    if PARTS > 0:
+        b_x = summed(p_x, row, tl.num_programs(0), o_h, m_h, SIZE, PARTS).to(dtype)
+    else:
+        b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
+    count = tl.load(p_counts + row) + 1
+    b_sent = to_words(b_x, count, WORDS)
+    place = (count & 1) * PROCESSES
+    for process in tl.static_range(PROCESSES):
+        if process != RANK:
+            p_theirs = tl.load(p_spaces + process).to(tl.pointer_type(tl.int64))
+            tl.store(p_theirs + ((place + RANK) * ROWS + row) * WORDS + o_w, b_sent, mask=m_w, cache_modifier=".wt")
+    b_total = tl.zeros((BLOCK,), tl.float32)
+    p_mine = tl.load(p_spaces + RANK).to(tl.pointer_type(tl.int64))
+    for process in tl.static_range(PROCESSES):
+        if process == RANK:
+            b_total += b_x.to(tl.float32)
+        else:
+            p_got = p_mine + ((place + process) * ROWS + row) * WORDS + o_w
+            b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
+            while tl.sum((((b_got >> 32).to(tl.int32) != count) & m_w).to(tl.int32), 0) > 0:
+                b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
+            b_total += from_words(b_got, dtype, BLOCK)
+    b_x = b_total.to(dtype)
+    if ADD:
+        b_residual = tl.load(p_residual + row * stride_residual + o_h, mask=m_h, other=0.0)
+        b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
+    tl.store(p_sum + row * stride_sum + o_h, b_x, mask=m_h)
+    tl.store(p_out + row * stride_out + o_h, norm_row(b_x, b_weight, eps, SIZE, OFFSET), mask=m_h)
+    tl.store(p_counts + row, count)
+
+
+def rms_norm(
+    x: Tensor | Parts | Addends, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None,
+    total: Tensor | None = None, offset: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`layer.rms_norm`, also of addends. All processes get the same bits."""
+    if not isinstance(x, Addends):
+        return layer.rms_norm(x, weight, eps, residual, out, total, offset)
+    own, values = x.own, x.own.values if isinstance(x.own, Parts) else x.own
+    looks = isinstance(values, FakeTensor)  # a look at a program before its first run (kernels/ahead.py): no one is asked
+    if not fits(x) or not values.is_cuda or not (looks or symmetric.reachable(x.group)):
+        return layer.rms_norm(joined(x), weight, eps, residual, out, total, offset)
+    size, processes = x.shape[-1], x.group.size()
+    spaces, counts = _blank(values, processes) if looks else _space(x.group, values.device, _words(size, x.dtype))
+    return reduced_norm(own, weight, eps, residual, out, total, offset, spaces, counts, x.group.rank(), processes)
+
+
+def fits(x: Addends) -> bool:
+    """Whether the addends are rows that one launch sums."""
+    size = x.shape[-1]
+    rows = x.shape.numel() // size if size else 0
+    whole = x.dtype == torch.float32 or (x.dtype in (torch.bfloat16, torch.float16) and size % 2 == 0)
+    return whole and 0 < rows <= MAX_ROWS and rows * size * x.dtype.itemsize <= MAX_BYTES and size <= layer.MAX_SIZE
+
+
+def reduced_norm(
+    own: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, total: Tensor | None,
+    offset: float | None, spaces: Tensor, counts: Tensor, rank: int, processes: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The launch: `spaces` [processes] int64 are the addresses of every process's space, words [2, processes, MAX_ROWS, W] int64 of zeros
+    at first, and `counts` [MAX_ROWS] int32 this process's messages of every row so far."""
+    size, dtype = own.shape[-1], own.dtype
+    values, parts = (own.values, len(own.values)) if isinstance(own, Parts) else (own, 0)
+    normed = values.new_empty(own.shape, dtype=dtype) if out is None else out
+    total = values.new_empty(own.shape, dtype=dtype) if total is None else total
+    x_rows, out_rows, total_rows = layer.rows_of(values, "x"), layer.rows_of(normed, "out"), layer.rows_of(total, "total")
+    residual_rows = out_rows if residual is None else layer.rows_of(residual, "residual")
+    block, words = max(16, triton.next_power_of_2(size)), _words(size, dtype)
+    _reduced_norm[(len(out_rows),)](
+        x_rows, residual_rows, weight, out_rows, total_rows, spaces, counts,
+        x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
+        SIZE=size, BLOCK=block, WORDS=words, USED=size * dtype.itemsize // 4, ROWS=MAX_ROWS, RANK=rank, PROCESSES=processes,
+        ADD=residual is not None, PARTS=parts, OFFSET=offset,
+        num_warps=layer.row_warps(block, dtype.itemsize), **dependent(normed.device),
+    )  # fmt: skip
+    return normed, total
+
+
+def _words(size: int, dtype: torch.dtype) -> int:
+    """Words that a row takes of the space."""
+    block: int = triton.next_power_of_2(size)
+    return max(16, block) * dtype.itemsize // 4
+
+
+def _blank(like: Tensor, processes: int) -> tuple[Tensor, Tensor]:
+    return like.new_empty(processes, dtype=torch.int64), like.new_empty(MAX_ROWS, dtype=torch.int32)
+
+
+@cache
+def _space(group: dist.ProcessGroup, device: torch.device, words: int) -> tuple[Tensor, Tensor]:
+    """The addresses of every process's space for rows of so many words, and this one's counts. Every process makes them at the same norm,
+    the first of such rows, which is not captured; all wait until all spaces are zeros."""
+    from torch.distributed import _symmetric_memory as memory
+
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    space = memory.empty((2, group.size(), MAX_ROWS, words), dtype=torch.int64, device=device)
+    handle = memory.rendezvous(space, group.group_name)
+    space.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    _held.append((space, handle))
+    return torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device), torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+
+
+_held: list[object] = []
+"""What the addresses are of."""
