@@ -25,11 +25,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Logi
 from transformers.distributed import DistributedConfig
 
 import fastspec
+from fastspec.generation.drafters.eagle import cut as head_cut
 from fastspec.generation.layers.packing import joint, unpack
 from fastspec.kernels.linear.reference import experts
 from fastspec.kernels.parallel import reference
 from fastspec.patches.hf.layers import pack_model
+from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.shards import local_part
+from fastspec.patches.session import session_of
 
 SMALL = {"num_hidden_layers": 3}
 """A recurrent family's layers alternate: both kinds."""
@@ -113,6 +116,30 @@ def drafted(load: Loader, kind: str) -> list[Any]:
         made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in assistants]
         assert all(call.acceptance_length > 1.5 for call in fastspec.report(model).calls[:3])
         return made
+
+
+def cut_heads(load: Loader, kind: str) -> list[Any]:
+    """Heads that the processes have together, of which each draft is accepted that a whole one's is; the weights of one change."""
+    del kind
+    model, whole = load("bigram"), bigram(**SMALL)
+    head, made = seer(whole), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_cut, "LEAST_BYTES", 0)
+        if HERE == "cpu":
+            stand_in(patch)
+        with fastspec.patched(model, eagle3=here(head), eagle=here(seer1(whole))):
+            for each in ("eagle3", TREE, "eagle", fastspec.Eagle1(drafts="sampled"), fastspec.ContinuousBatch("eagle3", rows=1)):
+                torch.manual_seed(5)
+                drawn = isinstance(each, fastspec.Eagle1)
+                made += [model.generate(**given(5, 9), **(DRAWN if drawn else GREEDY), assistant=each) for _ in range(2)]
+                made += [fastspec.report(model).last.acceptance_length]
+            mine = session_of(model).resources["eagle3"]
+            assert (head_cut.cut_over(mine, group_of(model)) is not None) == dist.is_initialized()
+            mine.lm_head.weight.copy_(mine.lm_head.weight.roll(1, 0))  # it drafts badly now
+            made += [model.generate(**given(5, 9), **GREEDY, assistant="eagle3"), fastspec.report(model).last.acceptance_length]
+        small = tiny_head(model, copy_lm_head=False, num_attention_heads=2, num_key_value_heads=1)
+        assert head_cut.cut_over(small, group_of(model)) is None
+    return made
 
 
 def calls(load: Loader, kind: str) -> list[Any]:

@@ -80,8 +80,8 @@ def shared(rank: int, folder: str) -> None:
 
 
 def normed(rank: int, folder: str) -> None:
-    """One of two processes, on a GPU of its own where there are two: norms of sums in one launch, eager and replayed, with other numbers and
-    widths of rows in turn, are those of two launches, whoever is late."""
+    """One of two processes, on a GPU of its own where there are two: norms of sums in one launch, eager and replayed, with other numbers
+    and widths of rows in turn, are those of two launches, whoever is late."""
     apart = torch.cuda.device_count() > 1
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     group = begin(rank, 2, folder, "nccl" if apart else "gloo", rank if apart else 0)

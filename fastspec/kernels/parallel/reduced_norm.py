@@ -48,10 +48,12 @@ def to_words(b_x, flag, WORDS: tl.constexpr):
 def from_words(b_words, dtype: tl.constexpr, BLOCK: tl.constexpr):
     """A row [H] fp32 of words [W] int64."""
     if dtype.primitive_bitwidth == 32:
-        return (b_words & 0xFFFFFFFF).to(tl.uint32).to(dtype, bitcast=True).to(tl.float32)
-    b_even = (b_words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-    b_odd = ((b_words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-    return tl.reshape(tl.join(b_even, b_odd), (BLOCK,)).to(tl.float32)
+        b_row = (b_words & 0xFFFFFFFF).to(tl.uint32).to(dtype, bitcast=True)
+    else:
+        b_even = (b_words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        b_odd = ((b_words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        b_row = tl.reshape(tl.join(b_even, b_odd), (BLOCK,))
+    return b_row.to(tl.float32)
 
 
 @triton.jit

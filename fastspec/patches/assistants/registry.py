@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -13,6 +13,7 @@ from fastspec.config import CPP_TREE, MANY_ROWS, Autoregressive, ContinuousBatch
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding, adopt_decoding
 from fastspec.generation.drafters.contract import check_taps
+from fastspec.generation.drafters.eagle.cut import Cut, cut_over
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.eagle.fused import why_separate
 from fastspec.generation.drafters.eagle.head import EagleHead
@@ -25,7 +26,7 @@ from fastspec.patches.assistants.binding import moved, refreshed
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
 from fastspec.patches.hf.compat import device_of
-from fastspec.patches.hf.parallel import embedding_of, share_of
+from fastspec.patches.hf.parallel import embedding_of, group_of, share_of
 from fastspec.patches.hf.shards import parallel_style
 
 
@@ -58,6 +59,8 @@ class EagleDecoding(Decoding):
     """Whether a draft phase is one launch; None: it is not, as fastspec would have it."""
     cpp: TreeShape | None = None
     """The tree on the C++ kernels of the CPU; None: `shape` there too."""
+    cut: Cut | None = field(default=None, repr=False)
+    """What this process has of the head; None: all of it."""
 
     @property
     def taps(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -77,7 +80,7 @@ class EagleDecoding(Decoding):
         """The drafter of one call. Raises Unsupported where it is to draft in one launch and cannot."""
         shape = self.shape if self.batched is None or rows < MANY_ROWS else self.batched
         shape = self.cpp if self.cpp is not None and ops.name == "cpp" else shape
-        drafter = EagleDrafter(self.head, shape, rows=rows, capacity=capacity, ops=ops, fused=bool(self.fused))
+        drafter = EagleDrafter(self.head, shape, rows=rows, capacity=capacity, ops=ops, fused=bool(self.fused), cut=self.cut)
         _share(drafter.program, ops)
         if self.fused and (reason := why_separate(drafter, shape)) is not None:
             raise Unsupported(f"assistant {self.name!r} cannot draft in one launch, which fused=True asks for: {reason}")
@@ -93,6 +96,8 @@ class StaticDecoding(Decoding):
     head: EagleHead
     name: str = "eagle"
     taps: tuple[int, ...] = ()
+    cut: Cut | None = field(default=None, repr=False)
+    """What this process has of the head; None: all of it."""
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -102,7 +107,7 @@ class StaticDecoding(Decoding):
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:
         """The drafter of one call; it draws its drafts where the config asks for that and `process` allows it."""
         process = process if self.config.drafts == "sampled" else None
-        drafter = StaticDrafter(self.head, self.config.tree(), rows=rows, capacity=capacity, ops=ops, process=process)
+        drafter = StaticDrafter(self.head, self.config.tree(), rows=rows, capacity=capacity, ops=ops, process=process, cut=self.cut)
         _share(drafter.program, ops)
         return drafter
 
@@ -207,14 +212,16 @@ def _replace(resources: dict[str, Any], head: EagleHead, fresh: EagleHead) -> Ea
 
 
 def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecoding:
-    return StaticDecoding(config, _head("eagle", resources, model, 1 + max(map(max, config.tree()))))
+    head = _head("eagle", resources, model, 1 + max(map(max, config.tree())))
+    return StaticDecoding(config, head, cut=cut_over(head, group_of(model)))
 
 
 def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
     shape, batched = (config.shape(device_of(model).type, rows) for rows in (1, MANY_ROWS))
     auto = config if config.total_tokens == "auto" else None
     head = _head(config.name, resources, model, max(shape.top_k, batched.top_k))
-    return EagleDecoding(config.name, head, shape, auto, batched, config.fused, CPP_TREE if config == Eagle3() else None)
+    cut = None if config.fused else cut_over(head, group_of(model))
+    return EagleDecoding(config.name, head, shape, auto, batched, config.fused, CPP_TREE if config == Eagle3() else None, cut)
 
 
 def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:

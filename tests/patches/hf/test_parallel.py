@@ -13,7 +13,23 @@ import torch
 from helpers_generate import bigram
 from helpers_models import FAMILIES as ADAPTED
 from helpers_models import tiny_model
-from helpers_ranks import SEEING, SIZE, SMALL, calls, captured, drafted, family, mixed, narrow, packed, refusals, seen, whole, work
+from helpers_ranks import (
+    SEEING,
+    SIZE,
+    SMALL,
+    calls,
+    captured,
+    cut_heads,
+    drafted,
+    family,
+    mixed,
+    narrow,
+    packed,
+    refusals,
+    seen,
+    whole,
+    work,
+)
 from helpers_vision import seeing
 from torch import multiprocessing
 from transformers import CONFIG_MAPPING
@@ -28,7 +44,7 @@ GENERIC = "hunyuan_v1_dense"
 FAMILIES = "llama", "qwen2", "qwen3", "mixtral", "gemma4_text", "qwen3_5_text", "gpt_oss", GENERIC
 """Those that stand for the others here; the others take minutes."""
 OTHERS = [kind for kind in ADAPTED if kind not in FAMILIES and getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None)]
-KINDS = [(run.__name__, run, "") for run in (calls, drafted, narrow, packed, captured, seen, refusals)]
+KINDS = [(run.__name__, run, "") for run in (calls, cut_heads, drafted, narrow, packed, captured, seen, refusals)]
 GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "layer_types": ["full_attention"] * 3,
     "global_head_dim": 16, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0,
@@ -93,6 +109,11 @@ def test_prompts_with_images_give_the_same_tokens(both: Made) -> None:
 
 def test_drafts_are_accepted(both: Made) -> None:
     compare(both, "drafted", drafted)
+
+
+def test_heads_are_cut_too(both: Made) -> None:
+    """Their tokens, and as many accepted drafts a round, are those of whole heads."""
+    compare(both, "cut_heads", cut_heads)
 
 
 def test_calls_of_every_kind_give_the_same_tokens(both: Made) -> None:

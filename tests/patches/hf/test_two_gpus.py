@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers_generate import bigram
 from helpers_models import tiny_model
-from helpers_ranks import SEEING, SIZE, SMALL, calls, captured, drafted, family, in_step, mixed, seen, whole, work
+from helpers_ranks import SEEING, SIZE, SMALL, calls, captured, cut_heads, drafted, family, in_step, mixed, seen, whole, work
 from helpers_vision import seeing
 from torch import multiprocessing
 
@@ -24,7 +24,7 @@ FAMILIES = (
 MIXTURES = ("qwen2_moe", "glm4_moe")
 """A shared expert that all have whole, and one that is cut."""
 GENERIC = "hunyuan_v1_dense"
-KINDS = [(run.__name__, run, "") for run in (drafted, calls, captured, in_step, seen)]
+KINDS = [(run.__name__, run, "") for run in (drafted, cut_heads, calls, captured, in_step, seen)]
 JOBS = [*KINDS, *((f"{kind}, mixed", mixed, kind) for kind in MIXTURES), *((kind, family, kind) for kind in (*FAMILIES, GENERIC))]
 Made = tuple[Path, list[dict[str, Any]]]
 

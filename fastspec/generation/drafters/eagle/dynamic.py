@@ -15,6 +15,7 @@ from torch import Tensor
 from fastspec.config import TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.drafters.eagle.cut import Cut
 from fastspec.generation.drafters.eagle.fused import FusedPhase
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.drafters.eagle.head_drafter import HeadDrafter
@@ -40,11 +41,13 @@ def refuse_wide(shape: TreeShape, ops: Ops) -> None:
 class EagleDrafter(HeadDrafter):
     """Dynamic trees of one `shape`, the drafter of EAGLE-2 and EAGLE-3; `fused` drafts in one launch where the backend can."""
 
-    def __init__(self, head: EagleHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, fused: bool = False) -> None:
+    def __init__(
+        self, head: EagleHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, fused: bool = False, cut: Cut | None = None
+    ) -> None:  # fmt: skip
         refuse_wide(shape, ops)
         grown = shape.depth * shape.top_k
         super().__init__(
-            head, nodes=shape.total_tokens, max_path=shape.max_path, grown=grown, rows=rows, capacity=capacity, ops=ops
+            head, nodes=shape.total_tokens, max_path=shape.max_path, grown=grown, rows=rows, capacity=capacity, ops=ops, cut=cut
         )  # fmt: skip
         self.shape, device = shape, self.last.device
         k, index = shape.top_k, torch.arange(shape.candidates, device=device)

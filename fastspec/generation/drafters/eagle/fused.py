@@ -66,6 +66,8 @@ def why_separate(drafter: HeadDrafter, shape: TreeShape) -> str | None:
             "it runs one-layer EAGLE-3 heads with an LM head of their own, without biases and norms of queries, keys or features, of "
             f"widths in multiples of 16 and a head size that is a power of 2, and this head is {program.config}"
         )
+    if program.cut is not None:
+        return "its weights are read whole, and several processes have this head together"
     embedding = program.head.__dict__["_embed_tokens"]
     if embedding is None or not is_plain(embedding, torch.nn.Embedding) or embedding.max_norm is not None:
         return f"it reads the table of a plain torch.nn.Embedding, without hooks and max_norm, and the target's is {embedding}"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.drafters.base import Drafter, Place, Traits
+from fastspec.generation.drafters.eagle.cut import Cut
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.drafters.eagle.program import HeadProgram
 from fastspec.generation.layers.mixers import EVERYTHING, Nodes, Rotary
@@ -30,14 +31,17 @@ class HeadDrafter(Drafter):
 
     traits = Traits(Place.DEVICE, reusable=True, reads_logits=False)
 
-    def __init__(self, head: EagleHead, *, nodes: int, max_path: int, grown: int, rows: int, capacity: int, ops: Ops) -> None:
+    def __init__(
+        self, head: EagleHead, *, nodes: int, max_path: int, grown: int, rows: int, capacity: int, ops: Ops, cut: Cut | None = None
+    ) -> None:  # fmt: skip
         config = head.config
+        kv_heads = config.num_key_value_heads // (1 if cut is None else cut.group.size())
         weight = head.fc.weight
         self.attention = FullAttentionState(
-            config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim, dtype=weight.dtype, device=weight.device
+            config.num_hidden_layers, rows, kv_heads, config.head_dim, dtype=weight.dtype, device=weight.device
         )
         self.state = SequenceState([self.attention], rows=rows, capacity=capacity, tail=max(grown, max_path), device=weight.device)
-        self.head, self.ops, self.program = head, ops, HeadProgram(head, ops, self.attention)
+        self.head, self.ops, self.program = head, ops, HeadProgram(head, ops, self.attention, cut)
         self.nodes, self.max_path, self.grown = nodes, max_path, grown
         self.tables = self.program.tables(self.state.slots)
         self.last, self.readout = (torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in range(2))

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from fastspec.generation.drafters.eagle.cut import Cut
 from fastspec.generation.drafters.eagle.head import EagleHead, Layer, RMSNorm
 from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
 from fastspec.generation.layers.mixers import FullAttention, Nodes, Summed
@@ -19,13 +20,13 @@ from fastspec.kernels.linear.reference import joined
 
 
 class HeadProgram:
-    """The passes of one head, whose layers keep their keys and values in `state`. Where the backend captures, the head's weights that
-    read one input are packed."""
+    """The passes of one head, or of this process's `cut` of it, whose layers keep their keys and values in `state`. Where the backend
+    captures, a whole head's weights that read one input are packed."""
 
-    def __init__(self, head: EagleHead, ops: Ops, state: FullAttentionState) -> None:
+    def __init__(self, head: EagleHead, ops: Ops, state: FullAttentionState, cut: Cut | None = None) -> None:
         config = head.config
-        self.head, self.ops, self.config, self.state = head, ops, config, state
-        if ops.packs or ops.fused is not None:
+        self.head, self.ops, self.config, self.state, self.cut = head, ops, config, state, cut
+        if cut is None and (ops.packs or ops.fused is not None):
             for layer in cast(Iterable[Layer], head.layers):
                 attn, mlp = layer.self_attn, layer.mlp
                 pack((attn.q_proj, attn.k_proj, attn.v_proj))
@@ -37,6 +38,8 @@ class HeadProgram:
         self.vocabulary = head.lm_head if head.lm_head is not None else target_head
         plain = self.vocabulary is not None and is_plain(self.vocabulary) and self.vocabulary.bias is None
         self.weight = self.vocabulary.weight.detach() if plain else None
+        if cut is not None and cut.lm_head is not None:
+            self.weight, self.vocabulary = None, cut.vocabulary(ops)
         self.look_up: Callable[[Tensor], Tensor] | None = None
         """What looks tokens up in place of the bound embedding's own forward, as `vocabulary` may be something else than the bound module:
         where several processes hold the target together."""
@@ -48,17 +51,19 @@ class HeadProgram:
         return rms(self.ops, module.weight, module.eps)
 
     def _parts(self, index: int) -> LayerParts:
-        layer = self._layer(index)
+        layer, ops, cut = self._layer(index), self.ops, self.cut
         attn, mlp, config = layer.self_attn, layer.mlp, self.config
+        down = product(ops, (mlp.down_proj,), parts=True)
         return LayerParts(
             input_norm=None if layer.input_layernorm is None else self._norm(layer.input_layernorm),
             mixer=FullAttention(
-                self.ops, self.state, index, scale=config.head_dim**-0.5, eps=config.rms_norm_eps,
-                qkv=product(self.ops, (attn.q_proj, attn.k_proj, attn.v_proj)), out=product(self.ops, (attn.o_proj,), parts=True),
+                ops, self.state, index, scale=config.head_dim**-0.5, eps=config.rms_norm_eps,
+                qkv=product(ops, (attn.q_proj, attn.k_proj, attn.v_proj)) if cut is None else cut.qkv(index, ops),
+                out=product(ops, (attn.o_proj,), parts=True) if cut is None else cut.out(index, ops),
                 q_norm=None if attn.q_norm is None else attn.q_norm.weight, k_norm=None if attn.k_norm is None else attn.k_norm.weight,
             ),
             mlp_norm=self._norm(layer.post_attention_layernorm),
-            mlp=gated(self.ops, mlp.gate_proj, mlp.up_proj, product(self.ops, (mlp.down_proj,), parts=True)),
+            mlp=gated(ops, mlp.gate_proj, mlp.up_proj, down) if cut is None else cut.mlp(index, ops),
         )  # fmt: skip
 
     def packed(self) -> tuple[Tensor, Tensor] | None:

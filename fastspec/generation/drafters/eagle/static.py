@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fastspec.generation.drafters.eagle.cut import Cut
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.drafters.eagle.head_drafter import HeadDrafter
 from fastspec.generation.ops import Ops
@@ -96,14 +97,15 @@ class StaticDrafter(HeadDrafter):
     """
 
     def __init__(
-        self, head: EagleHead, paths: tuple[Ranks, ...], *, rows: int, capacity: int, ops: Ops, process: Process | None = None
-    ) -> None:
+        self, head: EagleHead, paths: tuple[Ranks, ...], *, rows: int, capacity: int, ops: Ops, process: Process | None = None,
+        cut: Cut | None = None,
+    ) -> None:  # fmt: skip
         device = head.fc.weight.device
         self.levels, parents = lay_out(paths, drawn=process is not None, device=device)
         self.process, self.traits = process, replace(self.traits, draws=process is not None)
         super().__init__(
             head, nodes=len(parents), max_path=len(self.levels) + 1, grown=sum(len(level.fed) for level in self.levels),
-            rows=rows, capacity=capacity, ops=ops,
+            rows=rows, capacity=capacity, ops=ops, cut=cut,
         )  # fmt: skip
         above = torch.tensor([parents], device=device).expand(rows, -1).contiguous()
         self.tree = TokenTree.from_parents(torch.zeros_like(above), above)
