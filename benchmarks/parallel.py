@@ -16,7 +16,8 @@ import datetime
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ from transformers.distributed import DistributedConfig
 import fastspec
 from fastspec.bench.device import versions
 from fastspec.bench.report import quantiles
+from fastspec.generation.drafters.eagle import cut
 from fastspec.kernels.parallel import reference, symmetric
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.shards import local_part, processes_of
 
 ROWS = (1, 8, 16, 61, 128, 512)
 SUMS = 64
+WHOLE = "-whole"
 REPEATS = 30
 
 
@@ -142,16 +145,25 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
     return found
 
 
+@contextmanager
+def least_bytes(count: int) -> Iterator[None]:
+    """Heads are cut over the processes from so many bytes on."""
+    before, cut.LEAST_BYTES = cut.LEAST_BYTES, count
+    yield
+    cut.LEAST_BYTES = before
+
+
 def rounds(model: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of rounds of one model: transformers' own, plain ones, and those with a head that every process has whole."""
+    """Rows of rounds of one model: transformers' own, plain ones, and those with a head."""
     found = [{"method": "transformers", **peer(model, ids, min(args.tokens, 24))}]
     torch.manual_seed(1)
     head = make_head(model, args.draft_vocab)
     big = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60)
     with fastspec.patched(model, eagle3=head, backend=args.backend):
         for method in args.methods.split(","):
-            assistant = big if method == "eagle3" and ids.is_cuda else method
-            found.append({"method": method, **ours(model, ids, assistant, args.tokens)})
+            name = method.removesuffix(WHOLE)
+            with least_bytes(1 << 62 if method.endswith(WHOLE) else cut.LEAST_BYTES):
+                found.append({"method": method, **ours(model, ids, big if name == "eagle3" and ids.is_cuda else name, args.tokens)})
     read = sum(local_part(parameter).nbytes for parameter in read_parameters(model))
     kept = kept_bytes(model, args.prefix, 1) // processes_of(model)
     return [{"what": "round", "read_bytes": read, "kept_bytes": kept, **row} for row in found]
@@ -161,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
     parser.add_argument("--processes", default="1,all", help="1, all or both: how many hold the model")
-    parser.add_argument("--methods", default="autoregressive,eagle3")
+    parser.add_argument("--methods", default="autoregressive,eagle3", help=f"an assistant with {WHOLE!r} has its head whole in every process")
     parser.add_argument("--prefix", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--draft-vocab", type=int, default=32000)
