@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from fastspec.errors import Unsupported
 from fastspec.generation.state.base import Held
+from fastspec.patches.hf.cache_names import cache_argument
 from fastspec.patches.hf.compat import read_cache
 
 AS_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
@@ -58,7 +59,8 @@ def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[Held] | None:
             "assistant leaves out; generate prompts of one length together, or one at a time"
         )
     embeddings = owner.get_prompt(batch_size=1).to(device=model.device, dtype=owner.word_embeddings.weight.dtype)
+    cache, taking = DynamicCache(config=model.config), cache_argument(type(model).forward)
     with torch.no_grad():
-        held = model(inputs_embeds=embeddings, use_cache=True, past_key_values=DynamicCache(config=model.config), return_dict=True)
-    read = read_cache(held.past_key_values, layers)
+        model(inputs_embeds=embeddings, use_cache=True, return_dict=True, **{taking: cache})
+    read = read_cache(cache, layers)
     return None if read is None else [tuple(states.expand(rows, *states.shape[1:]) for states in held) for held in read]  # type: ignore[misc]

@@ -19,6 +19,7 @@ import fastspec
 from fastspec import Unsupported
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call.inputs import OwnPrefill
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import decoder_of
 
@@ -162,9 +163,9 @@ def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
     for turn in range(3):
         out = model.generate(
             **inputs, **types, max_new_tokens=7, do_sample=False, pad_token_id=0, eos_token_id=list(range(0, 80, 9)),
-            return_dict_in_generate=True, past_key_values=past, **options,
+            return_dict_in_generate=True, **{CACHE: past}, **options,
         )  # fmt: skip
-        past = out.past_key_values
+        past = kept_cache(out)
         held = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in past.layers if hasattr(layer, "conv_states")]
         new = out.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
         real = torch.cat((inputs["attention_mask"], torch.ones(2, new, dtype=torch.long)), 1)[:, None, :, None]
@@ -283,6 +284,6 @@ def test_a_cache_of_a_model_whose_positions_count_padding(padding: int) -> None:
         options = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
         out = model.generate(ids, attention_mask=mask, assistant=first, **options)
         more = torch.cat((mask, torch.ones_like(out.sequences[:, ids.shape[1] :])), 1)
-        options |= {"attention_mask": more, "past_key_values": out.past_key_values}
+        options |= {"attention_mask": more, CACHE: kept_cache(out)}
         texts.append(model.generate(out.sequences, assistant=second, **options).sequences.tolist())
     assert texts[1] == texts[0] and texts[2] == texts[0]
