@@ -14,7 +14,8 @@ from transformers import GenerationMixin
 
 _IS_RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 """Delete this, and the old name with it, when 5.24 is the oldest version and transformers takes no old name any more (5.40)."""
-_NAMES = ("cache", "past_key_values") if _IS_RENAMED else ("past_key_values",)
+OLD = "past_key_values"
+_NAMES = ("cache", OLD) if _IS_RENAMED else (OLD,)
 CACHE = _NAMES[0]
 """The installed version's name."""
 GIVEN = (*_NAMES, "cache_params") if _IS_RENAMED else _NAMES

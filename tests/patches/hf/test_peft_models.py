@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
+from fastspec.patches.hf import peft_models
 from fastspec.patches.hf.cache_names import CACHE, kept_cache
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "max_position_embeddings": 16}
@@ -70,6 +71,23 @@ def test_prompts_begin_behind_virtual_tokens(assistant, kind, lengths):
     assert model.generate(**inputs, **OPTIONS).tolist() != want.tolist()
     out = adapted.generate(**inputs, **OPTIONS, assistant=assistant, return_dict_in_generate=True)
     assert kept_cache(out).get_seq_length() == 3 + out.sequences.shape[1] - 1  # with the virtual ones, as PEFT's
+
+
+class Older(Adapted):
+    """As PEFT was before transformers' cache had another name."""
+
+    __module__ = "peft.peft_model"
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return kwargs.get("past_key_values")
+
+
+def test_a_peft_that_knows_the_old_name_alone_is_refused(monkeypatch):
+    model = fastspec.patch(shallow_model())
+    monkeypatch.setattr(peft_models, "CACHE", "cache")
+    with pytest.raises(Unsupported, match=r"this PEFT looks for past_key_values where transformers has cache.*PROMPT_TUNING: update PEFT"):
+        Older(model, "PROMPT_TUNING").generate(**prompts(6), **OPTIONS, assistant="nasd")
+    assert Older(model, "LORA", learns=False).generate(**prompts(6), **OPTIONS, assistant="nasd").shape == (1, 20)
 
 
 def test_an_adapter_of_weights_has_no_say_in_the_inputs():
