@@ -38,11 +38,18 @@ def without_images(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, 7), "attention_mask": inputs["attention_mask"]}
 
 
+def skip_what_raises(kind: str) -> None:
+    """Leave out a class whose own generate raises in the installed version."""
+    if kind == "llama4" and Version(transformers.__version__) == Version("5.24.0"):
+        pytest.skip("transformers 5.24.0 reads image_outputs of an output that has none: every pass of a Llama 4 with images raises")
+
+
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("kind", ADAPTED + GENERIC)
 def test_prompts_with_images_and_without(kind: str, device: str) -> None:
     if kind in ("mistral3", "smolvlm") and Version(transformers.__version__) < Version("5.20"):
         pytest.skip("these prompts are made as transformers 5.20 and later read them, whose plain generate raises before")
+    skip_what_raises(kind)
     model = seeing(kind).to(device)
     inputs = {name: each.to(device) for name, each in prompts_with_images(model, AROUND).items()}
     text, other = without_images(inputs), {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
@@ -58,6 +65,7 @@ def test_prompts_with_images_and_without(kind: str, device: str) -> None:
 @pytest.mark.parametrize("kind", ADAPTED + GENERIC)
 def test_a_single_prompt_without_padding(kind: str) -> None:
     """PaliGemma's tokens see all of such a prompt, and no other."""
+    skip_what_raises(kind)
     model = seeing(kind)
     inputs = prompts_with_images(model, AROUND[:1])
     text = without_images(inputs)
@@ -99,6 +107,7 @@ def test_last_layers_that_read_the_keys_of_others(kind: str) -> None:
 
 def test_a_llama_4_whose_images_outgrow_its_scale() -> None:
     """Prompts of one length: what comes behind an image stands where queries are scaled."""
+    skip_what_raises("llama4")
     model = seeing("llama4", floor_scale=24, attn_scale=0.7, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"])
     inputs = prompts_with_images(model, ((9, 14), (16, 7)))
     expected = free(model, inputs, NEW)
@@ -134,6 +143,7 @@ def test_early_layers_draft_behind_images(kind: str) -> None:
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_a_text_with_an_images_token_and_no_image(kind: str) -> None:
     """Where a model says such a token itself: some show their decoder padding in its place."""
+    skip_what_raises(kind)
     model = seeing(kind)
     ids = torch.tensor([[5, 9, IMAGE, 12, 33, IMAGE, IMAGE, 8]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
