@@ -13,7 +13,7 @@ from typing import Any
 from transformers import GenerationMixin
 
 _IS_RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-"""Delete this, and the old name with it, when 5.24 is the oldest version and transformers takes no old name any more (5.40)."""
+"""Delete this, and the old name with it, when 5.24 is the oldest version and transformers takes no old name any more (6.0)."""
 OLD = "past_key_values"
 _NAMES = ("cache", OLD) if _IS_RENAMED else (OLD,)
 CACHE = _NAMES[0]
