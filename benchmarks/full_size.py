@@ -32,6 +32,7 @@ from fastspec.bench.device import versions
 from fastspec.bench.report import quantiles
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
 from fastspec.patches.assistants.speculative import read_parameters
+from fastspec.patches.hf.cache_names import CACHE
 from fastspec.patches.hf.compat import delta_shape, layer_count, layer_shapes, recurrent_layers
 from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.session import session_of
@@ -147,7 +148,7 @@ def timed(run: Any) -> float:
 def filled_cache(model: Any, rows: int, length: int) -> DynamicCache:
     """A cache as a text of so many tokens leaves it: keys and values are random, recurrent states those of its first tokens."""
     cache = DynamicCache(config=model.config)
-    model(torch.full((rows, 8), 10, device=model.device), past_key_values=cache, logits_to_keep=1)
+    model(torch.full((rows, 8), 10, device=model.device), **{CACHE: cache}, logits_to_keep=1)
     for layer in cache.layers:
         if getattr(layer, "keys", None) is not None:
             kept = length if not hasattr(layer, "cumulative_length") else min(length, layer.sliding_window - 1)
@@ -164,7 +165,7 @@ def peer(model: Any, ids: torch.Tensor, tokens: int, calls: int = CALLS, **optio
     options = {"do_sample": False, "attention_mask": torch.ones_like(ids), **options}
 
     def seconds(new: int) -> float:
-        past = {"past_key_values": filled_cache(model, len(ids), ids.shape[1] - 1)} if fills else {}
+        past = {CACHE: filled_cache(model, len(ids), ids.shape[1] - 1)} if fills else {}
         return timed(lambda: model.generate(ids, max_new_tokens=new, **options, **past))
 
     seconds(tokens)

@@ -29,6 +29,7 @@ from fastspec.generation.drafters.eagle import cut as head_cut
 from fastspec.generation.layers.packing import joint, unpack
 from fastspec.kernels.linear.reference import experts
 from fastspec.kernels.parallel import reference
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.shards import local_part
@@ -164,7 +165,7 @@ def calls(load: Loader, kind: str) -> list[Any]:
         emitted = torch.ones(3, again.shape[1] - inputs["input_ids"].shape[1], dtype=torch.long, device=HERE)
         mask = torch.cat((inputs["attention_mask"], emitted), 1)
         made += [torch.stack(out.scores).argmax(-1)]
-        made += [model.generate(again, attention_mask=mask, past_key_values=out.past_key_values, **GREEDY, assistant="eagle3")]
+        made += [model.generate(again, attention_mask=mask, **{CACHE: kept_cache(out)}, **GREEDY, assistant="eagle3")]
     return made
 
 

@@ -30,6 +30,7 @@ from helpers_vision import prompts_with_images, seeing
 from transformers.models.auto import modeling_auto
 
 import fastspec
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.compat import layer_count
 from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.limits import layer_spans
@@ -167,9 +168,9 @@ def _conversation(model: Any, options: dict[str, Any]) -> list[Any]:
     for turn in range(3):
         out = model.generate(
             **inputs, max_new_tokens=TURN, do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
-            past_key_values=past, **(options if turn != 1 else {}),
+            **{CACHE: past}, **(options if turn != 1 else {}),
         )  # fmt: skip
-        past, more = out.past_key_values, torch.randint(6, TOKENS - 7, (2, 3), generator=torch.Generator().manual_seed(turn))
+        past, more = kept_cache(out), torch.randint(6, TOKENS - 7, (2, 3), generator=torch.Generator().manual_seed(turn))
         found.append(out.sequences.tolist())
         ids = torch.cat((out.sequences, more), 1)
         mask = torch.ones_like(ids)

@@ -199,13 +199,15 @@ class Chat:
         """
         import torch
 
+        from fastspec.patches.hf.cache_names import CACHE, kept_cache
+
         ids = self._encode([*self.conversation, {"role": "user", "content": prompt}])
         options = self._options(strategy)
         if strategy != BEAMS:
             self._warm_up(strategy, ids, options)
             options["streamer"] = streamer
         cache, reused = self._past(strategy, ids[0].tolist())
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **({"past_key_values": cache} if cache else {})}
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **({CACHE: cache} if cache else {})}
         if self.settings.seed is not None:
             torch.manual_seed(self.settings.seed)
         cascade = self._cascade(strategy)
@@ -219,7 +221,7 @@ class Chat:
         _wait(ids)
         seconds = time.perf_counter() - start - streamer.spent
         if not stopped and self.settings.cache and strategy != BEAMS and cascade is None:  # a cascade's stages have caches of their own
-            self._caches[strategy] = (output.sequences[0].tolist(), output.past_key_values)
+            self._caches[strategy] = (output.sequences[0].tolist(), kept_cache(output))
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         answer = Answer(strategy, tokens, text, seconds, reused=reused, stopped=stopped)
         if strategy == BEAMS:

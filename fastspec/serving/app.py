@@ -51,9 +51,11 @@ class OneModel(ModelManager):
         """(model, tokenizer)."""
         return self.batch.model, self.tokenizer
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         """The one model, as `/v1/models` lists it."""
         return [{"id": self.name, "object": "model", "created": self.since, "owned_by": "fastspec"}]
+
+    get_gen_models = list_models  # the method's name before transformers 5.24: delete it when that is the oldest version
 
     def shutdown(self) -> None:
         """The server stops: requests that are still there are let go of."""

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from fastspec.generation.capture import recorded
+from fastspec.patches.hf.cache_names import cache_argument
 from fastspec.training.config import TrainConfig
 from fastspec.training.data import Row, Texts, encode_prompts
 from fastspec.training.shards import Clock, Shards
@@ -177,7 +178,7 @@ class _Decoder:
     """One batch from its prompts to its answers."""
 
     def __init__(self, target: Any, config: TrainConfig, ends: Sequence[int]) -> None:
-        self.target, self.config = target, config
+        self.target, self.config, self.taking = target, config, cache_argument(type(target).forward)
         self.device = target.device
         self.ends = torch.tensor(list(ends), dtype=torch.int64, device=self.device)
 
@@ -228,7 +229,7 @@ class _Decoder:
             mask = (mask | torch.eye(size, dtype=torch.bool, device=self.device))[:, None]
             where = (at - pad[rows, None]).clamp(min=0)
             out = self.target(
-                input_ids=ids[rows], attention_mask=mask, position_ids=where, past_key_values=part, use_cache=True, logits_to_keep=1
+                input_ids=ids[rows], attention_mask=mask, position_ids=where, use_cache=True, logits_to_keep=1, **{self.taking: part}
             )
             last.append(out.logits[:, -1])
             layers.append(part.buffers)
@@ -240,7 +241,7 @@ class _Decoder:
         mask = ((self.columns >= self.pad[:, None]) & (self.columns <= self.position))[:, None, None]
         where = self.position - self.pad[:, None]
         out = self.target(
-            input_ids=self.token[:, None], attention_mask=mask, position_ids=where, past_key_values=self.slots, use_cache=True
+            input_ids=self.token[:, None], attention_mask=mask, position_ids=where, use_cache=True, **{self.taking: self.slots}
         )
         self.token.copy_(self._choose(out.logits[:, -1]))
         self.position += 1

@@ -16,6 +16,7 @@ import fastspec
 from fastspec.cascade.memory import CacheManager
 from fastspec.errors import Unsupported
 from fastspec.patches.cascade.kept_caches import check_kept, keep_past, past_of
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 
 BIG = 10**8
 OPTIONS = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": NEVER, "return_dict_in_generate": True}
@@ -38,14 +39,14 @@ def text(length: int, seed: int = 0) -> torch.Tensor:
 
 def say(model: Any, ids: torch.Tensor, assistant: Any, past: Any = None, **options: Any) -> Any:
     """A greedy call, from a cache or from nothing. The tiny models say the pad token too: the mask tells that it is none."""
-    return model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, assistant=assistant, **{**OPTIONS, **options})
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: past}, assistant=assistant, **{**OPTIONS, **options})
 
 
 def first_turn(manager: CacheManager, model: Any, assistant: Any, ids: torch.Tensor, stage: int = 0) -> torch.Tensor:
     """Keep what a call leaves -> its text."""
     out = say(model, ids, assistant)
-    assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
-    keep_past(manager, stage, out.sequences, out.past_key_values)
+    assert kept_cache(out).get_seq_length() == out.sequences.shape[1] - 1
+    keep_past(manager, stage, out.sequences, kept_cache(out))
     return out.sequences
 
 
@@ -55,7 +56,7 @@ def same_as_without(manager: CacheManager, model: Any, assistant: Any, ids: torc
     assert (0 if past is None else past.get_seq_length()) == kept
     got, expected = say(model, ids, assistant, past), say(model, ids, assistant)
     assert got.sequences.tolist() == expected.sequences.tolist()
-    assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length() == got.sequences.shape[1] - 1
+    assert kept_cache(got).get_seq_length() == kept_cache(expected).get_seq_length() == got.sequences.shape[1] - 1
 
 
 def test_a_second_turn_begins_from_the_first(model: Any, assistant: Any) -> None:
@@ -116,7 +117,7 @@ def test_any_order_of_texts_gives_what_calls_without_a_past_gives(turns: Any, bu
             expected = say(model, ids, None, max_new_tokens=5)
             out = say(model, ids, name, past_of(manager, 0, model, ids), max_new_tokens=5)
             assert out.sequences.tolist() == expected.sequences.tolist()
-            keep_past(manager, 0, out.sequences, out.past_key_values)
+            keep_past(manager, 0, out.sequences, kept_cache(out))
             texts[which] = out.sequences
             assert manager.used <= manager.budget and manager.host_used <= manager.host_budget
 
@@ -157,7 +158,7 @@ def test_caches_that_are_not_plain_are_refused_by_name() -> None:
     model, manager = tiny_model(num_hidden_layers=2), CacheManager(BIG)
     config = model.config
     windowed = tiny_model("mistral", num_hidden_layers=2, sliding_window=8).config
-    offloading = model(text(20)).past_key_values
+    offloading = kept_cache(model(text(20)))
     offloading.offloading = True  # its constructor wants a stream, which the CPU has not
     quantised = QuantizedCache.__new__(QuantizedCache)  # its constructor wants a package
     for cache, name in (
@@ -171,7 +172,7 @@ def test_caches_that_are_not_plain_are_refused_by_name() -> None:
 
 def test_a_cache_that_does_not_fit_the_text_is_refused_and_an_empty_one_keeps_nothing() -> None:
     model, manager = tiny_model(num_hidden_layers=2), CacheManager(BIG)
-    cache = model(text(20)).past_key_values
+    cache = kept_cache(model(text(20)))
     with pytest.raises(Unsupported, match="20 tokens and the text has 19"):
         keep_past(manager, 0, text(20)[:, :19], cache)
     for rows in (text(20)[0], text(20).expand(2, -1)):

@@ -14,6 +14,7 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.patches.cascade.fingerprint import fingerprint
 from fastspec.patches.cascade.kept_caches import check_kept, past_of
+from fastspec.patches.hf.cache_names import kept_cache
 from fastspec.patches.session import session_of
 
 HIGH = 1e9
@@ -86,7 +87,7 @@ def test_what_was_kept_before_a_change_of_weights_is_not_used(change: Any, which
     assert answer == emitted(model, turn)
     for stage, held in enumerate(models):
         past = past_of(session.resources["cascade"].memory, stage, held, turn)
-        expected = held(turn[:, :-1], attention_mask=torch.ones(1, turn.shape[1] - 1)).past_key_values
+        expected = kept_cache(held(turn[:, :-1], attention_mask=torch.ones(1, turn.shape[1] - 1)))
         assert torch.allclose(past.layers[1].keys, expected.layers[1].keys, atol=1e-3), stage  # some hundred times fp32's rounding
     assert emitted(model, turn, assistant="cascade") == answer and fastspec.report(model).memory.hits == hits + 5  # two by `past_of`
 

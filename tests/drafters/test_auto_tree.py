@@ -23,6 +23,7 @@ from fastspec.patches.assistants import tree_size
 from fastspec.patches.assistants.tree_size import MOST_POWER, PRIOR, TreeChoice, choose_size, expected_tokens, monotone, power_of
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import assembly
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.session import session_of
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
@@ -221,7 +222,7 @@ def test_a_past_is_read_and_left_alone(fresh):
     first = [m.generate(**inputs, **options, **extra) for m, extra in ((plain, {}), (model, {"assistant": "autoregressive"}))]
     ids = torch.cat((first[0].sequences, torch.tensor([[5, 40, 11]])), 1)
     turns = zip((plain, model), first, ({}, {"assistant": AUTO}), strict=True)
-    emitted = [m.generate(ids, past_key_values=out.past_key_values, **options, **extra).sequences for m, out, extra in turns]
+    emitted = [m.generate(ids, **{CACHE: kept_cache(out)}, **options, **extra).sequences for m, out, extra in turns]
     assert emitted[0].tolist() == emitted[1].tolist() and (AUTO, 1) in fastspec.report(model).trees
 
 

@@ -18,6 +18,7 @@ from fastspec.generation.drafters.ngram.growth import Growth, best_size, grow, l
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.assistants.speculative import read_parameters
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 
 STORAGES: list[Any] = ["ngram", "one_level", "suffix"]
 
@@ -195,7 +196,7 @@ def test_a_second_turn_on_a_cache_counts_the_first(pair):
     one = pair[1].generate(**inputs, **options, assistant="nasd")
     ids = torch.cat((one.sequences, more), 1)
     storage = fastspec.NgramStorage(2)
-    two = pair[1].generate(ids, **options, past_key_values=one.past_key_values, assistant=fastspec.Nasd(storage=storage))
+    two = pair[1].generate(ids, **options, **{CACHE: kept_cache(one)}, assistant=fastspec.Nasd(storage=storage))
     assert two.sequences.tolist() == pair[0].generate(ids, **options).sequences.tolist()
     expected = fastspec.NgramStorage(2)
     cursor = expected.start()

@@ -31,6 +31,7 @@ from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.assistants.speculative import SpeculativeDecoding, cost
 from fastspec.patches.backends import TORCH
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.session import session_of
 
 CONFIGS = [
@@ -217,7 +218,7 @@ def test_the_next_turn_of_a_chat_is_drafted_with_the_whole_text():
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": NEVER, "return_dict_in_generate": True}
     first = model.generate(**prompts(6), max_new_tokens=9, assistant=Speculative(gamma=3), **options)
     ids = torch.cat((first.sequences, torch.tensor([[7, 8, 9]])), 1)
-    second = model.generate(ids, past_key_values=first.past_key_values, max_new_tokens=13, assistant=Speculative(gamma=3), **options)
+    second = model.generate(ids, **{CACHE: kept_cache(first)}, max_new_tokens=13, assistant=Speculative(gamma=3), **options)
     assert stats(model).acceptance_length == 4
     expected = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=13, eos_token_id=NEVER)
     assert second.sequences.tolist() == expected.tolist()

@@ -25,6 +25,7 @@ from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import measure
 from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.backends import TORCH
+from fastspec.patches.hf.cache_names import CACHE
 
 DRAWN = settings(max_examples=40, deadline=None)
 TEXTS = st.lists(st.lists(st.integers(0, 9), min_size=12, max_size=12), min_size=1, max_size=3)
@@ -237,7 +238,7 @@ class Placed(TorchFunctionMode):
     {"repetition_penalty": 1.3, "output_scores": True},
     {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
     {"do_sample": True, "num_return_sequences": 2, "output_logits": True, "eos_token_id": list(range(60))},
-    {"past_key_values": True, "output_scores": True, "eos_token_id": list(range(60))}, {"assistant": "speculative", "do_sample": True},
+    {CACHE: True, "output_scores": True, "eos_token_id": list(range(60))}, {"assistant": "speculative", "do_sample": True},
     {"assistant": fastspec.ContinuousBatch(TREE, 1)}, {"assistant": Continued(TREE, [[1, 2], [3]], lambda outcome: None, measure=True)},
 ], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_every_tensor_of_a_call_is_made_on_a_device_that_is_named(options):
@@ -245,8 +246,8 @@ def test_every_tensor_of_a_call_is_made_on_a_device_that_is_named(options):
     target, head = MAKERS["random"]
     model = target()
     fastspec.patch(model, eagle3=head(model), speculative=target(seed=3))
-    if "past_key_values" in options:
-        options = options | {"past_key_values": DynamicCache(config=model.config)}
+    if CACHE in options:
+        options = options | {CACHE: DynamicCache(config=model.config)}
     options = {**prompts(5, 3), "max_new_tokens": 6, "return_dict_in_generate": True, "pad_token_id": 0, "assistant": TREE} | options
     with Placed() as placed:
         model.generate(**options)

@@ -27,6 +27,7 @@ from fastspec.generation.state import sequence as buffers
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import processors as selection
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.session import session_of
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
@@ -109,7 +110,7 @@ def test_what_else_a_call_asks_for_is_that_of_its_prompt(device, assistant, opti
     given |= {"do_sample": False, **options}
     want, got = plain.generate(**given), model.generate(**given, assistant=ContinuousBatch(assistant, rows=2))
     assert got.sequences.tolist() == want.sequences.tolist()
-    assert got.past_key_values is None
+    assert kept_cache(got) is None
     for name in ("scores", "logits"):
         if given.get(f"output_{name}"):
             for step, (a, b) in enumerate(zip(got[name], want[name], strict=True)):
@@ -226,7 +227,7 @@ def test_as_many_rows_as_prompts_are_an_ordinary_batch():
     out = model.generate(
         **prompts("cpu", 4, 5), max_new_tokens=4, assistant=ContinuousBatch("autoregressive", rows=2), return_dict_in_generate=True,
     )  # fmt: skip
-    assert out.past_key_values is not None and out.fastspec.joined == 0
+    assert kept_cache(out) is not None and out.fastspec.joined == 0
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -241,7 +242,7 @@ def test_what_cannot_begin_in_a_running_batch_is_refused(count):
             model.generate(**{**inputs, **options}, max_new_tokens=4, assistant=assistant)
 
     refused("'speculative' cannot take a new prompt", ContinuousBatch(fastspec.Speculative(early_exit=1), rows=2))
-    refused("past_key_values", ContinuousBatch("nasd", rows=2), past_key_values=model(**inputs).past_key_values, **{
+    refused(CACHE, ContinuousBatch("nasd", rows=2), **{CACHE: kept_cache(model(**inputs))}, **{
         "input_ids": torch.cat((inputs["input_ids"], torch.full((count, 1), 9)), 1),
         "attention_mask": torch.cat((inputs["attention_mask"], torch.ones(count, 1, dtype=torch.long)), 1),
     })  # fmt: skip

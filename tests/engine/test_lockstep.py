@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, StoppingCriteria, SynthIDTextWatermark
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 
 SAMPLED = fastspec.Speculative(gamma=3)
 EARLY, BRANCHES = fastspec.Speculative(early_exit=1, gamma=3), fastspec.Speculative(gamma=3, branches=3)
@@ -228,7 +229,7 @@ def test_the_next_turn_finds_the_padding_of_rows_that_ended():
             ids = torch.cat((first.sequences, fresh), 1)
             mask = torch.ones_like(ids)
             mask[:, :6] = inputs["attention_mask"]
-            again = options | {"return_dict_in_generate": False, "eos_token_id": NEVER, "past_key_values": first.past_key_values}
+            again = options | {"return_dict_in_generate": False, "eos_token_id": NEVER, CACHE: kept_cache(first)}
             turns.append((first.sequences.tolist(), each.generate(ids, attention_mask=mask, **again, **more).tolist()))
         assert turns[0] == turns[1]
 

@@ -23,6 +23,7 @@ from fastspec.generation.engine import batching
 from fastspec.generation.random_numbers import uniform_at
 from fastspec.patches import continuous
 from fastspec.patches.backends import TORCH
+from fastspec.patches.hf.cache_names import CACHE
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
 
@@ -145,7 +146,7 @@ def test_a_streamer_gets_the_prompt_then_each_token_then_the_end():
 @pytest.mark.parametrize("words, options", [
     ("one row", {"num_return_sequences": 2, "do_sample": True}), ("num_beams", {"num_beams": 2}),
     ("tokens alone", {"return_dict_in_generate": True}), ("room for 40", {"max_new_tokens": 36}),
-    ("belongs to fastspec.continuous", {"assistant": "nasd"}), ("past_key_values", {"past_key_values": ()}),
+    ("belongs to fastspec.continuous", {"assistant": "nasd"}), (CACHE, {CACHE: ()}),
     ("keep a state over a whole call", {"logits_processor": [lambda ids, scores: scores]}),
     ("keep a state over a whole call", {"stopping_criteria": [lambda ids, scores: torch.tensor([False])]}),
     ("pixel_values", {"pixel_values": torch.zeros(1)}), ("ends in padding", {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}),

@@ -31,6 +31,7 @@ from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import processors as selection
 from fastspec.patches.hf import model as hf_model
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.pool import KEPT
 from fastspec.patches.session import session_of
 
@@ -284,7 +285,7 @@ def test_asynchronous_rounds_give_the_same_tokens(launched, monkeypatch, kind, a
         one = {name: value[:1, -9:] for name, value in inputs.items()}
         first = [m.generate(**one, do_sample=False, max_new_tokens=12, eos_token_id=ends, **kept, **extra) for m, extra in
                  ((plain, {}), (model, {"assistant": assistant}))]  # fmt: skip
-        again = [m.generate(torch.cat((out.sequences, torch.tensor([[7, 8]])), 1), past_key_values=out.past_key_values, do_sample=False,
+        again = [m.generate(torch.cat((out.sequences, torch.tensor([[7, 8]])), 1), **{CACHE: kept_cache(out)}, do_sample=False,
                             max_new_tokens=12, eos_token_id=ends, **extra)
                  for m, out, extra in zip((plain, model), first, ({}, {"assistant": assistant}), strict=True)]  # fmt: skip
         assert again[0].tolist() == again[1].tolist()

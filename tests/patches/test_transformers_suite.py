@@ -12,6 +12,8 @@ from helpers_models import tiny_model
 from transformers_suite import plugin
 from transformers_suite.run import summary
 
+from fastspec.patches.hf.cache_names import kept_cache
+
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
 FULL = {**OPTIONS, "output_scores": True, "output_logits": True}
 
@@ -46,8 +48,8 @@ def planted(part: str) -> Any:
         output = plain(*args, **kwargs)
         if part == "sequences":
             output.sequences[-1, -1] += 1
-        elif part == "past_key_values":
-            output.past_key_values.layers[3].values[1, 0, -1, 0] += 1e-3
+        elif part == "cache":
+            kept_cache(output).layers[3].values[1, 0, -1, 0] += 1e-3
         elif part == "missing":
             output.logits = None
         elif part == "length":
@@ -60,7 +62,7 @@ def planted(part: str) -> Any:
     return generate
 
 
-@pytest.mark.parametrize("part", ["sequences", "scores", "logits", "past_key_values", "missing", "length"])
+@pytest.mark.parametrize("part", ["sequences", "scores", "logits", "cache", "missing", "length"])
 def test_a_difference_is_found(monkeypatch, model, part):
     monkeypatch.setattr(plugin, "PLAIN", planted(part))
     with pytest.raises(AssertionError, match="fastspec"):

@@ -12,6 +12,7 @@ import torch
 from helpers_models import tiny_model
 
 from fastspec.patches.assistants.speculative import read_parameters
+from fastspec.patches.hf.cache_names import kept_cache
 
 MIXTURE = ("mixtral", {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
                        "num_key_value_heads": 2, "vocab_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -66,7 +67,7 @@ def test_a_filled_cache_is_what_a_text_leaves(script, family: str, monkeypatch) 
     model = tiny_model(family, **over)
     ids = torch.randint(10, model.config.vocab_size, (2, 41))
     with torch.no_grad():
-        left = model(ids[:, :40], use_cache=True).past_key_values
+        left = kept_cache(model(ids[:, :40], use_cache=True))
         found = script.filled_cache(model, 2, 40)
     assert found.get_seq_length() == left.get_seq_length() == 40
     for mine, theirs in zip(found.layers, left.layers, strict=True):

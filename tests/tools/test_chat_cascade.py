@@ -26,6 +26,7 @@ from fastspec.chat.settings import PLAIN, Settings
 from fastspec.chat.view import ACCEPTED, STYLES, AnswerStreamer
 from fastspec.cli import app
 from fastspec.errors import CheckpointError, FastSpecError, Unsupported
+from fastspec.patches.hf.cache_names import CACHE
 
 HIGH = 1e9
 LONG = " ".join(f"w{number}" for number in range(10, 50))
@@ -135,8 +136,8 @@ def test_a_cascade_keeps_caches_of_its_own(price: float) -> None:
         shown(chat, "w12 w13", "w14")
     shown(without, LONG, "w12 w13", "w14")
     assert [turn.answers[0].tokens for turn in chat.turns] == [turn.answers[0].tokens for turn in without.turns]
-    assert not any("past_key_values" in named for named in asked if named.get("assistant") == "cascade")
-    assert any("past_key_values" in named for named in asked if named.get("assistant") == fastspec.Autoregressive.name)
+    assert not any(CACHE in named for named in asked if named.get("assistant") == "cascade")
+    assert any(CACHE in named for named in asked if named.get("assistant") == fastspec.Autoregressive.name)
     hits = fastspec.report(chat.model).memory.hits
     assert hits > 0 and chat.turns[1].answers[1].reused > 0
     shown(chat, "/cache", "w15")

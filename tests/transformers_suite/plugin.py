@@ -26,6 +26,7 @@ from transformers import GenerationMixin, set_seed
 
 import fastspec
 from fastspec.patches.call.generate import generate as served
+from fastspec.patches.hf.cache_names import CACHE, GIVEN, given_cache, kept_cache
 from fastspec.patches.session import session_of
 
 PLAIN = GenerationMixin.generate
@@ -72,7 +73,7 @@ class Suite:
 
     def make(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str) -> tuple[Any, bool]:
         """A call of a patched model, made twice where the assistant serves it -> its output, and whether it was served."""
-        session, before, past = session_of(model), torch.get_rng_state(), copy.deepcopy(kwargs.get("past_key_values"))
+        session, before, past = session_of(model), torch.get_rng_state(), copy.deepcopy(given_cache(kwargs))
         assert session is not None
         made = len(session.calls)
         output = served(model, *args, **kwargs)
@@ -80,7 +81,7 @@ class Suite:
             return output, False
         after = torch.get_rng_state()
         torch.set_rng_state(before)
-        kwargs = kwargs if past is None else kwargs | {"past_key_values": past}
+        kwargs = kwargs if past is None else {name: value for name, value in kwargs.items() if name not in GIVEN} | {CACHE: past}
         plain = PLAIN(model, *args, **kwargs)
         torch.set_rng_state(after)
         settings = kwargs.get("generation_config") or model.generation_config
@@ -132,7 +133,7 @@ class Suite:
 def _call(suite: Suite, model: Any, *args: Any, **kwargs: Any) -> Any:
     output, assisted = suite.make(model, args, kwargs, "as asked")
     asked = [name for name, accepted in NOT_SERVED.items() if kwargs.get(name, accepted) != accepted]
-    if asked and not assisted and kwargs.get("past_key_values") is None:
+    if asked and not assisted and given_cache(kwargs) is None:
         session, state = session_of(model), torch.get_rng_state()
         assert session is not None
         left = session.unassisted.copy()
@@ -152,10 +153,10 @@ def _compare(ours: Any, plain: Any, exact: bool, mask: torch.Tensor | None) -> N
     for name in ("sequences", "scores", "logits"):
         held = [getattr(each, name) for each in (ours, plain)]
         _same(name, *([each] if isinstance(each, torch.Tensor) else each or [] for each in held), exact)
-    past = [each.past_key_values for each in (ours, plain)]
+    past = [kept_cache(each) for each in (ours, plain)]
     if past[0] is not None:
         for part in ("keys", "values", "conv_states", "recurrent_states"):
-            _same(f"past_key_values.{part}", *([*_held(cache, part, mask)] for cache in past), exact)
+            _same(f"{CACHE}.{part}", *([*_held(cache, part, mask)] for cache in past), exact)
 
 
 def _held(cache: Any, part: str, mask: torch.Tensor | None) -> Iterator[torch.Tensor]:

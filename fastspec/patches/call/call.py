@@ -36,6 +36,7 @@ from fastspec.patches.call.prompts import compact, real_tokens
 from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.call.refusals import refuse_prompts
 from fastspec.patches.call.steps import PlainSteps
+from fastspec.patches.hf.cache_names import CACHE, given_cache
 from fastspec.patches.hf.compat import (
     device_of,
     fill_cache,
@@ -74,8 +75,8 @@ class Call:
         self.ids, self.ops = ids.to(self.device), session.ops(model, mode)
         self.pad = int(pad) if (pad := getattr(config, "_pad_token_tensor", None)) is not None else 0
         self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
-        self.handed_in = given.get("past_key_values") is not None  # the cache is the user's own, to be filled in place
-        self.cache = model_kwargs.get("past_key_values")
+        self.handed_in = given_cache(given) is not None  # the cache is the user's own, to be filled in place
+        self.cache = model_kwargs.get(CACHE)
         self.past = read_cache(self.cache, model.config.get_text_config().num_hidden_layers)
         self.past_length = text_length(self.past)
         self.source = read_source(model, given, model_kwargs, ids.shape[0]) if model.config.is_encoder_decoder else None
@@ -97,7 +98,7 @@ class Call:
         self.rows = rows if rows is not None and rows < ids.shape[0] else None
         """Prompts that are decoded at a time, where these are fewer than all."""
         if rows is not None and self.handed_in:
-            raise Unsupported("ContinuousBatch takes whole prompts, without past_key_values: name its assistant itself")
+            raise Unsupported(f"ContinuousBatch takes whole prompts, without {CACHE}: name its assistant itself")
         if self.rows is not None and self.steps is not None:
             raise Unsupported(
                 f"ContinuousBatch decodes {self.rows} of {ids.shape[0]} prompts at a time, and {unknown_types(processors, criteria)} may "
@@ -133,7 +134,7 @@ class Call:
         if virtual is None:
             return
         if self.past is not None or self.given.rows is not None:
-            what = "past_key_values" if self.past is not None else "ContinuousBatch"
+            what = CACHE if self.past is not None else "ContinuousBatch"
             raise Unsupported(f"{what} cannot be combined with a prompt-learning adapter: its virtual tokens begin every prompt of a call")
         self.past, self.past_length = virtual, text_length(virtual)
         self.keep = torch.cat((torch.ones_like(self.keep[:, :1]).expand(-1, self.past_length), self.keep), 1)

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from fastspec.errors import Unsupported
 from fastspec.generation.target import Target
 from fastspec.patches.hf.cache import import_past
+from fastspec.patches.hf.cache_names import CACHE
 from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens, is_recurrent, read_cache, recurrent_layers
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.model import HFModel
@@ -69,10 +70,10 @@ class OwnPrefill:
         """Let a target stand behind the prompts -> logits of each prompt's last token [B, V], and the features [B, new, F] of the tokens
         that the cache did not hold, left padding removed. Raises Unsupported where the pass leaves more than keys and values of them."""
         assert isinstance(target, HFModel)
-        before = self.inputs.get("past_key_values")
+        before = self.inputs.get(CACHE)
         cache = DynamicCache(config=self.model.config.get_text_config()) if before is None else copy.deepcopy(before)
         new = self.keep.shape[1] - int(cache.get_seq_length())
-        asked = {**self.inputs, "past_key_values": cache, "output_hidden_states": target.taps is not None}
+        asked = {**self.inputs, CACHE: cache, "output_hidden_states": target.taps is not None}
         out = first_pass(self.model, self.ids, self.config, asked)
         held = read_cache(cache, target.depth)
         self._check(cache, target.depth)

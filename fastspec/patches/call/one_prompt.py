@@ -17,6 +17,7 @@ from fastspec.patches.call.inputs import besides_tokens, position_shift
 from fastspec.patches.call.processors import Ending, Streaming, are_known, make_processors, read_settings, unknown_types
 from fastspec.patches.call.prompts import compact, real_tokens
 from fastspec.patches.call.refusals import refuse_arguments, refuse_prepared, refuse_prompts
+from fastspec.patches.hf.cache_names import CACHE, given_cache
 from fastspec.patches.hf.compat import device_of, own_stop_strings
 
 
@@ -94,8 +95,8 @@ def prepare(model: Any, original: Callable[..., Any], given: dict[str, Any], see
 
     Raises Unsupported for what an open batch does not decode, and ValueError as transformers does.
     """
-    if given.get("past_key_values") is not None:
-        raise Unsupported("an open batch takes whole prompts, without past_key_values")
+    if given_cache(given) is not None:
+        raise Unsupported(f"an open batch takes whole prompts, without {CACHE}")
     if given.get("assistant") is not None:
         raise Unsupported("assistant= belongs to fastspec.continuous: all prompts of an open batch are decoded with the same one")
     refuse_arguments(model, given)

@@ -17,6 +17,7 @@ from fastspec.patches.call.inputs import OwnPrefill
 from fastspec.patches.call.processors import process_rows
 from fastspec.patches.call.steps import PlainSteps
 from fastspec.patches.hf.cache import export_span, import_past
+from fastspec.patches.hf.cache_names import CACHE
 from fastspec.patches.hf.compat import fill_cache
 from fastspec.patches.hf.model import HFModel
 
@@ -71,7 +72,7 @@ def output_of(call: Asked, outcome: Outcome, target: HFModel, counts: Tensor) ->
     scores = steps.scores if steps is not None else _columns(outcome.scores, longest) if config.output_scores else None
     logits = steps.logits if steps is not None else _columns(outcome.logits, longest) if config.output_logits else None
     kind = GenerateDecoderOnlyOutput if call.source is None else GenerateEncoderDecoderOutput
-    out = kind(sequences=sequences, scores=scores, logits=logits, past_key_values=call.cache if wants_past else None)
+    out = kind(sequences=sequences, scores=scores, logits=logits, **{CACHE: call.cache if wants_past else None})
     out.fastspec = outcome.stats
     return out
 

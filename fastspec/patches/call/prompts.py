@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
+from fastspec.patches.hf.cache_names import CACHE
 
 
 def real_tokens(model: Any, ids: Tensor, mask: Tensor | None, config: Any, past: int) -> Tensor:
@@ -27,7 +28,7 @@ def real_tokens(model: Any, ids: Tensor, mask: Tensor | None, config: Any, past:
     if keep.shape[1] != width:
         raise Unsupported(
             f"attention_mask is {keep.shape[1]} wide and input_ids {width}: they must agree, the tokens of "
-            "past_key_values counted in both or in the mask alone"
+            f"{CACHE} counted in both or in the mask alone"
         )
     return keep
 

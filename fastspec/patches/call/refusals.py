@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
+from fastspec.patches.hf.cache_names import CACHE
 from fastspec.patches.hf.compat import is_besides_tokens, is_shared_out, is_zero3, position_limit
 from fastspec.patches.hf.limits import position_rows
 from fastspec.patches.hf.peft_models import peft_of, refuse_peft
@@ -30,7 +31,7 @@ _CONFIG: dict[str, tuple[Any, ...]] = {
     "output_attentions": (None, False), "output_hidden_states": (None, False), "use_mtp": (None, False),
 }  # fmt: skip
 _EXPECTED = {
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "tokenizer", "synced_gpus",
+    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "tokenizer", "synced_gpus",
     "assistant_model", "assistant_tokenizer", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
 }  # fmt: skip
 
@@ -135,7 +136,7 @@ def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
     if keep.shape[0] != ids.shape[0]:
         raise Unsupported(f"attention_mask has {keep.shape[0]} rows for {ids.shape[0]} rows of input_ids")
     if keep.shape[1] <= past:
-        raise Unsupported(f"past_key_values holds {past} tokens and input_ids brings no further ones: pass the whole sequence")
+        raise Unsupported(f"{CACHE} holds {past} tokens and input_ids brings no further ones: pass the whole sequence")
     if not bool(keep[:, -1].all()):
         raise Unsupported("a row ends in padding: set padding_side='left' on the tokenizer")
     limit = position_limit(model.config) if model.config.is_encoder_decoder else position_rows(model)

@@ -47,7 +47,7 @@ def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
 def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> DynamicCache | None:
     """What a stage has kept of the beginning of ids [1, T], without padding: a cache of at most T - 1 tokens, the caller's own, or None.
 
-    It goes to `model.generate(ids, attention_mask=..., past_key_values=...)`, where None is no cache at all; with a mask of ones, since
+    It goes to `model.generate(ids, attention_mask=..., **{CACHE: ...})`, where None is no cache at all; with a mask of ones, since
     transformers takes pad tokens within the text for padding. It lies on the model's device; a model laid over devices by `device_map`
     gets each layer where it was. What was kept in another dtype than the model's is not given: the model would not have computed it.
     Raises `Unsupported` for a model that `check_kept` refuses, and for several rows.
@@ -66,7 +66,7 @@ def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> Dynam
 
 
 def keep_past(manager: CacheManager, stage: int, ids: Tensor, cache: Any) -> None:
-    """Keep what a call's `past_key_values` holds of the text ids [1, T], prompt and answer, without padding.
+    """Keep what a call's cache holds of the text ids [1, T], prompt and answer, without padding.
 
     The cache holds the text's first tokens; after `generate`, with or without an assistant, all but the last. It stays the caller's.
     Raises `Unsupported` for a cache that is not plain keys and values in every layer, for one that holds more than the text, for

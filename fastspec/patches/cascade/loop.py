@@ -28,6 +28,7 @@ from fastspec.patches.cascade.fingerprint import fingerprint
 from fastspec.patches.cascade.kept_caches import check_kept, check_room, keep_past, past_of
 from fastspec.patches.cascade.settings import ends_of, left_padded, new_tokens, pad_of, read_prompts, refuse, setting, stage_options
 from fastspec.patches.cascade.stages import Patching, hand_over, measure_rates, stage_models
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.compat import device_of, position_limit
 
 PATCHED = ("stages", "tokenizer", "label", "assistant", "memory", "host_memory")
@@ -272,9 +273,9 @@ class AdaptiveCascade:
             memory.renew(index, fingerprint(stage.model))
             past = past_of(memory, index, stage.model, ids)
             out = stage.model.generate(
-                ids, attention_mask=mask, past_key_values=past, return_dict_in_generate=True, assistant=assistant, **options
+                ids, attention_mask=mask, return_dict_in_generate=True, assistant=assistant, **{CACHE: past}, **options
             )
-            keep_past(memory, index, out.sequences, out.past_key_values)
+            keep_past(memory, index, out.sequences, kept_cache(out))
         return heard[0]
 
     def _judged(self, visit: Visit, row: _Row, told: Tensor) -> tuple[Visit, bool]:

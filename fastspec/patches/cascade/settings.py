@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from fastspec.errors import Unsupported
 from fastspec.patches.call.processors import unknown_types
 from fastspec.patches.cascade.stages import OWN, StageModel
+from fastspec.patches.hf.cache_names import GIVEN
 from fastspec.patches.hf.compat import is_besides_tokens
 
 OF_TOKENS = (
@@ -26,7 +27,7 @@ OURS = {
     "tokenizer", "generation_config", "assistant",
 }  # fmt: skip
 REFUSED = {
-    "past_key_values": "its stages keep caches of their own: Cascade(memory=bytes)",
+    **dict.fromkeys(GIVEN, "its stages keep caches of their own: Cascade(memory=bytes)"),
     "output_scores": "the answer may be another model's", "output_logits": "the answer may be another model's",
     "inputs_embeds": "a stage reads tokens: pass input_ids",
 }  # fmt: skip

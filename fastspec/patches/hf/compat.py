@@ -207,7 +207,7 @@ def first_pass(model: Any, ids: Tensor, config: Any, inputs: dict[str, Any]) -> 
 def own_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `generate` with stop strings made into a stopping criterion.
 
-    transformers (up to 5.23 at least) loses `tokenizer` on its way to the criteria when a custom loop is given; delete this when
+    transformers (up to 5.24 at least) loses `tokenizer` on its way to the criteria when a custom loop is given; delete this when
     it does not.
     """
     tokenizer, config = arguments.get("tokenizer"), arguments.get("generation_config")

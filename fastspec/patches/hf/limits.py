@@ -124,12 +124,12 @@ def position_rows(model: Any) -> int | None:
     rotary = False
     for name, module in model.named_modules():
         last = name.rpartition(".")[2].lower()
+        if any("pos" in each and table.dim() == 2 and table.shape[0] == limit for each, table in module.named_buffers(recurse=False)):
+            return limit  # GPT-J's rotary embedding has one since transformers 5.24
         if "rotary" in type(module).__name__.lower():
             rotary = True
         elif isinstance(module, nn.Embedding) and module is not words and ("pos" in last or "wpe" in last):
             return limit
         elif callable(getattr(module, "make_weights", None)):  # XGLM's sinusoidal table grows
             rotary = True
-        elif any("pos" in each and table.dim() == 2 and table.shape[0] == limit for each, table in module.named_buffers(recurse=False)):
-            return limit
     return None if rotary else limit

@@ -20,6 +20,7 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.attention.reference import AttentionLayout
 from fastspec.kernels.linear.reference import joined
 from fastspec.patches.hf.cache import SlotCache
+from fastspec.patches.hf.cache_names import cache_argument
 from fastspec.patches.hf.compat import (
     dtype_of,
     layer_count,
@@ -97,6 +98,7 @@ class HFModel(Target):
         self.layers: list[LayerParts] = []
         self.captures = ops.captures and adapter is not None and self._can_capture(adapter)
         self.chunks: CapturedByShape[tuple[Tensor, Tensor]] | None = CapturedByShape() if self.captures else None
+        self.taking = cache_argument(type(model).forward)
         if adapter is not None:
             self._take(adapter)
 
@@ -347,8 +349,8 @@ class HFModel(Target):
         mask = masks[self.sights[0]] if len(set(self.sights)) == 1 else {kind: masks[sight] for kind, sight in kinds}
         cache = SlotCache(self.state, self.ops, nodes.slots, extent)
         out = self.model(
-            input_ids=tokens, attention_mask=mask, position_ids=nodes.positions, use_cache=True, past_key_values=cache,
-            output_hidden_states=self.taps is not None, return_dict=True,
+            input_ids=tokens, attention_mask=mask, position_ids=nodes.positions, use_cache=True,
+            output_hidden_states=self.taps is not None, return_dict=True, **{self.taking: cache},
         )  # fmt: skip
         states = {at: each.to(tokens.device) for at, each in enumerate(out.hidden_states)} if self.taps is not None else {}
         if self.taps is not None:

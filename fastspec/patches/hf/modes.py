@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from fastspec.errors import Unsupported
+from fastspec.patches.hf.cache_names import cache_argument
 from fastspec.patches.hf.compat import (
     RECURRENT,
     device_of,
@@ -74,7 +75,8 @@ def check_supported(model: Any) -> None:
 def _check_generic(model: PreTrainedModel, config: Any) -> None:
     """What the generic mode needs besides: positions and a mask that say where a draft node stands."""
     name = type(model).__name__
-    missing = [p for p in ("position_ids", "past_key_values") if p not in inspect.signature(type(model).forward).parameters]
+    forward = type(model).forward
+    missing = [p for p in ("position_ids", cache_argument(forward)) if p not in inspect.signature(forward).parameters]
     if missing:
         raise Unsupported(f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands")
     if not hasattr(config, "num_hidden_layers"):

@@ -7,6 +7,7 @@ p-tuning). Both come to keys and values that an assisted call begins with, as wi
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import DynamicCache
 
 from fastspec.errors import Unsupported
 from fastspec.generation.state.base import Held
+from fastspec.patches.hf.cache_names import CACHE, OLD, cache_argument
 from fastspec.patches.hf.compat import read_cache
 
 AS_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
@@ -35,6 +37,12 @@ def refuse_peft(owner: Any) -> None:
         raise Unsupported(
             f"the prompt-learning adapter {kind} cannot be combined with an assistant: accepted are {', '.join(AS_CACHE + AS_EMBEDDINGS)}, "
             "and adapters of weights such as LoRA"
+        )
+    said = inspect.unwrap(type(owner).prepare_inputs_for_generation).__code__.co_consts
+    if config.is_prompt_learning and OLD in said and CACHE not in said:  # PEFT before 0.22 with transformers 5.24
+        raise Unsupported(
+            f"this PEFT looks for {OLD} where transformers has {CACHE}, so that plain decoding goes wrong about the virtual tokens of "
+            f"{kind}: update PEFT"
         )
     if getattr(config, "alora_invocation_tokens", None) is not None:
         raise Unsupported("an activated LoRA begins within the text, at its invocation tokens: merge it, or leave out assistant=")
@@ -58,7 +66,8 @@ def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[Held] | None:
             "assistant leaves out; generate prompts of one length together, or one at a time"
         )
     embeddings = owner.get_prompt(batch_size=1).to(device=model.device, dtype=owner.word_embeddings.weight.dtype)
+    cache, taking = DynamicCache(config=model.config), cache_argument(type(model).forward)
     with torch.no_grad():
-        held = model(inputs_embeds=embeddings, use_cache=True, past_key_values=DynamicCache(config=model.config), return_dict=True)
-    read = read_cache(held.past_key_values, layers)
+        model(inputs_embeds=embeddings, use_cache=True, return_dict=True, **{taking: cache})
+    read = read_cache(cache, layers)
     return None if read is None else [tuple(states.expand(rows, *states.shape[1:]) for states in held) for held in read]  # type: ignore[misc]

@@ -19,6 +19,7 @@ from fastspec.generation.encoder_source import Source
 from fastspec.generation.layers.mixers import EVERYTHING, Nodes
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.cache import SlotCache
+from fastspec.patches.hf.cache_names import CACHE, cache_argument, given_cache
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.model import HFModel, plain_layouts
@@ -32,8 +33,8 @@ def refuse_seq2seq(model: Any, decoding: Any, given: dict[str, Any]) -> None:
             f"assistant {decoding.name!r} drafts from hidden states, which fastspec reads from decoder-only models, and "
             f'{type(model).__name__} is an encoder-decoder model: use "nasd" or "speculative"'
         )
-    if given.get("past_key_values") is not None:
-        raise Unsupported("past_key_values cannot be combined with assistant= on an encoder-decoder model: leave it out")
+    if given_cache(given) is not None:
+        raise Unsupported(f"{CACHE} cannot be combined with assistant= on an encoder-decoder model: leave it out")
 
 
 def read_source(model: Any, given: dict[str, Any], prepared: dict[str, Any], rows: int) -> Source:
@@ -77,6 +78,8 @@ class Seq2SeqModel(HFModel):
         self.parts, self.source = SEQ2SEQ[model.config.model_type], source
         self.decoder = model.get_decoder()
         self.cross = DynamicCache()
+        layers = self.decoder.block if self.parts.relative else self.decoder.layers
+        self.taking = cache_argument(type(layers[0]).forward)
 
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Append the decoder's first tokens ids [B, T], the first counts [B] of each row real -> last logits [B, V], no features."""
@@ -97,10 +100,10 @@ class Seq2SeqModel(HFModel):
         if self.parts.relative:
             bias, across = self._bias(nodes.positions, nodes.slots[None], layout.extent), None
             for block in self.decoder.block:
-                hidden, bias, across = block(hidden, mask, bias, states, cross, across, past_key_values=cache)[:3]
+                hidden, bias, across = block(hidden, mask, bias, states, cross, across, **{self.taking: cache})[:3]
         else:
             for layer in self.decoder.layers:
-                out = layer(hidden, mask, states, encoder_attention_mask=cross, past_key_values=cache, use_cache=True)
+                out = layer(hidden, mask, states, encoder_attention_mask=cross, use_cache=True, **{self.taking: cache})
                 hidden = out[0] if isinstance(out, tuple) else out
         if self.parts.final:
             hidden = getattr(self.decoder, self.parts.final)(hidden)

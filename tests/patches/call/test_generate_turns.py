@@ -10,20 +10,22 @@ from helpers_generate import NEVER, free, prompts
 from torch import Tensor
 from transformers import DynamicCache
 
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
+
 
 def two_turns(model: Any, first: dict[str, Tensor], more: Tensor, cache: Any, own: bool, count: int, **options: Any) -> list[Any]:
     """Tokens of two turns of a chat, the second on the cache of the first, with the width of the cache after each."""
     options = {"do_sample": False, "max_new_tokens": count, "return_dict_in_generate": True, **options}
-    one = model.generate(**first, **options, past_key_values=cache)
-    widths = [one.past_key_values.get_seq_length()]
+    one = model.generate(**first, **options, **{CACHE: cache})
+    widths = [kept_cache(one).get_seq_length()]
     if own:
-        assert one.past_key_values is cache
+        assert kept_cache(one) is cache
     new = one.sequences.shape[1] - first["input_ids"].shape[1]
     emitted = (one.sequences[:, -new:] != 0).long()
     ids = torch.cat((one.sequences, more), 1)
     mask = torch.cat((first["attention_mask"], emitted, torch.ones_like(more)), 1)
-    two = model.generate(input_ids=ids, attention_mask=mask, **options, past_key_values=one.past_key_values)
-    widths.append(two.past_key_values.get_seq_length())
+    two = model.generate(input_ids=ids, attention_mask=mask, **options, **{CACHE: kept_cache(one)})
+    widths.append(kept_cache(two).get_seq_length())
     return [one.sequences.tolist(), two.sequences.tolist(), widths]
 
 
@@ -54,7 +56,7 @@ def test_a_cache_of_the_unpatched_model_and_back(pair, assistant):
     texts = []
     for first, second in ((None, None), (None, assistant), (assistant, None)):
         cache = DynamicCache(config=pair[1].config)
-        options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 9, "past_key_values": cache}
+        options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 9, CACHE: cache}
         ids = pair[1].generate(**inputs, **options, assistant=first)
         mask = torch.cat((inputs["attention_mask"], torch.ones(2, 9, dtype=torch.long)), 1)
         assert cache.get_seq_length() == ids.shape[1] - 1
@@ -69,8 +71,8 @@ def test_rows_that_bring_unequal_shares_of_past_and_prompt(pair, assistant):
     options = {"do_sample": False, "max_new_tokens": 2, "eos_token_id": NEVER}
     texts = []
     for model, extra in zip(pair, ({}, {"assistant": assistant}), strict=True):
-        cache = model(**past, use_cache=True).past_key_values
+        cache = kept_cache(model(**past, use_cache=True))
         whole = torch.cat((past["input_ids"], ids["input_ids"]), 1)
         mask = torch.cat((past["attention_mask"], ids["attention_mask"]), 1)
-        texts.append(model.generate(whole, attention_mask=mask, past_key_values=cache, **options, **extra).tolist())
+        texts.append(model.generate(whole, attention_mask=mask, **{CACHE: cache}, **options, **extra).tolist())
     assert texts[1] == texts[0]

@@ -19,6 +19,7 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import output
 from fastspec.patches.call.output import output_of
+from fastspec.patches.hf.cache_names import kept_cache
 
 VOCAB, PAD = 7, 6
 TOKENS = [[1, 2, 3, 4, 5], [2, 1], [3, 3, 4]]
@@ -93,7 +94,7 @@ def test_sequences_are_filled_up_with_padding_and_nothing_more_is_read():
     assert returned(call, outcome, target).tolist() == SEQUENCES and target.widths == []
     out = returned(*made())
     assert type(out) is GenerateDecoderOnlyOutput and out.sequences.tolist() == SEQUENCES and out.fastspec.assistant == "by hand"
-    assert (out.scores, out.logits, out.past_key_values) == (None, None, None)
+    assert (out.scores, out.logits, kept_cache(out)) == (None, None, None)
     assert type(returned(*made(source=torch.zeros(1)))) is GenerateEncoderDecoderOutput
 
 
@@ -103,7 +104,7 @@ def test_rows_that_ended_early_read_padding_as_plain_decoding_does(tail, scores,
     call, outcome, target = made(tail, output_scores=scores, output_logits=logits)
     out = returned(call, outcome, target)
     assert sum(target.widths) == 3 and max(target.widths) == min(tail, 3)
-    assert (out.scores is not None, out.logits is not None, out.past_key_values) == (scores, logits, None)
+    assert (out.scores is not None, out.logits is not None, kept_cache(out)) == (scores, logits, None)
     assert target.state.lengths.tolist() == [past + read + 4 for past, read in zip(PAST, READ, strict=True)]
     for row, text in enumerate(TOKENS):
         for step in range(5):
@@ -140,7 +141,7 @@ def test_a_cache_comes_back_with_the_call_in_columns_and_its_padding(handed_in):
     cache.update(torch.full((3, 1, 2, 2), 9.0), torch.full((3, 1, 2, 2), -9.0), 0)
     call, outcome, target = made(cache=cache, handed_in=handed_in, return_dict_in_generate=not handed_in)
     out = returned(call, outcome, target)
-    assert (out if handed_in else out.sequences).tolist() == SEQUENCES and (handed_in or out.past_key_values is cache)
+    assert (out if handed_in else out.sequences).tolist() == SEQUENCES and (handed_in or kept_cache(out) is cache)
     keys, values = cache.layers[0].keys, cache.layers[0].values
     assert keys.shape == (3, 1, 9, 2) and torch.equal(values, -keys)
     for row, (past, read) in enumerate(zip(PAST, READ, strict=True)):
@@ -154,7 +155,7 @@ def test_a_cache_is_left_alone_where_it_cannot_come_back(changes):
     cache = DynamicCache()
     call, outcome, target = made(**{"cache": cache, "handed_in": True} | changes)
     out = returned(call, outcome, target)
-    assert len(cache) == 0 and target.widths == [] and (isinstance(out, Tensor) or out.past_key_values is None)
+    assert len(cache) == 0 and target.widths == [] and (isinstance(out, Tensor) or kept_cache(out) is None)
 
 
 def test_rows_of_a_continuous_batch_are_filled_with_zeros():

@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoModelForImageTextToText, LEDConfig, LEDF
 import fastspec
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
+from fastspec.patches.hf.cache_names import CACHE
 from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel
@@ -191,7 +192,7 @@ REFUSED = {
     "mpt": (lambda: tiny_model("mpt"), "MptForCausalLM.*position_ids"),
     "alibi": (lambda: tiny_model("falcon", alibi=True), "FalconForCausalLM.*alibi"),
     "blocks": (lambda: tiny("diffusion_gemma", AutoModelForImageTextToText), "DiffusionGemmaForBlockDiffusion generates by a loop"),
-    "xlnet": (lambda: tiny_model("xlnet"), "XLNetLMHeadModel.*past_key_values"),
+    "xlnet": (lambda: tiny_model("xlnet"), f"XLNetLMHeadModel.*no {CACHE}"),
     "flash in generic mode": (lambda: _with_attention("gpt2", "flash_attention_2"), "flash_attention_2.*sdpa"),
     "not a module": (lambda: {"a": 1}, "not dict"),
     "not of transformers": (lambda: nn.Linear(2, 2), "not Linear"),

@@ -18,6 +18,7 @@ import fastspec
 from fastspec.generation.state import window
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import reference
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import mode_for
@@ -104,9 +105,9 @@ def test_turns_go_on_from_a_returned_cache() -> None:
         for turn in range(3):
             out = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0,
-                return_dict_in_generate=True, past_key_values=past, **(options if turn != 1 else {}),
+                return_dict_in_generate=True, **{CACHE: past}, **(options if turn != 1 else {}),
             )  # fmt: skip
-            past = out.past_key_values
+            past = kept_cache(out)
             found.append(out.sequences.tolist())
             ids = torch.cat((out.sequences, torch.randint(3, 90, (3, 3), generator=torch.Generator().manual_seed(turn))), 1)
         return found

@@ -206,6 +206,19 @@ def test_what_is_no_plain_mixture_runs_its_own_module(change: Any) -> None:
     assert not is_mixture(row, mlp)
 
 
+@pytest.mark.parametrize("kind", [name for name in CAUSAL if MIXTURES[name].wide])
+@torch.no_grad()
+def test_a_wide_router_may_be_kept_in_fp32(kind: str) -> None:
+    """As transformers loads it since 5.24, beside experts in bf16."""
+    mlp, row = mixtures(stirred(kind).bfloat16())[-1], MIXTURES[kind]
+    mlp.gate.weight.data = mlp.gate.weight.data.float()
+    assert row is not None and is_mixture(row, mlp) and not is_mixture(replace(row, wide=False), mlp)
+    x = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(2), dtype=torch.bfloat16)
+    wanted = mlp(x)
+    # Each of three products is rounded to bf16, 2**-9 of its values, and so are their sums; another expert shows at 1e-1.
+    torch.testing.assert_close(mixture_of(row, mlp, BY_REFERENCE)(x), wanted, rtol=0.0, atol=2**-6 * float(wanted.abs().max()))
+
+
 @pytest.mark.parametrize("kind, dtype", [("gpt_oss", torch.float32), ("qwen2_moe", torch.float16), ("gemma4_text", torch.float32)])
 def test_experts_that_ask_the_host_are_not_captured(kind: str, dtype: torch.dtype) -> None:
     """Transformers' own modules multiply on the device in bf16 alone; by the op all do."""

@@ -13,6 +13,8 @@ from transformers import DynamicCache
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
+from fastspec.patches.hf import peft_models
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "max_position_embeddings": 16}
 """A rotary embedding that reads the length of the text, past 16 tokens: a call that goes further is refused late."""
@@ -32,7 +34,7 @@ class Adapted:
 
     def held(self, rows: int) -> Any:
         with torch.no_grad():
-            return type(self.base).forward(self.base, inputs_embeds=self.embeddings.expand(rows, -1, -1), use_cache=True).past_key_values
+            return kept_cache(type(self.base).forward(self.base, inputs_embeds=self.embeddings.expand(rows, -1, -1), use_cache=True))
 
     def get_prompt(self, batch_size: int) -> Any:
         as_cache = self.active_peft_config.peft_type == "PREFIX_TUNING"
@@ -53,7 +55,7 @@ def behind(adapted: Adapted, inputs: dict[str, torch.Tensor]) -> Any:
     """Plain decoding behind the virtual tokens, as behind a cache: the mask counts them."""
     rows = len(inputs["input_ids"])
     mask = torch.cat((torch.ones(rows, 3, dtype=torch.long), inputs["attention_mask"]), 1)
-    return shallow_model().generate(inputs["input_ids"], attention_mask=mask, past_key_values=adapted.held(rows), **OPTIONS)
+    return shallow_model().generate(inputs["input_ids"], attention_mask=mask, **{CACHE: adapted.held(rows)}, **OPTIONS)
 
 
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE], ids=str)
@@ -68,7 +70,24 @@ def test_prompts_begin_behind_virtual_tokens(assistant, kind, lengths):
     assert adapted.generate(**inputs, **OPTIONS, assistant=assistant).tolist() == want.tolist()
     assert model.generate(**inputs, **OPTIONS).tolist() != want.tolist()
     out = adapted.generate(**inputs, **OPTIONS, assistant=assistant, return_dict_in_generate=True)
-    assert out.past_key_values.get_seq_length() == 3 + out.sequences.shape[1] - 1  # with the virtual ones, as PEFT's
+    assert kept_cache(out).get_seq_length() == 3 + out.sequences.shape[1] - 1  # with the virtual ones, as PEFT's
+
+
+class Older(Adapted):
+    """As PEFT was before transformers' cache had another name."""
+
+    __module__ = "peft.peft_model"
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return kwargs.get("past_key_values")
+
+
+def test_a_peft_that_knows_the_old_name_alone_is_refused(monkeypatch):
+    model = fastspec.patch(shallow_model())
+    monkeypatch.setattr(peft_models, "CACHE", "cache")
+    with pytest.raises(Unsupported, match=r"this PEFT looks for past_key_values where transformers has cache.*PROMPT_TUNING: update PEFT"):
+        Older(model, "PROMPT_TUNING").generate(**prompts(6), **OPTIONS, assistant="nasd")
+    assert Older(model, "LORA", learns=False).generate(**prompts(6), **OPTIONS, assistant="nasd").shape == (1, 20)
 
 
 def test_an_adapter_of_weights_has_no_say_in_the_inputs():
@@ -84,7 +103,7 @@ def test_an_adapter_of_weights_has_no_say_in_the_inputs():
         ("MULTITASK_PROMPT_TUNING", {}, {}, "adapter MULTITASK_PROMPT_TUNING cannot be combined"),
         ("LORA", {"learns": False, "alora_invocation_tokens": [7]}, {}, "an activated LoRA begins within the text"),
         ("PREFIX_TUNING", {}, {"assistant": ContinuousBatch("nasd", rows=2)}, "ContinuousBatch cannot be combined"),
-        ("PREFIX_TUNING", {}, {"past": True}, "past_key_values cannot be combined"),
+        ("PREFIX_TUNING", {}, {"past": True}, f"{CACHE} cannot be combined"),
     ],
 )
 def test_what_would_differ_is_refused(kind, config, call, match):
@@ -92,8 +111,8 @@ def test_what_would_differ_is_refused(kind, config, call, match):
     more = {"assistant": "nasd", **{name: value for name, value in call.items() if name != "past"}}
     if "past" in call:
         cache = DynamicCache(config=model.config)
-        model(prompts(5, 5)["input_ids"], past_key_values=cache)
-        more["past_key_values"] = cache
+        model(prompts(5, 5)["input_ids"], **{CACHE: cache})
+        more[CACHE] = cache
         inputs = {"input_ids": prompts(6, 6)["input_ids"], "attention_mask": torch.ones(2, 6, dtype=torch.long)}
     else:
         inputs = prompts(6, 3)
@@ -107,5 +126,5 @@ def test_a_call_that_is_refused_late_leaves_the_cache_as_it_was(kind):
     model = fastspec.patch(shallow_model(**DYNAMIC))
     cache = DynamicCache(config=model.config)
     with pytest.raises(Unsupported, match="past 16 this model"):
-        Adapted(model, kind).generate(**prompts(6), max_new_tokens=30, past_key_values=cache, assistant="nasd")
+        Adapted(model, kind).generate(**prompts(6), max_new_tokens=30, **{CACHE: cache}, assistant="nasd")
     assert cache.get_seq_length() == 0

@@ -15,6 +15,7 @@ from torch import nn
 import fastspec
 from fastspec import Unsupported
 from fastspec.patches.hf import placement, states
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.modes import adapter_for, check_supported
 from fastspec.patches.session import session_of
 
@@ -59,11 +60,11 @@ def test_layers_of_one_kind_on_two_devices_have_two_states(kind, monkeypatch):
         alone = prompts(7)
         out = model.generate(**alone, **OPTIONS, return_dict_in_generate=True, assistant=TREE)
         whole = plain.generate(**alone, **OPTIONS, return_dict_in_generate=True)
-        for mine, theirs in zip(out.past_key_values.layers, whole.past_key_values.layers, strict=True):
+        for mine, theirs in zip(kept_cache(out).layers, kept_cache(whole).layers, strict=True):
             torch.testing.assert_close(mine.keys, theirs.keys, rtol=0, atol=1e-4)
         again = torch.cat((out.sequences, torch.full((1, 2), 11)), 1)  # a turn that goes on from the returned cache
-        more = model.generate(again, past_key_values=out.past_key_values, **OPTIONS, assistant=TREE)
-        assert torch.equal(more, plain.generate(again, past_key_values=whole.past_key_values, **OPTIONS))
+        more = model.generate(again, **{CACHE: kept_cache(out)}, **OPTIONS, assistant=TREE)
+        assert torch.equal(more, plain.generate(again, **{CACHE: kept_cache(whole)}, **OPTIONS))
     made = states.sequence_state(model, [None] * count, rows=2, capacity=40, tail=4, chunk=32, bounded=False)
     assert len(made.kinds) == 2 and [layer for _, layer in made.places] == [0, 1, *range(count - 2)]
 
@@ -117,7 +118,7 @@ def test_layers_on_two_devices_say_what_they_say_on_one(kind, first, second):
             assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
             assert fastspec.report(model).last.replays == 0
         out = model.generate(**inputs, **OPTIONS, return_dict_in_generate=True, assistant=TREE)
-        assert {str(layer.keys.device) for layer in out.past_key_values.layers} == {first, second}
+        assert {str(layer.keys.device) for layer in kept_cache(out).layers} == {first, second}
         with fastspec.continuous(model, "nasd", rows=2, max_length=64) as batch:
             alone = inputs["input_ids"][1:]
             assert torch.equal(batch.submit(alone, **OPTIONS).result(60), plain.generate(alone, **OPTIONS))

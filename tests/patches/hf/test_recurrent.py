@@ -12,6 +12,7 @@ from helpers_models import tiny_head, tiny_model
 import fastspec
 from fastspec import Unsupported
 from fastspec.generation.tree import TokenTree
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 
 NEW = 24
 ROWS = prompts(5, 11)
@@ -99,10 +100,10 @@ def conversation(model: Any, lengths: tuple[int, ...], options: dict[str, Any], 
             width = inputs["input_ids"].shape[1]
             given["assistant"] = Branches([row[width:] for row in known[turn][0]], set(range(len(lengths))))
         out = model.generate(
-            **inputs, max_new_tokens=9, do_sample=False, pad_token_id=0, return_dict_in_generate=True, past_key_values=past,
+            **inputs, max_new_tokens=9, do_sample=False, pad_token_id=0, return_dict_in_generate=True, **{CACHE: past},
             **{"eos_token_id": None, **given},
         )  # fmt: skip
-        past = out.past_key_values
+        past = kept_cache(out)
         held = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in past.layers if hasattr(layer, "conv_states")]
         held += [(layer.keys, layer.values) for layer in past.layers if hasattr(layer, "keys")]
         found.append((out.sequences.tolist(), [each.clone() for pair in held for each in pair]))

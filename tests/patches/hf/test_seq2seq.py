@@ -21,6 +21,7 @@ from transformers.generation.utils import GenerateEncoderDecoderOutput
 import fastspec
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
+from fastspec.patches.hf.cache_names import kept_cache
 from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.seq2seq import Seq2SeqModel, read_source
 
@@ -206,7 +207,7 @@ def test_the_output_of_transformers_with_scores_and_logits(pair, assistant, opti
     for name in ("scores", "logits"):
         torch.testing.assert_close(torch.stack(getattr(got, name)), torch.stack(getattr(expected, name)), rtol=1e-4, atol=1e-3)
     lean = pair[1].generate(**sources(7, 3), **settings, assistant=assistant)
-    assert lean.scores is None and lean.logits is None and lean.past_key_values is None
+    assert lean.scores is None and lean.logits is None and kept_cache(lean) is None
     assert lean.fastspec.assistant == getattr(assistant, "name", assistant)
 
 

@@ -11,6 +11,7 @@ from helpers_seq2seq import pair_of, sources, tiny_seq2seq
 from transformers import BartForConditionalGeneration
 
 import fastspec
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "head by name": ({"assistant": "eagle3"}, "'eagle3' drafts with a head .*BartForConditionalGeneration"),
@@ -32,9 +33,9 @@ def test_what_an_assistant_cannot_honour_is_refused_by_name(what):
 
 def test_a_users_cache_and_a_third_partys_features_are_refused():
     model = pair_of("bart")[1]
-    past = model.generate(**sources(7), max_new_tokens=2, return_dict_in_generate=True).past_key_values
-    with pytest.raises(fastspec.Unsupported, match="past_key_values cannot be combined"):
-        model.generate(**sources(7), past_key_values=past, max_new_tokens=4, assistant="nasd")
+    past = kept_cache(model.generate(**sources(7), max_new_tokens=2, return_dict_in_generate=True))
+    with pytest.raises(fastspec.Unsupported, match=f"{CACHE} cannot be combined"):
+        model.generate(**sources(7), **{CACHE: past}, max_new_tokens=4, assistant="nasd")
 
     class Reads:
         name, taps = "mine", (1,)

@@ -7,7 +7,9 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from helpers_training import small_target
+from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import stopping_criteria
@@ -76,8 +78,9 @@ def test_strings_that_no_tokens_make_up_are_refused():
         stop_criterion(worded(), "\U0001f600")
 
 
+@pytest.mark.skipif(Version(transformers.__version__) >= Version("5.24"), reason="transformers sorts the vocabulary since 5.24")
 def test_transformers_own_cache_still_misses_shuffled_vocabularies():
-    """Where this fails, `stop_criterion` may go."""
+    """Where no version that is accepted does, `stop_criterion` may go."""
     stopping_criteria.STOP_STRING_EMBEDDING_CACHE.clear()
     tokenizer = worded()
     for _ in range(6):

@@ -21,6 +21,7 @@ from transformers import (
 
 import fastspec
 from fastspec.patches.hf import tree_check
+from fastspec.patches.hf.cache_names import CACHE
 
 SIZES = {"vocab_size": 97, "initializer_range": 0.3}
 
@@ -33,9 +34,9 @@ def forgotten(monkeypatch):
 class Deaf(GPT2LMHeadModel):
     """Stands for classes that make positions of their own from the cache's length."""
 
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
-        """As of GPT-2, whatever the positions."""
-        return super().forward(input_ids, past_key_values, **kwargs)
+    def forward(self, input_ids: Any = None, cache: Any = None, past_key_values: Any = None, position_ids: Any = None, **kwargs: Any):
+        """As of GPT-2, whatever the positions; the cache by either name."""
+        return super().forward(input_ids, **{CACHE: past_key_values if cache is None else cache}, **kwargs)
 
 
 def _deaf(dtype: torch.dtype = torch.float32) -> Any:
@@ -82,10 +83,10 @@ def test_a_draft_model_is_checked_too() -> None:
 
 def test_an_error_of_the_model_becomes_a_refusal_by_name() -> None:
     class Strict(GPT2LMHeadModel):
-        def forward(self, input_ids: Any = None, past_key_values: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        def forward(self, input_ids: Any = None, cache: Any = None, past_key_values: Any = None, position_ids: Any = None, **kwargs: Any):
             if kwargs["attention_mask"].dim() == 4:
                 raise RuntimeError("no such mask")
-            return super().forward(input_ids, past_key_values, position_ids=position_ids, **kwargs)
+            return super().forward(input_ids, **{CACHE: past_key_values if cache is None else cache}, position_ids=position_ids, **kwargs)
 
     model = fastspec.patch(Strict(tiny_model("gpt2").config).eval())
     with pytest.raises(fastspec.Unsupported, match=r"Strict does not run as fastspec has to run it.*no such mask"):

@@ -10,6 +10,7 @@ from helpers_generate import free, prompts
 from helpers_models import tiny_head, tiny_model
 
 import fastspec
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 
 SPAN, NEW = 8, 26
 ROWS = prompts(5, 11)
@@ -79,9 +80,9 @@ def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
     for turn in range(3):
         out = model.generate(
             **inputs, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
-            past_key_values=past, **options,
+            **{CACHE: past}, **options,
         )  # fmt: skip
-        past = out.past_key_values
+        past = kept_cache(out)
         more = torch.randint(3, 90, (2, 3), generator=torch.Generator().manual_seed(turn))
         ids = torch.cat((out.sequences, more), 1)
         mask = torch.ones_like(ids)

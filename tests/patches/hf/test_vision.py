@@ -19,6 +19,7 @@ import fastspec
 from fastspec import Unsupported
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call.inputs import OwnPrefill
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import decoder_of
 
@@ -37,11 +38,18 @@ def without_images(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, 7), "attention_mask": inputs["attention_mask"]}
 
 
+def skip_what_raises(kind: str) -> None:
+    """Leave out a class whose own generate raises in the installed version."""
+    if kind == "llama4" and Version(transformers.__version__) == Version("5.24.0"):
+        pytest.skip("transformers 5.24.0 reads image_outputs of an output that has none: every pass of a Llama 4 with images raises")
+
+
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("kind", ADAPTED + GENERIC)
 def test_prompts_with_images_and_without(kind: str, device: str) -> None:
     if kind in ("mistral3", "smolvlm") and Version(transformers.__version__) < Version("5.20"):
         pytest.skip("these prompts are made as transformers 5.20 and later read them, whose plain generate raises before")
+    skip_what_raises(kind)
     model = seeing(kind).to(device)
     inputs = {name: each.to(device) for name, each in prompts_with_images(model, AROUND).items()}
     text, other = without_images(inputs), {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
@@ -57,6 +65,7 @@ def test_prompts_with_images_and_without(kind: str, device: str) -> None:
 @pytest.mark.parametrize("kind", ADAPTED + GENERIC)
 def test_a_single_prompt_without_padding(kind: str) -> None:
     """PaliGemma's tokens see all of such a prompt, and no other."""
+    skip_what_raises(kind)
     model = seeing(kind)
     inputs = prompts_with_images(model, AROUND[:1])
     text = without_images(inputs)
@@ -98,6 +107,7 @@ def test_last_layers_that_read_the_keys_of_others(kind: str) -> None:
 
 def test_a_llama_4_whose_images_outgrow_its_scale() -> None:
     """Prompts of one length: what comes behind an image stands where queries are scaled."""
+    skip_what_raises("llama4")
     model = seeing("llama4", floor_scale=24, attn_scale=0.7, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"])
     inputs = prompts_with_images(model, ((9, 14), (16, 7)))
     expected = free(model, inputs, NEW)
@@ -133,6 +143,7 @@ def test_early_layers_draft_behind_images(kind: str) -> None:
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_a_text_with_an_images_token_and_no_image(kind: str) -> None:
     """Where a model says such a token itself: some show their decoder padding in its place."""
+    skip_what_raises(kind)
     model = seeing(kind)
     ids = torch.tensor([[5, 9, IMAGE, 12, 33, IMAGE, IMAGE, 8]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -162,9 +173,9 @@ def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
     for turn in range(3):
         out = model.generate(
             **inputs, **types, max_new_tokens=7, do_sample=False, pad_token_id=0, eos_token_id=list(range(0, 80, 9)),
-            return_dict_in_generate=True, past_key_values=past, **options,
+            return_dict_in_generate=True, **{CACHE: past}, **options,
         )  # fmt: skip
-        past = out.past_key_values
+        past = kept_cache(out)
         held = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in past.layers if hasattr(layer, "conv_states")]
         new = out.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
         real = torch.cat((inputs["attention_mask"], torch.ones(2, new, dtype=torch.long)), 1)[:, None, :, None]
@@ -283,6 +294,6 @@ def test_a_cache_of_a_model_whose_positions_count_padding(padding: int) -> None:
         options = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
         out = model.generate(ids, attention_mask=mask, assistant=first, **options)
         more = torch.cat((mask, torch.ones_like(out.sequences[:, ids.shape[1] :])), 1)
-        options |= {"attention_mask": more, "past_key_values": out.past_key_values}
+        options |= {"attention_mask": more, CACHE: kept_cache(out)}
         texts.append(model.generate(out.sequences, assistant=second, **options).sequences.tolist())
     assert texts[1] == texts[0] and texts[2] == texts[0]

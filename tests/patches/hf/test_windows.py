@@ -17,6 +17,7 @@ from fastspec.generation.state import window
 from fastspec.kernels.attention.layout import LEAST_RING
 from fastspec.kernels.attention.reference import Span, attention_layout
 from fastspec.patches.hf import tree_check
+from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.model import HFModel
 
 SPAN, NEW = 8, 26
@@ -142,9 +143,9 @@ def conversation(model: Any, lengths: tuple[int, ...], options: dict[str, Any]) 
     for turn in range(3):
         out = model.generate(
             **inputs, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
-            past_key_values=past, **(options if turn != 1 else {}),
+            **{CACHE: past}, **(options if turn != 1 else {}),
         )  # fmt: skip
-        past = out.past_key_values
+        past = kept_cache(out)
         found.append((out.sequences.tolist(), [tuple(layer.keys.shape) for layer in past.layers]))
         more = torch.randint(3, 90, (len(lengths), 3), generator=torch.Generator().manual_seed(turn))
         ids = torch.cat((out.sequences, more), 1)
@@ -161,7 +162,7 @@ def test_a_cache_that_was_not_told_of_windows_comes_back_whole(kind: str) -> Non
 
     def called(**options: Any) -> list[Tensor]:
         cache = DynamicCache()
-        model.generate(**ROWS, max_new_tokens=NEW, do_sample=False, eos_token_id=None, past_key_values=cache, **options)
+        model.generate(**ROWS, max_new_tokens=NEW, do_sample=False, eos_token_id=None, **{CACHE: cache}, **options)
         real = torch.cat((ROWS["attention_mask"], torch.ones(2, NEW - 1, dtype=torch.long)), 1)[:, None, :, None]
         return [states * real for layer in cache.layers for states in (layer.keys, layer.values)]
 
