@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
     parser.add_argument("--processes", default="1,all", help="1, all or both: how many hold the model")
-    parser.add_argument("--methods", default="autoregressive,eagle3", help=f"an assistant with {WHOLE!r} has its head whole in every process")
+    parser.add_argument("--methods", default="autoregressive,eagle3", help=f"with {WHOLE!r} behind: its head is whole in all processes")
     parser.add_argument("--prefix", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--draft-vocab", type=int, default=32000)

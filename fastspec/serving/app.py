@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import socket
 import time
+from importlib.util import find_spec
 from typing import Any
 
 import uvicorn
@@ -16,7 +17,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.utils import logging as transformers_logging
@@ -62,6 +62,15 @@ class OneModel(ModelManager):
         self.batch.close(cancel=True)
 
 
+def _later_handlers(manager: ModelManager, state: BatchState) -> dict[str, Any]:
+    """Handlers that transformers' server asks for since 5.20, of routes that are not served here."""
+    if find_spec("transformers.cli.serving.systemone") is None:
+        return {}
+    from transformers.cli.serving.systemone import SystemOneHandler
+
+    return {"systemone_handler": SystemOneHandler(manager, state)}
+
+
 def build_app(
     batch: Continuous, tokenizer: Any, name: str, *, limits: Limits | None = None, api_key: str | None = None
 ) -> Gate:  # fmt: skip
@@ -77,8 +86,7 @@ def build_app(
     chats, completions, responses = (handler(kind, tokenizer, limits, manager, state) for kind in (Chats, Completions, Responses))
     app: FastAPI = build_server(
         manager, chats, completion_handler=completions, response_handler=responses,
-        transcription_handler=TranscriptionHandler(manager, state), systemone_handler=SystemOneHandler(manager, state),
-        generation_state=state,
+        transcription_handler=TranscriptionHandler(manager, state), generation_state=state, **_later_handlers(manager, state),
     )  # fmt: skip
 
     @app.get("/metrics")

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from fastspec.errors import Unsupported
@@ -17,6 +19,9 @@ from fastspec.patches.hf.families import ADAPTERS, GENERIC
 LAYER_KINDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kinds of layers that see a span of the text -> the setting that says how long it is."""
 ALL_LAYERS = "all layers"
+DROPS_CACHES = Version(transformers.__version__) < Version("5.20")
+"""Whether Phi's `prepare_inputs_for_generation` takes a text's cache away where longer rotary frequencies begin, if it has such or not:
+padded texts go on with other tokens than they would from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,11 @@ def _by_position(model: Any) -> Iterator[Limit]:
     if bound is not None:
         kind = config.rope_parameters["rope_type"]
         yield Limit(bound, f"past {bound} this model's rotary frequencies depend on the length of the text ({kind})")
+
+
+    size = getattr(config, "original_max_position_embeddings", None)
+    if DROPS_CACHES and config.model_type in ("phi3", "phimoe", "phi4_multimodal") and isinstance(size, int):
+        yield Limit(size, f"transformers {transformers.__version__} begins this family's caches anew past {size} tokens")
 
 
 def _by_module(model: Any) -> Iterator[Limit]:

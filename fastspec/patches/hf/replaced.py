@@ -8,6 +8,7 @@ from functools import _lru_cache_wrapper, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import functional
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -106,7 +107,8 @@ def is_strangers(value: Any) -> bool:
 
 
 CARRIERS = frozenset({"torch._ops", "torch._library.custom_ops", "torch.jit", "torch.jit._script", "unittest.mock"})
-"""Homes of classes whose objects call anyone's code. Transformers' modelling files hold none."""
+"""Homes of classes whose objects call anyone's code. Of them transformers' modelling files hold scripted functions alone, whose names
+say where they are from."""
 
 
 def _maker_of(value: Any) -> str | None:
@@ -116,6 +118,8 @@ def _maker_of(value: Any) -> str | None:
         return None
     if isinstance(value, BuiltinFunctionType):
         return getattr(value, "__module__", None)
+    if isinstance(value, torch.jit.ScriptFunction):  # GPT-BigCode's masks are made by some until 5.22
+        return value.qualified_name.removeprefix("__torch__.")
     home = type(value).__module__
     return "" if home in CARRIERS else home
 
