@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+INCLUDED = tuple(SOURCE.with_name(name) for name in ("products.h", "products_bf16.h", "vectors.h"))
 COMPILERS = "c++", "g++", "clang++"
 COMMON = "-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast"
 FLAGS = {
@@ -37,6 +38,11 @@ SIGNATURES: dict[str, list[type]] = {
     "argmax": [P, P, N, N, N],
     "topk_logprobs": [P, P, P, N, N, N, N],
 }
+BF16 = "_bf16"
+"""What the names of the kernels of bfloat16 end in."""
+SIGNATURES |= {name + BF16: types for name, types in SIGNATURES.items()}
+SIGNATURES["linear" + BF16] = [*SIGNATURES["linear"], N]
+SIGNATURES["rope_cache" + BF16 + "_fp32"] = SIGNATURES["rope_cache"]
 DIGEST = hashlib.sha256().digest_size
 SECONDS = 120
 """After which a compiler is given up."""
@@ -69,7 +75,7 @@ def command(source: Path, out: Path) -> list[str]:
 
 def library_name() -> str:
     """The name of the library's file: other sources, instructions or compilers make another."""
-    told = [SOURCE.read_text(encoding="utf-8"), *command(SOURCE, Path("out"))[:-1]]
+    told = [*(each.read_text(encoding="utf-8") for each in (SOURCE, *INCLUDED)), *command(SOURCE, Path("out"))[:-1]]
     return f"kernels-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:16]}.so"
 
 

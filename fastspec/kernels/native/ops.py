@@ -1,9 +1,10 @@
-"""The C++ kernels as ops. What they do not take (other dtypes, gradients, rare forms of an op, many rows) is left to the references or to
+"""The C++ kernels as ops, in fp32 and bfloat16. What they do not take (other dtypes, gradients, rare forms of an op, many rows) is left to the references or to
 torch's products: each op's docstring says which. An error in a kernel is raised, and nothing else is tried in its place."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,18 +20,26 @@ from fastspec.kernels.linear import onednn
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.quickest import Measured
 from fastspec.kernels.linear.reference import SILU, Addends, Gate, Parts, joined
+from fastspec.kernels.native import build
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.kernels.verification.reference import SamplingSettings
 
 MOST_ROWS = 64
 """Rows of a product, and nodes whose attention is taken here; more are a prompt's, and torch's own are made for that."""
+MOST_ROWS_BF16 = 64
+"""Rows of a product in bfloat16."""
 MOST_SIZE = 1024
 """Of a head that is rotated."""
 
 
+ENDINGS = {torch.float32: "", torch.bfloat16: build.BF16}
+"""What the names of a dtype's kernels end in."""
+
+
 def plain(*tensors: Tensor) -> bool:
-    """Whether these are fp32 on the CPU, and need no gradients."""
-    return all(x.dtype is torch.float32 and x.is_cpu for x in tensors) and not torch.is_grad_enabled()
+    """Whether these are of one dtype that has kernels, on the CPU, and need no gradients."""
+    dtype = tensors[0].dtype
+    return dtype in ENDINGS and all(x.dtype is dtype and x.is_cpu for x in tensors) and not torch.is_grad_enabled()
 
 
 def rows_of(x: Tensor) -> Tensor | None:
@@ -60,19 +69,23 @@ class Native:
     """The ops of a library that `build.library` loaded. Each has the signature of its reference."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._linear, self._rms_norm, self._swiglu = library.fastspec_linear, library.fastspec_rms_norm, library.fastspec_swiglu
-        self._rope_cache, self._tree_attention = library.fastspec_rope_cache, library.fastspec_tree_attention
-        self._argmax, self._topk_logprobs = library.fastspec_argmax, library.fastspec_topk_logprobs
+        self._kernels = {name: getattr(library, f"fastspec_{name}") for name in build.SIGNATURES}
+        self.pairs = bool(library.fastspec_has_pairs())
+        """Whether the processor multiplies pairs of bfloat16 numbers itself (AVX512-BF16)."""
         ways = (F.linear, by_onednn, self.product) if onednn.available() else (F.linear, self.product)
         self.measured = Measured(*ways)
 
+    def kernel(self, name: str, like: Tensor) -> Callable[..., None]:
+        """An op's kernel for the dtype of a tensor."""
+        return self._kernels[name + ENDINGS[like.dtype]]
+
     def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """rows [R, K] times weight [M, K] transposed, plus bias -> [R, M], by the kernel; all fp32, and contiguous."""
+        """rows [R, K] times weight [M, K] transposed, plus bias -> [R, M], by the kernel; all of one dtype, and contiguous. In bfloat16 a
+        row of the result does not depend on the rows beside it."""
         count, depth = rows.shape
         out = rows.new_empty(count, weight.shape[0])
-        self._linear(
-            rows.data_ptr(), weight.data_ptr(), at(bias), out.data_ptr(), count, weight.shape[0], depth, torch.get_num_threads()
-        )  # fmt: skip
+        given = rows.data_ptr(), weight.data_ptr(), at(bias), out.data_ptr(), count, weight.shape[0], depth, torch.get_num_threads()
+        self.kernel("linear", rows)(*given, *((self.pairs,) if rows.dtype is torch.bfloat16 else ()))
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -83,6 +96,9 @@ class Native:
         if not fits or not plain(*given) or not all(each.is_contiguous() for each in given) or not x.numel():
             return F.linear(x, weight, bias)
         rows = x.view(-1, x.shape[-1])
+        if x.dtype is torch.bfloat16:
+            multiply = self.product if len(rows) <= MOST_ROWS_BF16 else F.linear
+            return multiply(rows, weight, bias).view(*x.shape[:-1], -1)
         if len(rows) > MOST_ROWS:
             return by_onednn(rows, weight, bias).view(*x.shape[:-1], -1) if onednn.available() else F.linear(x, weight, bias)
         multiply = self.product if len(rows) * weight.numel() < onednn.SMALL else self.measured.fastest(rows, weight)
@@ -94,7 +110,7 @@ class Native:
         if kind != SILU or not plain(both) or not both.is_contiguous():
             return linear_reference.swiglu(both, kind)
         out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-        self._swiglu(both.data_ptr(), out.data_ptr(), out.numel() // max(1, out.shape[-1]), out.shape[-1], torch.get_num_threads())
+        self.kernel("swiglu", both)(both.data_ptr(), out.data_ptr(), out.numel() // max(1, out.shape[-1]), out.shape[-1], torch.get_num_threads())
         return out
 
     def rms_norm(
@@ -113,7 +129,7 @@ class Native:
         b = None if residual is None else rows_of(residual)
         if a is None or to is None or kept is None or (residual is not None and b is None):
             return layer_reference.rms_norm(x, weight, eps, residual, out, total, offset)
-        self._rms_norm(
+        self.kernel("rms_norm", a)(
             a.data_ptr(), a.stride(0), at(b), 0 if b is None else b.stride(0), weight.data_ptr(), to.data_ptr(), to.stride(0),
             kept.data_ptr(), kept.stride(0), len(a), a.shape[1], eps, 0.0 if offset is None else offset, offset is not None,
             torch.get_num_threads(),
@@ -128,17 +144,20 @@ class Native:
         """`reference.rope_cache`; gated, tied and normed values, interleaved channels, factors and values of another size by torch."""
         rare = gated or norms_values or ties_values or interleaved or factor is not None or (q_norm is None) != (k_norm is None)
         heads, size = k_cache.shape[1], k_cache.shape[3]
-        given = [each for each in (qkv, cos, sin, k_cache, v_cache, q_norm, k_norm) if each is not None]
+        given = [each for each in (qkv, k_cache, v_cache, q_norm, k_norm) if each is not None]
+        mixed = qkv.dtype is torch.bfloat16 and cos.dtype is torch.float32  # as a head's tables are
+        angles = plain(cos, sin) and (mixed or cos.dtype is qkv.dtype)
         lies = k_cache.stride(2) == v_cache.stride(2) == size and k_cache.stride(3) == v_cache.stride(3) == 1
         rare |= any(norm.shape != (size,) for norm in (q_norm, k_norm) if norm is not None) or qkv.shape[2] % size != 0
-        if rare or not lies or v_cache.shape != k_cache.shape or size > MOST_SIZE or not plain(*given) or not qkv.is_contiguous():
+        if rare or not lies or v_cache.shape != k_cache.shape or size > MOST_SIZE or not angles or not plain(*given) or not qkv.is_contiguous():
             more = gated, norms_values, ties_values, interleaved, factor
             return layer_reference.rope_cache(qkv, cos, sin, positions, k_cache, v_cache, slots, q_norm, k_norm, eps, offset, *more)
         batch, nodes = qkv.shape[:2]
         queries = qkv.shape[2] // size - 2 * heads
         q = qkv.new_empty(batch, nodes, queries, size)
         where, to, c, s = positions.contiguous(), slots.contiguous(), cos.contiguous(), sin.contiguous()
-        self._rope_cache(
+        turn = self._kernels[f"rope_cache{build.BF16}_fp32"] if mixed else self.kernel("rope_cache", qkv)
+        turn(
             qkv.data_ptr(), c.data_ptr(), s.data_ptr(), where.data_ptr(), to.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
             q.data_ptr(), at(q_norm), at(k_norm), batch, nodes, queries, heads, size, c.shape[-1], k_cache.stride(0), k_cache.stride(1),
             v_cache.stride(0), v_cache.stride(1), eps, 0.0 if offset is None else offset, offset is not None,
@@ -156,7 +175,7 @@ class Native:
             return attention_reference.tree_attention(q, k, v, layout, scale, sinks=sinks, cap=cap)
         seen = layout.visible.contiguous()
         out = q.new_empty(q.shape)
-        self._tree_attention(
+        self.kernel("tree_attention", q)(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), seen.data_ptr(), out.data_ptr(), batch, nodes, heads, k.shape[1], size,
             layout.extent, k.stride(0), k.stride(1), v.stride(0), v.stride(1), scale, torch.get_num_threads(),
         )  # fmt: skip
@@ -167,7 +186,7 @@ class Native:
         if uniform is not None or not plain(scores) or not scores.is_contiguous() or not scores.numel():
             return verification_reference.pick(scores, uniform, settings)
         out = scores.new_empty(scores.shape[:-1], dtype=torch.long)
-        self._argmax(scores.data_ptr(), out.data_ptr(), out.numel(), scores.shape[-1], torch.get_num_threads())
+        self.kernel("argmax", scores)(scores.data_ptr(), out.data_ptr(), out.numel(), scores.shape[-1], torch.get_num_threads())
         return out
 
     def topk_logprobs(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -175,9 +194,9 @@ class Native:
         if not plain(logits) or not logits.is_contiguous() or not 0 < count <= logits.shape[-1]:
             return drafting_reference.topk_logprobs(logits, count)
         shape = *logits.shape[:-1], count
-        values, ids = logits.new_empty(shape), logits.new_empty(shape, dtype=torch.long)
+        values, ids = logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.long)
         rows = values.numel() // count
-        self._topk_logprobs(
+        self.kernel("topk_logprobs", logits)(
             logits.data_ptr(), values.data_ptr(), ids.data_ptr(), rows, logits.shape[-1], count, torch.get_num_threads()
         )  # fmt: skip
         return values, ids
