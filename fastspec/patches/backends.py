@@ -89,6 +89,11 @@ def build_cpp() -> str | None:
     return why
 
 
+def cpp_native() -> Native:
+    """The C++ kernels that `build_cpp` has left."""
+    return Native(build.library(cache_folder() / "kernels" / build.library_name()))
+
+
 @cache
 def cpp_ops() -> Ops:
     """The C++ kernels of the CPU, compiled first where that was not done on this machine. Raises Unsupported where they cannot be built,
@@ -96,7 +101,7 @@ def cpp_ops() -> Ops:
     why = build_cpp()
     if why is not None:
         raise Unsupported(f'backend="cpp" cannot be built here: {why}. Patch with backend="auto", which runs without it')
-    native = Native(build.library(cache_folder() / "kernels" / build.library_name()))
+    native = cpp_native()
     return replace(
         TORCH, name="cpp", linear=native.linear, gate_up=native.gate_up, rms_norm=native.rms_norm, rope_cache=native.rope_cache,
         tree_attention=native.tree_attention, pick=native.pick, topk_logprobs=native.topk_logprobs, topk_expand=native.topk_expand,

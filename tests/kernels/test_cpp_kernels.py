@@ -113,7 +113,7 @@ def test_weights_that_change_are_noticed():
 
 @needs_compiler
 def test_other_dtypes_are_computed_as_by_torch():
-    model = tiny_model().bfloat16()
+    model = tiny_model().half()
     emitted = []
     for backend in ("torch", "cpp"):
         fastspec.patch(model, backend=backend)
@@ -266,4 +266,4 @@ def test_a_library_is_checked_before_its_first_use_and_a_failure_names_the_kerne
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: wrong)
     with pytest.raises(FastSpecError, match=r"backend 'cpp' do not compute .* pick \(the likeliest\)"):
         fastspec.patch(tiny_model(), backend="cpp")
-    fastspec.patch(tiny_model().bfloat16(), backend="cpp")  # which takes none of them
+    fastspec.patch(tiny_model().half(), backend="cpp")  # which takes none of them

@@ -56,7 +56,7 @@ def test_a_compiler_is_enough_for_the_kernels(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (lambda: tiny_model().bfloat16(), "the C++ kernels compute in float32, and the model is in bfloat16"),
+        (lambda: tiny_model().half(), "the C++ kernels compute in float32 and bfloat16, and the model is in float16"),
         (lambda: tiny_model("gpt2"), "this one runs in generic mode"),
     ],
 )
@@ -120,3 +120,30 @@ def test_kernels_that_fail_the_self_check_are_not_taken(monkeypatch):
     with pytest.warns(RuntimeWarning, match=r"pick \(the likeliest\)"):
         report = chosen(tiny_model())
     assert report.backend.startswith("torch") and "pick (the likeliest)" in report.why_torch
+
+
+@needs_compiler
+@pytest.mark.parametrize("ours", [1.0, 2.0])
+def test_bf16_models_take_them_where_they_are_quicker(monkeypatch, ours):
+    monkeypatch.setattr(on_cpu, "times", lambda *_: [ours, 1.5])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = chosen(tiny_model().bfloat16())
+    if ours < 1.5:
+        assert (report.backend, report.why_torch) == ("cpp", None)
+    else:
+        assert report.backend.startswith("torch") and "3000.0 ms against 4000.0" in report.why_torch
+    assert chosen(tiny_model()).backend == "cpp"
+
+
+@needs_compiler
+def test_bf16_kernels_are_checked_in_bf16(monkeypatch):
+    ops = backends.cpp_ops()
+
+    def wrong(scores, *rest):
+        return ops.pick(scores, *rest) + (scores.dtype is torch.bfloat16)
+
+    monkeypatch.setattr(on_cpu, "cpp_ops", lambda: replace(ops, pick=wrong))
+    with pytest.warns(RuntimeWarning, match=r"in bfloat16 .* pick \(the likeliest\)"):
+        assert chosen(tiny_model().bfloat16()).backend.startswith("torch")
+    assert chosen(tiny_model()).backend == "cpp"

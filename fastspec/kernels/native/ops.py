@@ -1,5 +1,5 @@
-"""The C++ kernels as ops, in fp32 and bfloat16. What they do not take (other dtypes, gradients, rare forms of an op, many rows) is left to the references or to
-torch's products: each op's docstring says which. An error in a kernel is raised, and nothing else is tried in its place."""
+"""The C++ kernels as ops, in fp32 and bfloat16. What they do not take (other dtypes, gradients, rare forms of an op, many rows) is left to
+the references or to torch's products: each op's docstring says which. An error in a kernel is raised, and nothing else is tried in its place."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from fastspec.kernels.verification.reference import SamplingSettings
 
 MOST_ROWS = 64
 """Rows of a product, and nodes whose attention is taken here; more are a prompt's, and torch's own are made for that."""
-MOST_ROWS_BF16 = 64
-"""Rows of a product in bfloat16."""
 MOST_SIZE = 1024
 """Of a head that is rotated."""
 
@@ -77,7 +75,8 @@ class Native:
 
     def kernel(self, name: str, like: Tensor) -> Callable[..., None]:
         """An op's kernel for the dtype of a tensor."""
-        return self._kernels[name + ENDINGS[like.dtype]]
+        found: Callable[..., None] = self._kernels[name + ENDINGS[like.dtype]]
+        return found
 
     def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """rows [R, K] times weight [M, K] transposed, plus bias -> [R, M], by the kernel; all of one dtype, and contiguous. In bfloat16 a
@@ -90,15 +89,16 @@ class Native:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`reference.linear`, by whichever of MKL, oneDNN and the kernel is the quickest here for such a product; of more than 64 rows as
-        `onednn.linear` does, and of what is not fp32 and contiguous by torch."""
+        `onednn.linear` does, and of what is not of such a dtype and contiguous by torch. In bfloat16 by the kernel alone, so that a node's
+        result is that of the token by itself, but for more than 64 rows where the processor multiplies such numbers for torch too."""
         given = (x, weight) if bias is None else (x, weight, bias)
         fits = weight.shape[1:] == x.shape[-1:] and (bias is None or bias.shape == weight.shape[:1])  # else torch broadcasts, or raises
         if not fits or not plain(*given) or not all(each.is_contiguous() for each in given) or not x.numel():
             return F.linear(x, weight, bias)
         rows = x.view(-1, x.shape[-1])
         if x.dtype is torch.bfloat16:
-            multiply = self.product if len(rows) <= MOST_ROWS_BF16 else F.linear
-            return multiply(rows, weight, bias).view(*x.shape[:-1], -1)
+            by_torch = self.pairs and len(rows) > MOST_ROWS
+            return (F.linear if by_torch else self.product)(rows, weight, bias).view(*x.shape[:-1], -1)
         if len(rows) > MOST_ROWS:
             return by_onednn(rows, weight, bias).view(*x.shape[:-1], -1) if onednn.available() else F.linear(x, weight, bias)
         multiply = self.product if len(rows) * weight.numel() < onednn.SMALL else self.measured.fastest(rows, weight)
@@ -110,7 +110,8 @@ class Native:
         if kind != SILU or not plain(both) or not both.is_contiguous():
             return linear_reference.swiglu(both, kind)
         out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-        self.kernel("swiglu", both)(both.data_ptr(), out.data_ptr(), out.numel() // max(1, out.shape[-1]), out.shape[-1], torch.get_num_threads())
+        rows = out.numel() // max(1, out.shape[-1])
+        self.kernel("swiglu", both)(both.data_ptr(), out.data_ptr(), rows, out.shape[-1], torch.get_num_threads())
         return out
 
     def rms_norm(
@@ -149,7 +150,8 @@ class Native:
         angles = plain(cos, sin) and (mixed or cos.dtype is qkv.dtype)
         lies = k_cache.stride(2) == v_cache.stride(2) == size and k_cache.stride(3) == v_cache.stride(3) == 1
         rare |= any(norm.shape != (size,) for norm in (q_norm, k_norm) if norm is not None) or qkv.shape[2] % size != 0
-        if rare or not lies or v_cache.shape != k_cache.shape or size > MOST_SIZE or not angles or not plain(*given) or not qkv.is_contiguous():
+        lies &= v_cache.shape == k_cache.shape and qkv.is_contiguous()
+        if rare or not lies or size > MOST_SIZE or not angles or not plain(*given):
             more = gated, norms_values, ties_values, interleaved, factor
             return layer_reference.rope_cache(qkv, cos, sin, positions, k_cache, v_cache, slots, q_norm, k_norm, eps, offset, *more)
         batch, nodes = qkv.shape[:2]

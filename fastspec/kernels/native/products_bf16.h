@@ -8,13 +8,14 @@
 #define PAIRS __attribute__((target("avx512bf16")))  // the processor's own products of pairs, where it has them
 #endif
 
-static constexpr int STEP = 2 * LANES;                  // of K that one vector of weights holds
-static constexpr int BESIDE = LANES == 16 ? 4 : 2;      // rows of a weight that are multiplied together
-static constexpr int MOST = 5;                          // with at most so many rows of x: the registers hold their sums
+static constexpr int STEP = 2 * LANES;  // of K that one vector of weights holds
+static constexpr int BESIDE = 4;        // rows of a weight that are multiplied together
+static constexpr int MOST = 5;          // with at most so many rows of x
 
 typedef float sums[MOST][BESIDE];
 
-// `acc` holds the sums of lanes for one row of x and BESIDE rows of a weight.
+// The sums over the lanes of `acc` for one row of x and `WIDE` rows of a weight.
+template <int WIDE>
 static inline void over_lanes(const vec *acc, float *out) {
 #ifdef __AVX512F__
     __m512 a = (__m512)acc[0], b = (__m512)acc[1], c = (__m512)acc[2], d = (__m512)acc[3];
@@ -25,28 +26,31 @@ static inline void over_lanes(const vec *acc, float *out) {
     each += _mm512_permute_ps(each, 0xb1);
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, each)));
 #else
-    for (int m = 0; m < BESIDE; m++) out[m] = sum(acc[m]);
+    for (int m = 0; m < WIDE; m++) out[m] = sum(acc[m]);
 #endif
 }
 
 // BESIDE rows of a weight [., steps * STEP], `stride` apart, times ROWS rows of x, which lie as `laid` leaves them. `next` is read ahead.
 template <int ROWS>
-static inline void dots(const bf16 *const *w, long steps, const char *x, float (*out)[BESIDE], const bf16 *next) {
-    vec acc[ROWS][BESIDE] = {};
-    const float *from = (const float *)x;
-    for (long k = 0; k < steps; k++, from += ROWS * STEP) {
-        uvec each[BESIDE];
-        for (int m = 0; m < BESIDE; m++) {
-            if (next) __builtin_prefetch(next + (k * BESIDE + m) * STEP, 0, 2);
-            std::memcpy(&each[m], w[m] + k * STEP, sizeof(uvec));
-        }
-        for (int r = 0; r < ROWS; r++)
-            for (int m = 0; m < BESIDE; m++) {
-                acc[r][m] += (vec)(each[m] << 16) * load(from + r * STEP);
-                acc[r][m] += (vec)(each[m] & 0xffff0000u) * load(from + r * STEP + LANES);
+__attribute__((noinline)) static void dots(const bf16 *const *w, long steps, const char *x, float (*out)[BESIDE], const bf16 *next) {
+    constexpr int WIDE = LANES == 16 ? BESIDE : BESIDE / 2;  // the registers hold the sums of so many
+    for (int first = 0; first < BESIDE; first += WIDE) {
+        vec acc[ROWS][WIDE] = {};
+        const float *from = (const float *)x;
+        for (long k = 0; k < steps; k++, from += ROWS * STEP) {
+            uvec each[WIDE];
+            for (int m = 0; m < WIDE; m++) {
+                if (next) __builtin_prefetch(next + (k * BESIDE + first + m) * STEP, 0, 2);
+                std::memcpy(&each[m], w[first + m] + k * STEP, sizeof(uvec));
             }
+            for (int r = 0; r < ROWS; r++)
+                for (int m = 0; m < WIDE; m++) {
+                    acc[r][m] += (vec)(each[m] << 16) * load(from + r * STEP);
+                    acc[r][m] += (vec)(each[m] & 0xffff0000u) * load(from + r * STEP + LANES);
+                }
+        }
+        for (int r = 0; r < ROWS; r++) over_lanes<WIDE>(acc[r], out[r] + first);
     }
-    for (int r = 0; r < ROWS; r++) over_lanes(acc[r], out[r]);
 }
 
 #ifdef PAIRS
@@ -64,7 +68,7 @@ PAIRS static inline void dots_of_pairs(const bf16 *const *w, long steps, const c
             for (int m = 0; m < BESIDE; m++) acc[r][m] = _mm512_dpbf16_ps(acc[r][m], each[m], row);
         }
     }
-    for (int r = 0; r < ROWS; r++) over_lanes((const vec *)acc[r], out[r]);
+    for (int r = 0; r < ROWS; r++) over_lanes<BESIDE>((const vec *)acc[r], out[r]);
 }
 #endif
 
@@ -124,7 +128,10 @@ static void share_of(const Laid &laid, const char *x, const bf16 *w, const bf16 
     bf16 *filled = (bf16 *)scratch.data();
     for (long m = from; m < to; m += BESIDE) {
         const bf16 *rows[BESIDE];
+        float added[BESIDE] = {};
         long count = to - m < BESIDE ? to - m : BESIDE;
+        if (bias)
+            for (long i = 0; i < count; i++) added[i] = wide(bias[m + i]);
         for (long i = 0; i < BESIDE; i++) {
             rows[i] = w + (m + (i < count ? i : count - 1)) * K;
             if (whole < K) {
@@ -137,9 +144,11 @@ static void share_of(const Laid &laid, const char *x, const bf16 *w, const bf16 
             sums out;
             long first = laid.first(block), held = laid.first(block + 1) - first;
             product(held, rows, laid.steps, x + first * laid.steps * laid.bytes, out, block == 0 ? next : nullptr);
-            for (long r = 0; r < held; r++)
-                for (long i = 0; i < count; i++)
-                    y[(first + r) * M + m + i] = narrow<bf16>(bias ? out[r][i] + wide(bias[m + i]) : out[r][i]);
+            for (long r = 0; r < held; r++) {
+                bf16 each[BESIDE];
+                for (int i = 0; i < BESIDE; i++) each[i] = narrow<bf16>(out[r][i] + added[i]);
+                std::memcpy(y + (first + r) * M + m, each, count == BESIDE ? sizeof each : count * sizeof(bf16));
+            }
         }
     }
 }

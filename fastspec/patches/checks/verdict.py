@@ -22,6 +22,7 @@ from fastspec.devices import device_name
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.kernels.native import build
+from fastspec.kernels.native.ops import ENDINGS
 from fastspec.patches.notices import notice
 
 SETTING = "FASTSPEC_SELF_CHECK"
@@ -46,7 +47,7 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
     Raises FastSpecError with the names of kernels that differ from their references. Nothing else is run in their place.
     """
     wanted = mode()
-    if wanted == "never" or ops.name not in ("triton", "cpp") or (ops.name == "cpp" and dtype is not torch.float32):
+    if wanted == "never" or ops.name not in ("triton", "cpp") or (ops.name == "cpp" and dtype not in ENDINGS):
         return
     name = device_name(device)
     if ops.name == "cpp":
