@@ -382,7 +382,7 @@ def test_rounds_that_are_dropped_are_freed_without_a_garbage_collection(existing
     model = shallow_model()
     small = tiny_model(seed=3, num_hidden_layers=2)
     fastspec.patch(model, eagle=tiny_head(model, **EAGLE1), eagle3=tiny_head(model), speculative=small)
-    options = {"do_sample": False, "max_new_tokens": 14, "eos_token_id": None}
+    options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
     for rows in range(1, KEPT + 3):
         model.generate(**prompts(*[5] * rows), **options, assistant=assistant)
     held = session_of(model).engines.held
