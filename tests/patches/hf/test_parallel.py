@@ -13,6 +13,7 @@ import torch
 from helpers_generate import bigram
 from helpers_models import FAMILIES as ADAPTED
 from helpers_models import tiny_model
+from helpers_processes import spawn
 from helpers_ranks import (
     SEEING,
     SIZE,
@@ -31,7 +32,6 @@ from helpers_ranks import (
     work,
 )
 from helpers_vision import seeing
-from torch import multiprocessing
 from transformers import CONFIG_MAPPING
 
 import fastspec
@@ -62,7 +62,7 @@ def run_both(folder: Path, kinds: list[str], jobs: list[Any]) -> Made:
         model.save_pretrained(folder / kind)
     bigram(**SMALL).save_pretrained(folder / "bigram")
     seeing(SEEING).save_pretrained(folder / SEEING)
-    multiprocessing.spawn(work, args=(folder, jobs), nprocs=SIZE)
+    spawn(work, (folder, jobs), SIZE)
     return folder, [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
 
 
