@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fastspec
-from fastspec.devices import choose_device
+from fastspec.devices import use_device
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.jsonl import read_jsonl
 from fastspec.reading import parse_json
@@ -179,4 +179,4 @@ def own_device() -> str:
     """The device of this process: the GPU of its local rank, which becomes the current one, or the CPU."""
     import torch
 
-    return choose_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+    return use_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")

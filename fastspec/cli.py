@@ -224,7 +224,7 @@ def inspect(
     device: Device = None,
 ) -> None:
     """Say how a head's checkpoint is read, and whether it fits a target. Exit status 1 where it does not."""
-    from fastspec.devices import choose_device
+    from fastspec.devices import use_device
     from fastspec.models import load_config, load_model
     from fastspec.patches.assistants.heads import inspect_head
 
@@ -237,7 +237,7 @@ def inspect(
     model: Any = None
     tokenizer: Any = None
     if target is not None:
-        model, tokenizer = load_model(target, choose_device(device)) if probe else (load_config(target), None)
+        model, tokenizer = load_model(target, use_device(device)) if probe else (load_config(target), None)
     console = Console(highlight=False)
     found = inspect_head(path, model)
     console.print(_grid(("", ""), [(name, str(value)) for name, value in found.rows()]))

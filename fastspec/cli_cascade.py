@@ -55,7 +55,7 @@ def train(
 ) -> None:
     """Let every stage answer the items, judge the answers, train and calibrate a predictor, and report its calibration."""
     from fastspec.cascade import records
-    from fastspec.devices import choose_device
+    from fastspec.devices import use_device
     from fastspec.patches.cascade.stages import measure_rates
     from fastspec.training import cascade, cascade_answers
 
@@ -64,7 +64,7 @@ def train(
     kind = cascade_answers.check_execution(items, allow_code_execution)
     if kind is not None:
         console.print(f"the code of models runs with sandbox {kind}: {PROTECTION[kind]}", soft_wrap=True)
-    models, tokenizer = models_of(stage, model, head or [], choose_device(device), dtype, backend)
+    models, tokenizer = models_of(stage, model, head or [], use_device(device), dtype, backend)
     try:
         with counting(f"items answered by {len(models.stages)} stages", console) as tell:
             cascade_answers.answer(

@@ -14,7 +14,7 @@ from rich.console import Console
 from fastspec.cache_folder import cache_folder
 from fastspec.cli_options import Backend, Device, Dtype
 from fastspec.cli_progress import counting
-from fastspec.devices import choose_device
+from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2
 
@@ -32,7 +32,7 @@ def patched_model(
     import fastspec
     from fastspec.models import load_draft, load_model
 
-    target, tokenizer = load_model(model, choose_device(device), getattr(torch, dtype) if dtype else None)
+    target, tokenizer = load_model(model, use_device(device), getattr(torch, dtype) if dtype else None)
     draft = load_draft(draft_model, target, tokenizer) if draft_model else None
     return fastspec.patch(target, eagle3=eagle3, eagle=eagle, eagle2=eagle, speculative=draft, backend=backend)
 
@@ -86,7 +86,7 @@ def tune(
         return
     if backend in ("torch", "cpp"):  # before a model is loaded in vain
         raise Unsupported(f"backend {backend!r} has no launches to tune: give --backend triton, or none")
-    chosen = "triton" if backend == "auto" and choose_device(device) == "cpu" else backend
+    chosen = "triton" if backend == "auto" and use_device(device) == "cpu" else backend
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         target = patched_model(model, eagle3, eagle, draft_model, dtype, device, chosen)
         with counting("shapes") as told:

@@ -11,7 +11,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeR
 
 from fastspec.cli_options import Backend, Device
 from fastspec.cli_progress import counting
-from fastspec.devices import choose_device
+from fastspec.devices import use_device
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.models import SHIPPED, SMOLLM2, load_model
@@ -27,7 +27,7 @@ def patched_model(name: str, head: str | None, assistant: str | None, device: st
     chosen = assistant if assistant is not None else "eagle3" if found is not None else "nasd"
     if chosen == "eagle3" and found is None:
         raise Unsupported(f"no head ships with fastspec for {name!r}: name one with --eagle3 (a directory or a hub id)")
-    model, tokenizer = load_model(name, own_device() if device is None else choose_device(device))
+    model, tokenizer = load_model(name, own_device() if device is None else use_device(device))
     return fastspec.patch(model, eagle3=found, backend=backend), tokenizer, chosen
 
 

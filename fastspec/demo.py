@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import fastspec
-from fastspec.devices import choose_device
+from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, prompt_width
 
@@ -122,7 +122,7 @@ def run_demo(
 ) -> Result:
     """Answer `prompts` with transformers' own generate, with `autoregressive` and with `eagle3`, greedily.
 
-    `model` and `head` are names as in `load_model` and `fastspec.patch`; `device` as in `choose_device`, `backend` as in
+    `model` and `head` are names as in `load_model` and `fastspec.patch`; `device` as in `use_device`, `backend` as in
     `fastspec.patch`; on CUDA the model is bf16, on the CPU fp32. With a `console` the eagle3 answers are streamed to it. Each method has
     one warm-up that is not timed. Raises `Unsupported` for bad arguments and whatever loading and patching raise.
     """
@@ -135,7 +135,7 @@ def run_demo(
         import torch
         import transformers  # noqa: F401
 
-    device = choose_device(device)
+    device = use_device(device)
     target, tokenizer = load_model(model, device)
     texts = prompts or [text for _, text in PROMPTS]
     labels = [""] * len(texts) if prompts else [category for category, _ in PROMPTS]

@@ -11,8 +11,7 @@ from fastspec.errors import Unsupported
 
 
 def choose_device(name: str | None = None) -> str:
-    """"cuda" where there is a CUDA device and "cpu" else, or the device that was named: a GPU with a number becomes
-    CUDA's current one. Raises Unsupported for one that is not there."""
+    """"cuda" where there is a CUDA device and "cpu" else, or the device that was named. Raises Unsupported for one that is not there."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -24,8 +23,16 @@ def choose_device(name: str | None = None) -> str:
     if name != "cpu" and int(number or 0) >= count:
         held = "torch finds no CUDA device here" if not count else f"this machine has cuda:0 to cuda:{count - 1}"
         raise Unsupported(f"device {name!r} is not there: {held}. A CUDA device needs a CUDA build of torch, see README.md")
-    if number:
-        torch.cuda.set_device(int(number))
+    return name
+
+
+def use_device(name: str | None = None) -> str:
+    """`choose_device`; a GPU with a number is CUDA's current one from here on, as in a command's own process it may be."""
+    import torch
+
+    name = choose_device(name)
+    if name.startswith("cuda:"):
+        torch.cuda.set_device(name)
     return name
 
 

@@ -3,6 +3,7 @@
     python tests/compile_targets.py 86
     python tests/compile_targets.py gfx942 135M "8 rows"     # an AMD target: no registers are read
     python tests/compile_targets.py 86 135M,mixers 0/6       # every sixth launch, from the first on
+    python tests/compile_targets.py - < jobs                 # a line of such arguments each, as JSON lists; an empty line ends its rows
 
 The host functions run as they do on such a device, with tensors on the CPU, and each launch is compiled in place of being run.
 """
@@ -312,6 +313,27 @@ def main(target: int | str, shapes: list[str], only: str = "") -> None:
                 print(json.dumps({"capability": target, "shape": shape, "op": name, "limit": limit_of(target), **row}), flush=True)
 
 
+def read(arguments: list[str]) -> None:
+    """`main` of arguments of the command line."""
+    chosen = arguments[0] if arguments[0] in AMD else int(arguments[0])
+    main(chosen, arguments[1].split(",") if len(arguments) > 1 else [*SHAPES, MIXERS], *arguments[2:])
+
+
+def each(jobs: list[list[str]]) -> None:
+    """`read` of each in a fork of its own, for a process compiles for one target; the imports are shared. One that fails ends all."""
+    for job in jobs:
+        sys.stdout.flush()
+        if not (child := os.fork()):
+            read(job)
+            sys.stdout.flush()
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{job} failed")
+        print()
+
+
 if __name__ == "__main__":
-    chosen = sys.argv[1] if sys.argv[1] in AMD else int(sys.argv[1])
-    main(chosen, sys.argv[2].split(",") if len(sys.argv) > 2 else [*SHAPES, MIXERS], *sys.argv[3:])
+    if sys.argv[1:] == ["-"]:
+        each([json.loads(line) for line in sys.stdin])
+    else:
+        read(sys.argv[1:])

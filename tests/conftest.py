@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items):
     """Where nothing is drafted, the pair whose drafts are right repeats the one whose drafts are wrong: only in `make test-slow`."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if params.get("pair") == "bigram" and params.get("assistant") == "autoregressive":
+        if "bigram" in (params.get("pair"), params.get("kind")) and params.get("assistant") == "autoregressive":
             item.add_marker(pytest.mark.slow)
 
 

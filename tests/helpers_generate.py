@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 import fastspec
 from fastspec.generation.tree import TokenTree, Verdict
 
-LENGTH = 20
+LENGTH = 16
 NEVER = 1000  # an end token outside the vocabulary
 TREE = fastspec.Eagle3(depth=4, top_k=3, total_tokens=12)
 

@@ -1,9 +1,13 @@
-"""Triton's interpreter, less slow: it looks through all of `triton.language` for builtins at every call of a function."""
+"""Triton's interpreter, less slow: for every call of a function it looks through all of `triton.language` for builtins, for every value it
+makes its shape anew, and for every operation a table of dtypes."""
 
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from triton import language
@@ -25,11 +29,61 @@ def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
             interpreter._patch_attr(package, name, member, builder, scope)
 
 
+@cache
+def languages_of(fn: FunctionType) -> tuple[Any, ...]:
+    """By which of its two modules a function's own module knows Triton's language."""
+    return tuple(package for package in (language, core) if any(value is package for value in fn.__globals__.values()))
+
+
+@cache
+def sizes_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """What a value of this shape holds of it: the shape as Triton's tuple, and the number of its elements."""
+    return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
+
+
+def begin_tensor(self: Any, handle: Any, type: Any) -> None:
+    """As `triton.language.tensor.__init__`, with sizes that are shared by all values of a shape."""
+    super(core.tensor, self).__init__()
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = sizes_of(type.shape if type.is_block() else ())
+
+
+def by_name(dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same function of a type of Triton's, asked once for each name; not every type can be a key."""
+    known: dict[str, Any] = {}
+
+    def asked(tt_dtype: Any) -> Any:
+        if tt_dtype.name not in known:
+            known[tt_dtype.name] = dtype_of(tt_dtype)
+        return known[tt_dtype.name]
+
+    return asked
+
+
+def takes(found: Any, *names: str) -> bool:
+    """Whether this is a function with parameters of these names, as in the versions of Triton that these stand-ins were written for."""
+    return isinstance(found, FunctionType) and list(inspect.signature(found).parameters) == [*names]
+
+
 def remember_builtins() -> None:
-    """Let the interpreter find builtins once, where Triton's version has that function; to be called before any kernel runs."""
-    found = vars(interpreter).get("_patch_builtin")
-    if found is None or list(inspect.signature(found).parameters) != ["pkg", "builder", "scope"]:
-        return
-    for package in (language, core, core.tensor, language.math, core.tensor_descriptor_base):
-        builtins_of(package)  # now, while all are builtins
-    interpreter._patch_builtin = patch_builtins
+    """Let the interpreter find out once what does not change, where Triton's version has these functions; to be called before any kernel
+    runs."""
+    held = vars(interpreter)
+    if takes(held.get("_patch_builtin"), "pkg", "builder", "scope"):
+        for package in (language, core, core.tensor, language.math, core.tensor_descriptor_base):
+            builtins_of(package)  # now, while all are builtins
+        interpreter._patch_builtin = patch_builtins
+    if takes(held.get("_get_np_dtype"), "tt_dtype"):
+        interpreter._get_np_dtype = by_name(held["_get_np_dtype"])
+    if takes(held.get("_patch_lang"), "fn") and "_LangPatchScope" in held:
+        patch = held["_patch_lang"]
+
+        def patch_once(fn: Any) -> Any:
+            """A kernel's own call puts the interpreter's functions there until it ends: those that it calls need not."""
+            return patch(fn) if any(core.is_builtin(package.load) for package in languages_of(fn)) else interpreter._LangPatchScope()
+
+        interpreter._patch_lang = patch_once
+    if takes(core.tensor.__init__, "self", "handle", "type"):
+        plain = vars(core.tensor(None, core.int32))
+        if {*plain} == {"handle", "shape", "numel", "type", "dtype"}:
+            core.tensor.__init__ = begin_tensor

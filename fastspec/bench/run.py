@@ -17,7 +17,7 @@ from fastspec.bench.measure import Answer, ask, on_part, row_of
 from fastspec.bench.methods import Drafters, Method, check_names, choose, read_drafters, twin
 from fastspec.bench.peers import Job, Peer, PeerFailed, answers, ids_of, medians, ways
 from fastspec.bench.prompts import BUNDLED, Prompt, Row, Say, encode_rows, make_batches, read_rows, rows_of
-from fastspec.devices import choose_device
+from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
 
@@ -86,7 +86,7 @@ def run_bench(
         raise Unsupported("there are no prompts in " + ", ".join(map(str, files)))
     import torch
 
-    device = choose_device(device)
+    device = use_device(device)
     check_names(methods)
     target, tokenizer = load_model(model, device, getattr(torch, dtype) if dtype else None)
     plain = twin(target)  # before the patch

@@ -8,7 +8,7 @@ from typing import Any
 
 import fastspec
 from fastspec.chat.settings import Settings
-from fastspec.devices import choose_device
+from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 
 
@@ -21,7 +21,7 @@ def load(settings: Settings) -> tuple[Any, Any]:
     """The settings' model, patched, and its tokenizer; bf16 on CUDA, fp32 on the CPU."""
     from fastspec.models import load_model
 
-    model, tokenizer = load_model(settings.model, choose_device(settings.device))
+    model, tokenizer = load_model(settings.model, use_device(settings.device))
     return fastspec.patch(model, **read_resources(settings, model, tokenizer), backend=settings.backend), tokenizer
 
 

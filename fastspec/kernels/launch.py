@@ -45,7 +45,7 @@ Programming Guide, technical specifications per compute capability). 8.0 has 163
 _RESERVED = 2 << 10
 """Left free of them for what a kernel keeps beside its pipeline."""
 
-_INTERPRETED = triton.knobs.runtime.interpret  # as it is when the kernels are defined
+INTERPRETED = triton.knobs.runtime.interpret  # as it is when the kernels are defined
 
 
 def dependent(device: torch.device) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def dependent(device: torch.device) -> dict[str, Any]:
 
 @lru_cache
 def _capable(device: torch.device) -> bool:
-    if _INTERPRETED or PORTABLE or device.type != "cuda" or torch.version.hip is not None:
+    if INTERPRETED or PORTABLE or device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -67,7 +67,7 @@ def _capable(device: torch.device) -> bool:
 def has_descriptors(device: torch.device) -> bool:
     """Whether a device reads tiles through tensor descriptors itself, from compute capability 9.0 on; elsewhere Triton makes pointers of
     them, which take many registers."""
-    return _INTERPRETED or _capable(device)
+    return INTERPRETED or _capable(device)
 
 
 @lru_cache

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_cascade import Told, cascaded, stages
+from helpers_cascade import NAMED, Told, cascaded, stages, trained
 from helpers_generate import prompts
+from helpers_models import tiny_model
+from test_retokenized import TARGET
 
 import fastspec
 from fastspec.cascade.predictor import Predictor
 from fastspec.errors import Unsupported
+from fastspec.patches.session import session_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
@@ -86,3 +89,22 @@ def moved_stages() -> list[Any]:
 def test_token_mode_refuses_a_second_stage_by_name():
     with pytest.raises(Unsupported, match="mode='token' mixes two models, and 2 stages below the large one were given"):
         cascaded(moved_stages(), mode="token")
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "8bit"])
+@pytest.mark.parametrize("device", [DEVICE, pytest.param("cuda:1", marks=TWO_GPUS)])
+def test_quantised_stages_lie_beside_the_large_model(tmp_path, quantization, device):
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": len(TARGET)}  # whole blocks of weights
+    tiny_model(seed=1, num_hidden_layers=2, **sizes).save_pretrained(tmp_path)
+    TARGET.save_pretrained(tmp_path)
+    stage = fastspec.Stage(str(tmp_path), name="medium", quantization=quantization, dtype="bfloat16")
+    large = tiny_model(seed=2, num_hidden_layers=3, vocab_size=len(TARGET)).to(device)
+    settings = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
+    fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
+    ids = torch.tensor([[5, 6, 7, 8]], device=device)
+    out = large.generate(ids, **GREEDY, assistant="cascade", eos_token_id=None)
+    held = session_of(large).resources["cascade"].stages[0].model
+    weight = held.model.layers[0].mlp.up_proj.weight
+    assert type(weight).__module__.startswith("bitsandbytes") and weight.device == next(large.parameters()).device
+    assert out.tolist() == held.generate(ids, **GREEDY, eos_token_id=None).tolist()

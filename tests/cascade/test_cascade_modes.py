@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_enumerate import PROCESSES, Make, Tables, Text, agree, closed, distribution_of, enumerated, request
-from helpers_generate import free, prompts
+from helpers_generate import free, prompts, shallow_model
 from helpers_models import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -316,12 +316,13 @@ def mixing_with(small: Any, gamma: int, blend: Any, vocab: int) -> Callable[[int
 @pytest.fixture(scope="module")
 def zoo() -> dict[str, Any]:
     """Models of other seeds, vocabularies and families; "near" is often the target's opinion."""
-    near = tiny_model()
+    near = shallow_model()
     with torch.no_grad():
         near.lm_head.weight.add_(0.12 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)))
     return {
-        "target": tiny_model(), "near": near, "other": tiny_model(seed=3, num_hidden_layers=1), "fewer tokens": tiny_model(vocab_size=90),
-        "more tokens": tiny_model(vocab_size=128), "generic": tiny_model("gpt2", num_hidden_layers=1),
+        "target": shallow_model(), "near": near, "other": tiny_model(seed=3, num_hidden_layers=1),
+        "fewer tokens": shallow_model(vocab_size=90), "more tokens": shallow_model(vocab_size=128),
+        "generic": tiny_model("gpt2", num_hidden_layers=1),
     }  # fmt: skip
 
 

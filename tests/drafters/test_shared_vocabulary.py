@@ -148,8 +148,7 @@ class UnlikelyDraftsLeftOut(SharedDrafter):
 @pytest.mark.parametrize("bug", [QOfAnotherPrefix, UnprocessedQ, QNotRenormalised, UnlikelyDraftsLeftOut])
 def test_planted_bugs_are_found(bug):
     process, theirs = PROCESSES[1], PAIRS["some shared"]
-    right = [agree(enumerated(sharing(s, theirs, 2, process, bug), process, 3, 1), closed(3, 3, own(s, process))) for s in range(4)]
-    assert not all(right)
+    assert not all(agree(enumerated(sharing(s, theirs, 2, process, bug), process, 3, 1), closed(3, 3, own(s, process))) for s in range(4))
 
 
 class OtherTokensFed(SharedDrafter):

@@ -71,7 +71,8 @@ def test_every_prompt_gives_what_it_gives_in_one_batch(device, kind, assistant):
     """Whatever the number of rows, in calls one after another that share what was captured."""
     _, model = made(kind, device)
     alone = assistant in ASSISTANTS[:4] and device == "cpu"  # what it drafts for a row does not depend on the others
-    for rows in (3, 1, 3):
+    captured = not fastspec.report(model).backend.startswith("torch")
+    for rows in (3, 1, 3) if captured else (3, 1):  # the third call takes up what the first one captured
         inputs, options, want = said_of(kind, rows, device)
         assert model.generate(**inputs, **options, assistant=ContinuousBatch(assistant, rows=rows)).tolist() == want
         seen = stats(model)

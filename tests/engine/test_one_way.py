@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from helpers_captured import stand_in
-from helpers_generate import prompts
-from helpers_models import tiny_head, tiny_model
+from helpers_generate import prompts, shallow_model
+from helpers_models import tiny_head
 
 import fastspec
 from fastspec.generation import engine
@@ -78,7 +78,7 @@ def entries(monkeypatch) -> Iterator[dict[str, list[str]]]:
 
 def visits(monkeypatch, assistant: str, options: dict) -> dict[str, Counter]:
     """How often each file is entered in the phases of a call that does nothing for the first time."""
-    model = tiny_model()
+    model = shallow_model()
     fastspec.patch(model, eagle3=tiny_head(model))
     options = {**prompts(9, 5), "max_new_tokens": 9, "do_sample": False, "eos_token_id": None, **options}
     for _ in range(3):

@@ -268,7 +268,7 @@ def test_asynchronous_rounds_give_the_same_tokens(launched, monkeypatch, kind, a
     session, seen = session_of(model), 0
     for seed in range(4):
         inputs = prompts(9, 5, 7, seed=seed)
-        free = plain.generate(**inputs, do_sample=False, max_new_tokens=30 + 40 * seed, eos_token_id=None)
+        free = plain.generate(**inputs, do_sample=False, max_new_tokens=20, eos_token_id=None)
         ends = [int(free[0, 9 + 11]), int(free[1, 9 + 17])] if seed % 3 else None  # of rows 0 and 1, and whichever says them before
         options = {**inputs, "do_sample": False, "max_new_tokens": 30 + 40 * seed, "eos_token_id": ends, "pad_token_id": 0}
         if seed % 3 == 2:
@@ -383,7 +383,7 @@ def test_rounds_that_are_dropped_are_freed_without_a_garbage_collection(existing
     model = shallow_model()
     small = tiny_model(seed=3, num_hidden_layers=2)
     fastspec.patch(model, eagle=tiny_head(model, **EAGLE1), eagle3=tiny_head(model), speculative=small)
-    options = {"do_sample": False, "max_new_tokens": 14, "eos_token_id": None}
+    options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
     for rows in range(1, KEPT + 3):
         model.generate(**prompts(*[5] * rows), **options, assistant=assistant)
     held = session_of(model).engines.held

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_captured import Stand, stand_in
-from helpers_generate import prompts
+from helpers_generate import prompts, shallow_model
 from helpers_models import tiny_head, tiny_model
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -81,7 +81,7 @@ def test_a_look_leaves_nothing_behind(assistant, lengths, monkeypatch):
     stand_in(monkeypatch)
     for module in ("fastspec.generation.capture", "fastspec.generation.engine.schedule"):
         monkeypatch.setattr(f"{module}.Captured", Looked)
-    model, inputs, options = tiny_model(), prompts(*lengths), {"do_sample": False, "max_new_tokens": 12}
+    model, inputs, options = shallow_model(), prompts(*lengths), {"do_sample": False, "max_new_tokens": 12}
     expected = model.generate(**inputs, **options).tolist()
     heads = {"eagle3": tiny_head(model), "speculative": tiny_model(num_hidden_layers=1)}
     with fastspec.patched(model, **heads), torch.inference_mode(len(lengths) == 1):

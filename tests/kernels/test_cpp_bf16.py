@@ -161,11 +161,9 @@ def test_what_is_no_number_and_what_is_infinite_stay_so(native):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 def test_drafts_change_no_token(family):
     model = tiny_model(family).bfloat16()
-    fastspec.patch(model, eagle3=tiny_head(model), backend="cpp")
+    fastspec.patch(model, eagle3=tiny_head(model).bfloat16(), backend="cpp")
     for inputs in (prompts(9), prompts(4, 9)):
-        one, many = (
-            model.generate(**inputs, max_new_tokens=40, do_sample=False, assistant=each) for each in ("autoregressive", TREE)
-        )  # fmt: skip
+        one, many = (model.generate(**inputs, max_new_tokens=40, do_sample=False, assistant=each) for each in ("autoregressive", TREE))
         assert torch.equal(one, many)
     assert {"linear", "tree_attention", "rms_norm", "rope_cache"} <= set(fastspec.report(model).kernels)
 
@@ -179,8 +177,6 @@ def test_drafts_change_no_token_of_smollm2():
     fastspec.patch(model, eagle3=SMOLLM2, backend="cpp")
     for prompt in ("Explain how rainbows form.", "Write a Python function that reverses a list.", "1, 2, 3, 4,"):
         inputs = tokenizer(prompt, return_tensors="pt")
-        one, many = (
-            model.generate(**inputs, max_new_tokens=64, do_sample=False, assistant=each) for each in ("autoregressive", "eagle3")
-        )  # fmt: skip
+        one, many = (model.generate(**inputs, max_new_tokens=64, do_sample=False, assistant=each) for each in ("autoregressive", "eagle3"))
         assert torch.equal(one, many)
     assert fastspec.report(model).last.acceptance_length > 1.3

@@ -22,7 +22,7 @@ from fastspec.training.ttt import TrainingTimeTest
 def test_the_demos_own_model_gives_the_same_tokens_and_takes_drafts(smollm2, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("fastspec.demo.load_model", lambda name, device: {(SMOLLM2, "cpu"): smollm2}[name, device])
-    done = run("demo", "--json", "--max-new-tokens", "12", "--prompt", "Name two colours.")
+    done = run("demo", "--json", "--max-new-tokens", "8", "--prompt", "Name two colours.")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     check_demo(found, SMOLLM2, "Name two colours.")

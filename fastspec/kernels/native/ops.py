@@ -1,5 +1,6 @@
 """The C++ kernels as ops, in fp32 and bfloat16. What they do not take (other dtypes, gradients, rare forms of an op, many rows) is left to
-the references or to torch's products: each op's docstring says which. An error in a kernel is raised, and nothing else is tried in its place."""
+the references or to torch's products: each op's docstring says which. An error in a kernel is raised, and nothing else is tried in its
+place."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import INTERPRETED, dependent
 from fastspec.kernels.layer import rms_norm as layer
 from fastspec.kernels.layer.rms_norm import norm_row, summed
 from fastspec.kernels.linear.reference import Addends, Parts, joined
@@ -29,6 +29,8 @@ from fastspec.kernels.parallel import symmetric
 
 MAX_ROWS = 128
 """Rows of a message, whose programs are on the device together: each waits for another device's."""
+MAX_LOOKS = 600_000_000
+"""For a message that does not come, ten minutes or more of them: a process that waits for one that has failed ends with an error."""
 MAX_BYTES = 1024 * 1024
 """Of a message without its flags; longer ones take less time in two shots."""
 
@@ -57,10 +59,16 @@ def from_words(b_words, dtype: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def end_program(looks):
+    """End this program and the device's context, with an error that the host sees."""
+    tl.inline_asm_elementwise("trap; mov.b32 $0, $1;", "=r,r", [looks], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _reduced_norm(
     p_x, p_residual, p_weight, p_out, p_sum, p_spaces, p_counts, stride_x, stride_residual, stride_out, stride_sum, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, USED: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
-    PROCESSES: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+    PROCESSES: tl.constexpr, LOOKS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
@@ -91,8 +99,13 @@ def _reduced_norm(
         else:
             p_got = p_mine + ((place + process) * ROWS + row) * WORDS + o_w
             b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
+            looks = 0
             while tl.sum((((b_got >> 32).to(tl.int32) != count) & m_w).to(tl.int32), 0) > 0:
                 b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
+                if LOOKS > 0:
+                    looks += 1
+                    if looks == LOOKS:
+                        end_program(looks)
             b_total += from_words(b_got, dtype, BLOCK)
     b_x = b_total.to(dtype)
     if ADD:
@@ -112,7 +125,7 @@ def rms_norm(
         return layer.rms_norm(x, weight, eps, residual, out, total, offset)
     own, values = x.own, x.own.values if isinstance(x.own, Parts) else x.own
     looks = isinstance(values, FakeTensor)  # a look at a program before its first run (kernels/ahead.py): no one is asked
-    if not fits(x) or not values.is_cuda or not (looks or symmetric.reachable(x.group)):
+    if not fits(x) or not values.is_cuda or torch.version.hip is not None or not (looks or symmetric.reachable(x.group)):
         return layer.rms_norm(joined(x), weight, eps, residual, out, total, offset)
     size, processes = x.shape[-1], x.group.size()
     spaces, counts = _blank(values, processes) if looks else _space(x.group, values.device, _words(size, x.dtype))
@@ -144,7 +157,7 @@ def reduced_norm(
         x_rows, residual_rows, weight, out_rows, total_rows, spaces, counts,
         x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
         SIZE=size, BLOCK=block, WORDS=words, USED=size * dtype.itemsize // 4, ROWS=MAX_ROWS, RANK=rank, PROCESSES=processes,
-        ADD=residual is not None, PARTS=parts, OFFSET=offset,
+        LOOKS=0 if INTERPRETED else MAX_LOOKS, ADD=residual is not None, PARTS=parts, OFFSET=offset,
         num_warps=layer.row_warps(block, dtype.itemsize), **dependent(normed.device),
     )  # fmt: skip
     return normed, total

@@ -94,8 +94,8 @@ class StageModel:
         options: dict[str, Any] = {}
         if stage.device_map is not None:
             options["device_map"] = stage.device_map
-        if stage.quantization is not None:
-            options["quantization_config"] = quantization(stage.quantization)
+        if stage.quantization is not None:  # bitsandbytes would put it on CUDA's current device
+            options = {"device_map": {"": self.device}} | options | {"quantization_config": quantization(stage.quantization)}
         dtype = None if stage.dtype == "auto" else getattr(torch, stage.dtype)
         model, tokenizer = load_model(str(stage.model), self.device, dtype, **options)
         self._own = self._own or tokenizer

@@ -23,9 +23,15 @@ def made(kind: str, seed: int = 0) -> Any:
     return tiny_model(kind, seed, num_hidden_layers=3, max_position_embeddings=2048)
 
 
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "captured"),
+    [
+        ((FIRST,), False), ((FIRST - 9, FIRST - 60), True), pytest.param((FIRST,), True, marks=pytest.mark.slow),
+        pytest.param((FIRST - 9, FIRST - 60), False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [(FIRST,), (FIRST - 9, FIRST - 60)])
 def test_the_first_buffers_are_outgrown(kind: str, rows: tuple[int, ...], captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if captured:
         stand_in(monkeypatch)

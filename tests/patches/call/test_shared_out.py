@@ -14,7 +14,8 @@ import torch
 from helpers_cascade import trained
 from helpers_generate import bigram, prompts, seer
 from helpers_models import tiny_model
-from torch import distributed, multiprocessing
+from helpers_processes import spawn
+from torch import distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fastspec
@@ -130,7 +131,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder = tmp_path_factory.mktemp("shared")
-    multiprocessing.spawn(work, args=(port, folder), nprocs=2)
+    spawn(work, (port, folder), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

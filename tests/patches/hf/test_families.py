@@ -26,6 +26,7 @@ from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.session import session_of
 
 GENERIC = ("gpt2", "gpt_neox", "hunyuan_v1_dense", "opt", "gpt_bigcode", "falcon", "persimmon", "deepseek_v3", "mimo_v2_flash")
+REPEATED = {*FAMILIES} - {*DISTINCT}
 FACTORS = [1.0 + 0.5 * i for i in range(8)]
 ROPES = {
     "linear": {"factor": 4.0},
@@ -62,7 +63,8 @@ def test_greedy_tokens_equal_the_unpatched_ones(kind: str) -> None:
     model, inputs = model_of(kind), {**prompts(), "max_new_tokens": 16, "do_sample": False}
     expected = model.generate(**inputs)
     with fastspec.patched(model, eagle3=tiny_head(model)):
-        for assistant in ("autoregressive", "eagle3", fastspec.Eagle3(depth=2, top_k=3, total_tokens=7)):
+        # A family whose row is another's in all but its name is held to a small tree alone; of the others each gets the default's 60 nodes.
+        for assistant in ("autoregressive", fastspec.Eagle3(depth=2, top_k=3, total_tokens=7) if kind in REPEATED else "eagle3"):
             assert torch.equal(model.generate(**inputs, assistant=assistant), expected), assistant
         report = fastspec.report(model)
     adapted = kind in ADAPTERS or kind in ROPES
@@ -87,6 +89,18 @@ def trees(draw: st.DrawFn) -> TokenTree:
     return TokenTree.from_parents(torch.tensor(tokens), torch.tensor(parents), nodes)
 
 
+def paths(tree: TokenTree, row: int) -> list[torch.Tensor]:
+    """The tokens from the root to each node of a row."""
+    found = []
+    for node in range(tree.tokens.shape[1]):
+        path, at = [], node
+        while at:
+            path.append(at)
+            at = int(tree.parents[row, at])
+        found.append(tree.tokens[row, [0, *reversed(path)]])
+    return found
+
+
 @pytest.mark.parametrize("kind", [*DISTINCT, *GENERIC, "hooked", *ROPES])
 @settings(max_examples=5, deadline=None, database=None, derandomize=True)
 @given(tree=trees(), counts=st.lists(st.integers(1, 7), min_size=2, max_size=2))
@@ -100,15 +114,12 @@ def test_every_node_is_scored_as_its_own_text(kind: str, tree: TokenTree, counts
     logits, features = target.score(tree, max(counts))
     for row, count in enumerate(counts):
         _close(last[row], model(ids[row : row + 1, :count]).logits[0, -1], recurrent)
-        for node in range(tree.tokens.shape[1]):
-            path, at = [], node
-            while at:
-                path.append(at)
-                at = int(tree.parents[row, at])
-            text = torch.cat((ids[row, :count], tree.tokens[row, [0, *reversed(path)]]))
-            out = model(text[None], output_hidden_states=True)
-            _close(logits[row, node], out.logits[0, -1], recurrent)
-            _close(features[row, node], torch.cat([out.hidden_states[tap][0, -1] for tap in (1, 3)]), recurrent)
+        texts = [torch.cat((ids[row, :count], tokens)) for tokens in paths(tree, row)]
+        # Each is a row of one pass: what is filled up behind a text is seen by none of its tokens.
+        out = model(nn.utils.rnn.pad_sequence(texts, batch_first=True), output_hidden_states=True)
+        for node, text in enumerate(texts):
+            _close(logits[row, node], out.logits[node, len(text) - 1], recurrent)
+            _close(features[row, node], torch.cat([out.hidden_states[tap][node, len(text) - 1] for tap in (1, 3)]), recurrent)
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, recurrent: bool = False) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers_generate import bigram
 from helpers_models import FAMILIES as ADAPTED
-from helpers_models import tiny_model
+from helpers_models import tiny_head, tiny_model
+from helpers_processes import spawn
 from helpers_ranks import (
     SEEING,
     SIZE,
@@ -31,10 +32,10 @@ from helpers_ranks import (
     work,
 )
 from helpers_vision import seeing
-from torch import multiprocessing
 from transformers import CONFIG_MAPPING
 
 import fastspec
+from fastspec.generation.drafters.eagle import cut as head_cut
 from fastspec.kernels import ahead
 from fastspec.kernels.parallel import symmetric
 from fastspec.kernels.parallel.symmetric import way_of
@@ -62,7 +63,7 @@ def run_both(folder: Path, kinds: list[str], jobs: list[Any]) -> Made:
         model.save_pretrained(folder / kind)
     bigram(**SMALL).save_pretrained(folder / "bigram")
     seeing(SEEING).save_pretrained(folder / SEEING)
-    multiprocessing.spawn(work, args=(folder, jobs), nprocs=SIZE)
+    spawn(work, (folder, jobs), SIZE)
     return folder, [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
 
 
@@ -208,3 +209,22 @@ def test_what_is_refused_by_name(both: Made) -> None:
         assert "2 processes hold this LlamaForCausalLM, and prompts come to each at a time of its own" in opened
         assert "none of its parameters is a DTensor" in older
         assert "2 key heads, which 4 processes cannot divide" in many and "fsdp_size above 1" in more
+
+
+def test_a_head_is_cut_as_far_as_its_layers_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An LM head with a hook or of another class runs whole, by its own forward; tensors of inference mode have no versions."""
+    group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    head = tiny_head(tiny_model("llama", **SMALL), draft_vocab_size=64)
+    assert head_cut.cut_over(head, group) is None
+    monkeypatch.setattr(head_cut, "LEAST_BYTES", 0)
+    made = head_cut.cut_over(head, group)
+    assert torch.equal(made.lm_head, head.lm_head.weight[32:]) and head_cut.cut_over(head, group) is made
+    head.layers[0].self_attn.o_proj.weight.mul_(2.0)
+    again = head_cut.cut_over(head, group)
+    assert again is not made and torch.equal(again.layers[0].out[0], 2.0 * made.layers[0].out[0])
+    handle = head.lm_head.register_forward_hook(lambda *_: None)
+    assert head_cut.cut_over(head, group).lm_head is None
+    handle.remove()
+    with torch.inference_mode():
+        copied = tiny_head(tiny_model("llama", **SMALL))
+        assert head_cut.cut_over(copied, group).lm_head is None  # 97 tokens do not divide

@@ -12,7 +12,7 @@ from helpers_generate import TREE, bigram, prompts, seer
 from helpers_models import tiny_head, tiny_model
 
 import fastspec
-from fastspec.devices import choose_device
+from fastspec.devices import use_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")]
 FIRST, SECOND = "cuda:0", "cuda:1"
@@ -91,5 +91,5 @@ def test_a_tree_grows_on_the_second() -> None:
 
 
 def test_a_device_that_a_command_names_becomes_the_current_one() -> None:
-    assert choose_device("cuda:1") == "cuda:1" and torch.cuda.current_device() == 1
-    assert choose_device("cuda:0") == "cuda:0" and torch.cuda.current_device() == 0
+    assert use_device("cuda:1") == "cuda:1" and torch.cuda.current_device() == 1
+    assert use_device("cuda:0") == "cuda:0" and torch.cuda.current_device() == 0

@@ -38,6 +38,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Model type -> what makes its layers see SPAN positions, all of them or some."""
+OWN = "mistral", "gemma2", "gpt_oss", "gemma4_unified_text", "llama4_text"
+"""Windows in all layers and in some, with caps, with sinks, under heads of two sizes, and chunks: these are held to every assistant. The
+others differ in what is around a window, and are held to rounds of one node and of a tree."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +71,7 @@ def test_texts_outgrow_windows_and_chunks(kind: str, device: str) -> None:
     new = NEW if device == "cpu" else 160
     expected = free(model, inputs, new)
     fastspec.patch(model, speculative=windowed(kind, 1).to(device), eagle3=tiny_head(model).to(device))
-    for assistant in (*ASSISTANTS, TREE):
+    for assistant in (*ASSISTANTS, TREE) if kind in OWN or device != "cpu" else ("autoregressive", TREE):
         assert free(model, inputs, new, assistant=assistant) == expected, assistant
     assert expected != free(wide(model), inputs, new)  # the window matters
 

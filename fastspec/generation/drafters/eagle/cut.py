@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastspec.generation.drafters.eagle.head import EagleHead, Layer
+from fastspec.generation.layers.decoder import is_plain
 from fastspec.generation.layers.mixers import Linear, Product
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import SILU, Addends
@@ -35,8 +36,8 @@ class LayerCut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """What a process has of a head, as its weights are now; `lm_head` [V_d / processes, H] is None where the head has none of its own, or
-    one that does not divide."""
+    """What a process has of a head, as its weights are now; `lm_head` [V_d / processes, H] is None where the head has no plain one of
+    its own, or one that does not divide."""
 
     group: dist.ProcessGroup
     layers: tuple[LayerCut, ...]
@@ -82,10 +83,11 @@ def cut_over(head: EagleHead, group: dist.ProcessGroup | None) -> Cut | None:
     size = group.size()
     if config.num_attention_heads % size or config.num_key_value_heads % size or config.intermediate_size % size:
         return None
-    weights = tuple((each.data_ptr(), each._version) for each in head.parameters())
+    weights = tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in head.parameters())
+    made_of = group, weights, head.lm_head is not None and is_plain(head.lm_head)
     known = _held.get(head)
-    if known is None or known[0] != (group, weights):
-        known = _held[head] = (group, weights), _cut(head, group)
+    if known is None or known[0] != made_of:
+        known = _held[head] = made_of, _cut(head, group)
     return known[1]
 
 
@@ -113,5 +115,6 @@ def _cut(head: EagleHead, group: dist.ProcessGroup) -> Cut:
             rows(attn.q_proj, attn.k_proj, attn.v_proj), columns(attn.o_proj), rows(mlp.gate_proj, mlp.up_proj), columns(mlp.down_proj)
         ))  # fmt: skip
     last = head.lm_head
-    own = last.weight.detach().chunk(size)[rank] if last is not None and head.config.draft_vocab_size % size == 0 else None
+    divides = last is not None and is_plain(last) and last.bias is None and head.config.draft_vocab_size % size == 0
+    own = last.weight.detach().chunk(size)[rank] if last is not None and divides else None
     return Cut(group, tuple(layers), own)
