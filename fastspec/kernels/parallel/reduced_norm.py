@@ -30,7 +30,7 @@ from fastspec.kernels.parallel import symmetric
 MAX_ROWS = 128
 """Rows of a message, whose programs are on the device together: each waits for another device's."""
 MAX_LOOKS = 600_000_000
-"""For a message that does not come, ten minutes or more of them: a process that waits for one that has failed ends with an error."""
+"""For a message that does not come, minutes of them: a process that waits for one that has failed ends with an error."""
 MAX_BYTES = 1024 * 1024
 """Of a message without its flags; longer ones take less time in two shots."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -59,7 +59,7 @@ class EagleDecoding(Decoding):
     """Whether a draft phase is one launch; None: it is not, as fastspec would have it."""
     cpp: TreeShape | None = None
     """The tree on the C++ kernels of the CPU; None: `shape` there too."""
-    cut: Cut | None = field(default=None, repr=False)
+    cut: Cut | None = None
     """What this process has of the head; None: all of it."""
 
     @property
@@ -96,7 +96,7 @@ class StaticDecoding(Decoding):
     head: EagleHead
     name: str = "eagle"
     taps: tuple[int, ...] = ()
-    cut: Cut | None = field(default=None, repr=False)
+    cut: Cut | None = None
     """What this process has of the head; None: all of it."""
 
     @property

@@ -34,7 +34,7 @@ class LayerCut:
     down: tuple[Tensor, Tensor | None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Cut:
     """What a process has of a head, as its weights are now; `lm_head` [V_d / processes, H] is None where the head has no plain one of
     its own, or one that does not divide."""
@@ -42,6 +42,9 @@ class Cut:
     group: dist.ProcessGroup
     layers: tuple[LayerCut, ...]
     lm_head: Tensor | None
+
+    def __repr__(self) -> str:
+        return f"Cut over {self.group.size()} processes"  # the same in all, which compare their calls
 
     def qkv(self, index: int, ops: Ops) -> Linear:
         """Queries, keys and values of this process's heads."""
