@@ -53,6 +53,14 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def shared_device():
+    """What torch keeps of a device's memory goes back when it is much: several workers share the device."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="module")
 def pairs():
     """kind -> (the unpatched model, only read, the same patched); drafts are mostly wrong for "random" and all right for "bigram"."""

@@ -89,6 +89,13 @@ class Even(LogitsProcessor):
         return scores + (torch.arange(scores.shape[-1], device=scores.device) % 2 == 0)
 
 
+class Other(LogitsProcessor):
+    """A processor that says something else in every process."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill(-1, torch.tensor([10 if first() else 11], device=scores.device), 0.0)
+
+
 class After(StoppingCriteria):
     """A criterion that looks at more than the text: it stops a process after 5 calls, or 6."""
 
@@ -294,6 +301,8 @@ def refusals(load: Loader, kind: str) -> list[str]:
     told += [_why(partial(fastspec.continuous, model, "nasd"))]
     with fastspec.profile(model) if dist.get_rank() else nullcontext():
         told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant="nasd"))]
+    other = LogitsProcessorList([Other()])
+    told += [_why(lambda: model.generate(**given(5), **GREEDY, eos_token_id=None, logits_processor=other, assistant="autoregressive"))]
     older, many, more = tiny_model("llama", **SMALL), load("llama"), load("llama")
     older._tp_size, many._tp_size = 2, 4
     more.config.distributed_config = DistributedConfig(tp_size=SIZE, fsdp_size=2, tp_plan="auto")

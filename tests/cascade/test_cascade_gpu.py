@@ -98,7 +98,7 @@ def test_quantised_stages_lie_beside_the_large_model(tmp_path, quantization, dev
     sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": len(TARGET)}  # whole blocks of weights
     tiny_model(seed=1, num_hidden_layers=2, **sizes).save_pretrained(tmp_path)
     TARGET.save_pretrained(tmp_path)
-    stage = fastspec.Stage(str(tmp_path), name="medium", quantization=quantization, dtype="bfloat16")
+    stage = fastspec.Stage(str(tmp_path), name="medium", quantization=quantization, dtype="float32")
     large = tiny_model(seed=2, num_hidden_layers=3, vocab_size=len(TARGET)).to(device)
     settings = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))

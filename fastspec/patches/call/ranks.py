@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -55,9 +56,11 @@ class Ranks:
     def check_answers(self, answers: list[list[int]]) -> None:
         """Raise FastSpecError, in every process, where these differ."""
         if self.differ(answers):
+            found: list[list[list[int]]] = [[] for _ in range(self.group.size())]
+            dist.all_gather_object(found, answers, group=self.group)
             raise FastSpecError(
-                f"the {self.group.size()} processes that hold the model together ended with different tokens: a logits processor, a hook "
-                "or weights differ between them, or the sums between the devices are at fault"
+                f"the {self.group.size()} processes that hold the model together ended with different tokens ({_first_difference(found)}): "
+                "a logits processor, a hook or weights differ between them, or the sums between the devices are at fault"
             )
 
     def share_random_numbers(self) -> None:
@@ -93,3 +96,12 @@ class FirstSays(StoppingCriteria):
         """[B] bool."""
         verdict = torch.as_tensor(self.criterion(input_ids, scores, **kwargs), device=input_ids.device)
         return self.ranks.first(verdict.expand(input_ids.shape[0]).to(torch.uint8)).bool()
+
+
+def _first_difference(answers: list[list[list[int]]]) -> str:
+    """Where the answers [process][row] of some processes part, in words; nothing where they are alike again."""
+    for row, each in enumerate(zip_longest(*answers, fillvalue=[])):
+        for index, tokens in enumerate(zip_longest(*each)):
+            if len(set(tokens)) > 1:
+                return f"row {row}, new token {index}: {', '.join(map(str, tokens))}"
+    return "of no row"

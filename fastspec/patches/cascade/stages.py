@@ -94,9 +94,9 @@ class StageModel:
         options: dict[str, Any] = {}
         if stage.device_map is not None:
             options["device_map"] = stage.device_map
-        if stage.quantization is not None:  # bitsandbytes would put it on CUDA's current device
-            options = {"device_map": {"": self.device}} | options | {"quantization_config": quantization(stage.quantization)}
         dtype = None if stage.dtype == "auto" else getattr(torch, stage.dtype)
+        if stage.quantization is not None:  # bitsandbytes would put it on CUDA's current device
+            options = {"device_map": {"": self.device}} | options | {"quantization_config": quantization(stage.quantization, dtype)}
         model, tokenizer = load_model(str(stage.model), self.device, dtype, **options)
         self._own = self._own or tokenizer
         self._take(model)
@@ -195,15 +195,17 @@ def load_tokenizer(name: str) -> Any:
         raise Unsupported(f"could not load the tokenizer {name!r}: {error}") from error
 
 
-def quantization(kind: str) -> Any:
-    """bitsandbytes' settings, for transformers. Raises Unsupported where bitsandbytes is missing."""
+def quantization(kind: str, dtype: torch.dtype | None) -> Any:
+    """bitsandbytes' settings, for transformers; products of 4-bit weights are computed in `dtype`, which bitsandbytes takes to be fp32
+    unless told. Raises Unsupported where bitsandbytes is missing."""
     import importlib.util
 
     if importlib.util.find_spec("bitsandbytes") is None:
         raise Unsupported(f"quantization={kind!r} needs bitsandbytes: {install_command('quantised')}")
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_4bit=kind == "4bit", load_in_8bit=kind == "8bit")
+    computes = {} if dtype is None else {"bnb_4bit_compute_dtype": dtype}
+    return BitsAndBytesConfig(load_in_4bit=kind == "4bit", load_in_8bit=kind == "8bit", **computes)
 
 
 def stage_models(config: Cascade, large: Any, patching: Patching) -> list[StageModel]:

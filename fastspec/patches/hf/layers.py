@@ -283,3 +283,11 @@ def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:
             if weights is not None:
                 moved += pack(weights)
     return moved
+
+
+def reads_outliers(module: nn.Module) -> bool:
+    """Whether a module is bitsandbytes' LLM.int8 layer with a threshold, whose forward asks on the host which columns of its input lie
+    above that (Dettmers et al., arXiv 2208.07339): no graph can hold that. Its 4-bit layers ask nothing."""
+    named = any(kind.__name__ == "Linear8bitLt" for kind in type(module).__mro__)
+    state: Any = module.state if named else None
+    return named and state.threshold > 0

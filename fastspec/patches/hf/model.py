@@ -31,7 +31,7 @@ from fastspec.patches.hf.compat import (
 )
 from fastspec.patches.hf.experts import waits_for_host
 from fastspec.patches.hf.families import Adapter
-from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, vocabulary_of
+from fastspec.patches.hf.layers import layer_parts, norm_of, reads_outliers, rotary_kinds, vocabulary_of
 from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows
 from fastspec.patches.hf.modes import decoder_of, is_watched, is_wrapped
 from fastspec.patches.hf.parallel import embedding_of
@@ -106,7 +106,7 @@ class HFModel(Target):
         layers = getattr(decoder_of(self.model), parts.layers)
         holders = [holder for layer in layers for holder in (getattr(layer, parts.mlp), *((layer,) if parts.experts else ()))]
         waits = any(waits_for_host(parts, holder, self.model, self.ops) for holder in holders)
-        return not waits and not any(map(is_watched, self.model.modules()))
+        return not waits and not any(is_watched(module) or reads_outliers(module) for module in self.model.modules())
 
     def _take(self, parts: Adapter) -> None:
         """Read the model's parts."""

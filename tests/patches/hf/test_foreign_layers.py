@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,14 @@ class Quantised(nn.Linear):
         """x times what the weight stands for."""
         self.calls += 1
         return nn.functional.linear(x, self.weight * self.scale)
+
+
+class Linear8bitLt(Quantised):
+    """Stands for bitsandbytes' layer of that name, which is known by it: with a threshold its forward waits for the device."""
+
+    def __init__(self, layer: nn.Linear, threshold: float) -> None:
+        super().__init__(layer)
+        self.state = SimpleNamespace(threshold=threshold)
 
 
 def storages(*layers: nn.Module) -> int:
@@ -97,6 +106,17 @@ PLACES = {
     "all": (offload_all, "generic (LlamaForCausalLM has a forward hook)"), "a block": (offload_a_block, "adapter llama"),
     "mapped": (map_devices, "generic (LlamaForCausalLM has a forward hook)"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_rounds_that_ask_for_outliers_are_not_captured(threshold: float) -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj = Linear8bitLt(model.model.layers[1].mlp.up_proj, threshold)
+    expected = model.generate(**prompts(5, 9), **OPTIONS)
+    with fastspec.patched(model, eagle3=tiny_head(model, copy_lm_head=False)):
+        for assistant in ASSISTANTS:
+            assert torch.equal(model.generate(**prompts(5, 9), **OPTIONS, assistant=assistant), expected)
+            assert (fastspec.report(model).last.replays == 0) == (threshold > 0)
 
 
 @pytest.mark.parametrize("where", PLACES)

@@ -9,13 +9,19 @@ from typing import Any
 import helpers_ranks
 import pytest
 import torch
+import transformers
 from helpers_generate import bigram
 from helpers_models import tiny_model
 from helpers_ranks import SEEING, SIZE, SMALL, calls, captured, cut_heads, drafted, family, in_step, mixed, seen, whole, work
 from helpers_vision import seeing
+from packaging.version import Version
 from torch import multiprocessing
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="fewer than two CUDA devices")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="fewer than two CUDA devices"),
+    pytest.mark.skipif(Version(transformers.__version__) < Version("5.21"), reason="tensor parallelism needs transformers 5.21"),
+]
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mixtral", "gemma2", "gemma4_text", "qwen3_5_text", "gpt_oss", "llama4_text", "cohere2", "olmo2", "phi3",
     "qwen2_moe", "glm4_moe",
