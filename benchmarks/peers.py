@@ -73,6 +73,7 @@ class Setup:
     device: str
     budget: Budget
     memory: float = MEMORY
+    cache_bytes: int | None = None
 
     def tried(self, case: str, engine: str, expected: float, run: Callable[[], list[Row]], owed: float = 0.0) -> list[Row]:
         """The rows of a case; none where it and what is `owed` behind it do not fit, or where it fails."""
@@ -193,7 +194,7 @@ def their_rows(
     batches = [batch for _, batch in cases for _ in counts]
     job = Job(
         target, dtype, batches, counts * len(cases), exact_length=True, head=head, dummy=True, warmup=COMPILES, runs=runs,
-        memory=setup.memory,
+        memory=setup.memory, cache_bytes=setup.cache_bytes,
     )  # fmt: skip
     chain = CHAINS[-1] if eagle else None
     told, found = setup.asked(job, Way(f"{THEIRS}-eagle3-{chain}" if eagle else THEIRS, chain))
@@ -284,7 +285,7 @@ def their_answers(
     parts = {rows: [found[at : at + rows] for at in range(0, len(found), rows)] for rows in sizes}
     batches = [batch for part in parts.values() for batch in part]
     dtype = str(model.dtype).removeprefix("torch.")
-    job = Job(folder, dtype, batches, new, ends, head=str(find_head(name)), memory=setup.memory)
+    job = Job(folder, dtype, batches, new, ends, head=str(find_head(name)), memory=setup.memory, cache_bytes=setup.cache_bytes)
     told, median = setup.asked(job, Way(f"{THEIRS}-{chain}", chain))
     made, calls = [], iter(median)
     for rows, part in parts.items():
@@ -343,6 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--each", type=int, help="prompts to take of every category")
     parser.add_argument("--budget", type=float, help="seconds that the run may take; what does not fit is left out")
     parser.add_argument("--memory", type=float, default=MEMORY, help="share of the device that vLLM takes")
+    parser.add_argument("--cache-gib", type=float, help="of vLLM's keys and values; by default what it finds free, alone on the device")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--out", type=Path)
@@ -355,7 +357,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peer = None if args.no_peer else Peer(THEIRS, args.peer_python)
     if peer is not None and not peer.is_installed():
         raise SystemExit(f"{THEIRS} is not installed for {peer.python}: name another with --peer-python, or give --no-peer")
-    setup = Setup(peer, device, Budget(args.budget), args.memory)
+    cache_bytes = None if args.cache_gib is None else int(args.cache_gib * 2**30)
+    setup = Setup(peer, device, Budget(args.budget), args.memory, cache_bytes)
     where = {"device": device_name(torch.device(device)), **versions()}
     shown = ("model", "rows", "before", "engine", "method", "tokens_per_second", "first_token_s", "round_ms", "acceptance_length", "same")
     for name, rows in make_parts(args, setup):

@@ -87,6 +87,8 @@ class Job:
     warmup: int = 1
     runs: int = 1
     memory: float = MEMORY
+    cache_bytes: int | None = None
+    """Of its keys and values, where it shall not measure for itself how much of `memory` is left for them."""
 
     @property
     def new(self) -> list[int]:
@@ -102,6 +104,8 @@ class Job:
             "max_num_seqs": min(SEQUENCES, max(map(len, self.batches))), "enable_prefix_caching": False,
             "gpu_memory_utilization": self.memory, "skip_tokenizer_init": True,
         }  # fmt: skip
+        if self.cache_bytes is not None:
+            options["kv_cache_memory_bytes"] = self.cache_bytes
         if self.dummy:
             options["load_format"] = "dummy"
         if way.chain is not None:

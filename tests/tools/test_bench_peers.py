@@ -190,7 +190,7 @@ def test_the_two_sides_of_a_file_make_one_table(
 ) -> None:
     out = tmp_path / "rows.jsonl"
     given = ["--prompts", str(saved / "prompts.jsonl"), "--model", str(saved / "model"), "--new", "9", "--prompt-new", "4"]
-    peers.main([*given, "--memory", "0.7", "--out", str(out)])
+    peers.main([*given, "--memory", "0.7", "--cache-gib", "0.5", "--out", str(out)])
     rows = read(out)
     assert [(row["engine"], row["method"], row["rows"], row.get("drafts")) for row in rows] == [
         *[("fastspec", method, rows, None) for rows in (1, 2) for method in ("plain", "eagle3")],
@@ -199,6 +199,7 @@ def test_the_two_sides_of_a_file_make_one_table(
     assert all(row["new_tokens"] == 8 and row["new"] == 4 for row in rows) and all(row["same"] == 1 for row in rows[:4])
     assert rows[0]["engine_version"] == fastspec.__version__ and rows[0]["engine_settings"]["assistant"] == "autoregressive"
     assert rows[4]["engine_version"] == "0.0.stand-in" and rows[4]["engine_settings"]["gpu_memory_utilization"] == 0.7
+    assert all(row["engine_settings"]["kv_cache_memory_bytes"] == 2**29 for row in rows[4:])
     capsys.readouterr()
     peers.main(["--table", str(out)])
     head, _, *lines = capsys.readouterr().out.splitlines()
