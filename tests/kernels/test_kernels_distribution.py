@@ -26,7 +26,7 @@ SETTINGS = st.builds(
     temperature=st.sampled_from([1.0, 0.01, 100.0]) | st.floats(0.05, 5),
     top_k=st.sampled_from([0, 1, 2, 50, 10**6]) | st.integers(0, 70),
     top_p=st.sampled_from([1.0, 0.0, 1e-6, 0.5, 0.9999]) | st.floats(0.01, 1),
-    min_p=st.sampled_from([0.0, 1.0]) | st.floats(0, 0.5),
+    min_p=st.sampled_from([0.0, 1.0, 1e-162]) | st.floats(2**-64, 0.5),  # between the last two, a device decides what fp32 holds of a share
 )
 VOCABS = st.sampled_from([1, 7, 63, 65, 1000, CHUNK + 1])
 STEPS = st.sampled_from([None, 0.25, 1.0])  # of the values: equal ones are common
@@ -82,8 +82,9 @@ def check_cut(y: Tensor, keep: Tensor, distribution: SamplingSettings) -> Tensor
     left, keep = left.gather(-1, order), keep.gather(-1, order)
     mass = values.softmax(-1).cumsum(-1)
     tail = float(torch.tensor(1 - distribution.top_p)) if distribution.top_p < 1 else -1.0
-    floor = values[..., -1:] + (torch.tensor(distribution.min_p, dtype=torch.float64).log() if distribution.min_p > 0 else -torch.inf)
-    near = 2**-22 * values[..., -1:].abs().clamp(min=16)  # two roundings of fp32, log(min_p) is less than 16 from 0
+    least = torch.tensor(distribution.min_p).double()  # as fp32 holds it: 0 removes nothing
+    floor = values[..., -1:] + least.log()
+    near = 2**-22 * values[..., -1:].abs().clamp(min=64)  # two roundings of fp32, log(min_p) is less than 64 from 0
     best = torch.arange(y.shape[-1], device=y.device) == y.shape[-1] - 1
     must_go = ((mass <= tail - MASS_OFF) | (values < floor - near)) & ~best
     may_go = ((mass <= tail + MASS_OFF) | (values < floor + near)) & ~best
@@ -117,6 +118,14 @@ def test_pick_under_a_distribution(device, leading, vocab, step, dtype, distribu
     y, keep, clear = check_pick(moved_as_is(strided(scores) if wide else scores, device), uniform, distribution)
     wanted = under_settings(y, SamplingSettings(1.0, distribution.top_k, distribution.top_p, distribution.min_p))
     assert torch.equal(keep[clear], wanted[clear] > -torch.inf)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(("min_p", "kept"), [(6.7e-162, 4), (1e-20, 1)])
+def test_a_min_p_that_fp32_holds_as_zero_removes_nothing(device, min_p, kept):
+    scores, distribution = torch.tensor([[[5.0, 4.0, -3.0, 0.0]]]), SamplingSettings(temperature=0.01, min_p=min_p)
+    assert (warped(scores[0], distribution) > -torch.inf).sum() == (under_settings(scores, distribution) > -torch.inf).sum() == kept
+    assert check_pick(scores.to(device), torch.zeros(1, 1, device=device), distribution)[1].sum() == kept
 
 
 @EVERYWHERE

@@ -212,10 +212,11 @@ def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
                 x, peak, part, rank, level, low, arrived, *sizes, 32 - DIGIT_BITS * (step + 1), before, after, 1 - settings.top_p, *strides,
                 mass, step == 0, step == steps - 1, CHUNK, padded, num_warps=DIGIT_WARPS[mass], **pdl,
             )  # fmt: skip
-    least = math.log(settings.min_p) if settings.min_p > 0 else 0.0
+    by_share = torch.tensor(settings.min_p, dtype=torch.float32).item() > 0  # what fp32 holds as 0 removes nothing, as in the reference
+    least = math.log(settings.min_p) if by_share else 0.0
     _close_kernel[(rows,)](
         x, peak, part, rank, level, low, first, *sizes, end, before, after, least, *strides,
-        settings.top_p < 1, settings.min_p > 0, CHUNK, padded, num_warps=CLOSE_WARPS, **pdl,
+        settings.top_p < 1, by_share, CHUNK, padded, num_warps=CLOSE_WARPS, **pdl,
     )  # fmt: skip
     return low[:, 0], first
 
