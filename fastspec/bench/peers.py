@@ -137,6 +137,8 @@ def answers(peer: Peer, job: Job, way: Way, timeout: float | None = None) -> tup
     for answer in said[1:]:
         found[answer["batch"]].append(Answer(answer["tokens"], answer["seconds"], _stats(answer), None))
     settings = {name: value for name, value in asked["options"].items() if name != "model"}
+    if way.chain is not None:  # where the head lay is nobody's concern
+        settings["speculative_config"] = settings["speculative_config"] | {"model": Path(str(job.head)).name}
     return {"engine_version": said[0]["version"], "engine_settings": settings}, found
 
 
