@@ -15,11 +15,16 @@ def test_rows_of_a_tiny_model(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     long_prompt = importlib.import_module("long_prompt")
     out = tmp_path / "rows.jsonl"
-    long_prompt.main(["--shape", "tiny", "--prompts", "70", "33", "--tokens", "5", "--peer-most", "70", "--out", str(out)])
+    for module in (long_prompt.target, long_prompt.head_drafter):
+        monkeypatch.setattr(module, "PREFILL_CHUNK", module.PREFILL_CHUNK)  # which the script sets
+    given = ["--shape", "tiny", "--prompts", "70", "33", "--tokens", "5", "--peer-most", "70", "--parts", "16", "64"]
+    long_prompt.main([*given, "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [(row["method"], row["prompt"]) for row in rows] == [
-        ("transformers", 33), ("transformers", 70), ("autoregressive", 33), ("autoregressive", 70), ("eagle3", 33), ("eagle3", 70)
+        ("transformers", 33), ("transformers", 70),
+        *[(method, prompt) for _ in range(2) for method in ("autoregressive", "eagle3") for prompt in (33, 70)],
     ]  # fmt: skip
+    assert [row.get("part") for row in rows] == [None] * 2 + [16] * 4 + [64] * 4
     for row in rows:
         # 6 layers of two key heads of 16 channels in fp32
         assert row["keys_and_values_mib"] == round(2 * 6 * 2 * 16 * 4 * (row["prompt"] + 5) / 2**20)
