@@ -68,6 +68,6 @@ def test_two_versions_are_asked_for(versions, capsys):
 def test_a_version_s_own_rows_have_every_case(versions, monkeypatch):
     """This version, on a tiny shape: every assistant and way of calling decodes."""
     monkeypatch.setattr(versions, "CALLS", 1)
-    rows = versions.measure("tiny", "cpu", "float32", 3)
+    rows = versions.measure("tiny", "cpu", "float32", 3, [""])
     assert [(row["assistant"], row["way"]) for row in rows] == versions.cases()
     assert all(row["rounds"] > 0 and row["round_ms"] and row["tokens"] for row in rows)
