@@ -26,7 +26,7 @@ SETTINGS = st.builds(
     temperature=st.sampled_from([1.0, 0.01, 100.0]) | st.floats(0.05, 5),
     top_k=st.sampled_from([0, 1, 2, 50, 10**6]) | st.integers(0, 70),
     top_p=st.sampled_from([1.0, 0.0, 1e-6, 0.5, 0.9999]) | st.floats(0.01, 1),
-    min_p=st.sampled_from([0.0, 1.0, 1e-162]) | st.floats(2**-64, 0.5),  # between the last two, a device decides what fp32 holds of a share
+    min_p=st.sampled_from([0.0, 1.0, 1e-162]) | st.floats(2**-64, 0.5),  # 1e-162 is 0 in fp32
 )
 VOCABS = st.sampled_from([1, 7, 63, 65, 1000, CHUNK + 1])
 STEPS = st.sampled_from([None, 0.25, 1.0])  # of the values: equal ones are common
