@@ -35,6 +35,7 @@ class Ops:
     path_pairs: Callable[..., tuple[Tensor, Tensor, Tensor]]
     keep_last: Callable[..., None]
     linear: Callable[..., Tensor]
+    linears: Callable[..., Tensor]
     rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_cache: Callable[..., Tensor]
     gate_up: Callable[..., Tensor]

@@ -42,6 +42,7 @@ TORCH = Ops(
     path_pairs=drafting_reference.path_pairs,
     keep_last=drafting_reference.keep_last,
     linear=linear_reference.linear,
+    linears=linear_reference.linears,
     rms_norm=layer_reference.rms_norm,
     rope_cache=layer_reference.rope_cache,
     gate_up=linear_reference.gate_up,
@@ -66,7 +67,8 @@ TORCH = Ops(
 )
 
 TORCH_ONEDNN = replace(
-    TORCH, name="torch+onednn", linear=onednn.linear, gate_up=partial(linear_reference.gate_up, product=onednn.linear),
+    TORCH, name="torch+onednn", linear=onednn.linear, linears=partial(linear_reference.linears, product=onednn.linear),
+    gate_up=partial(linear_reference.gate_up, product=onednn.linear),
     topk_expand=partial(drafting_reference.topk_expand, product=onednn.linear),
 )  # fmt: skip
 """Plain torch, with the linear layers of the CPU through oneDNN."""
@@ -103,9 +105,9 @@ def cpp_ops() -> Ops:
         raise Unsupported(f'backend="cpp" cannot be built here: {why}. Patch with backend="auto", which runs without it')
     native = cpp_native()
     return replace(
-        TORCH, name="cpp", linear=native.linear, gate_up=native.gate_up, rms_norm=native.rms_norm, rope_cache=native.rope_cache,
-        tree_attention=native.tree_attention, pick=native.pick, topk_logprobs=native.topk_logprobs, topk_expand=native.topk_expand,
-        packs=True,
+        TORCH, name="cpp", linear=native.linear, linears=native.linears, gate_up=native.gate_up, rms_norm=native.rms_norm,
+        rope_cache=native.rope_cache, tree_attention=native.tree_attention, pick=native.pick, topk_logprobs=native.topk_logprobs,
+        topk_expand=native.topk_expand, packs=True,
     )  # fmt: skip
 
 
@@ -141,6 +143,7 @@ def triton_ops() -> Ops:
         path_pairs=head_pairs.path_pairs,
         keep_last=head_pairs.keep_last,
         linear=linear.linear,
+        linears=partial(linear_reference.linears, product=linear.linear),
         linear_parts=linear_parts.linear_parts,
         rms_norm=reduced_norm.rms_norm,
         rope_cache=rope_cache.rope_cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -17,6 +18,8 @@ import fastspec
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.kernels.drafting import reference as drafting
 from fastspec.kernels.linear import quickest
+from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.linear.reference import GELU_TANH, SILU
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import Native, rows_of
 from fastspec.patches import backends
@@ -57,6 +60,58 @@ def test_a_product_is_right_within_the_rounding_of_a_sum(native, rows, inner, ou
     bound = (inner + 1) * 2**-23 * (x.abs() @ weight.abs().t() + (0 if bias is None else bias.abs())) + 1e-30
     with torch.no_grad():
         assert bool(((native.product(x, weight, bias).double() - want).abs() <= bound.double()).all())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
+@given(
+    st.sampled_from([1, 2, 6, 7, 16, 17, 33, 64, 70]), st.integers(1, 70), st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    st.integers(0, 15), st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=100, deadline=None)
+def test_layers_that_lie_apart_are_multiplied_as_one_after_another(native, dtype, rows, inner, outer, biased, seed):
+    torch.manual_seed(seed)
+    x, weights = torch.randn(1, rows, inner, dtype=dtype), [torch.randn(each, inner, dtype=dtype) for each in outer]
+    biases = [torch.randn(each, dtype=dtype) if biased >> at & 1 else None for at, each in enumerate(outer)]
+    with torch.no_grad():
+        assert torch.equal(native.linears(x, weights, biases), linear_reference.linears(x, weights, biases, product=native.linear))
+        halves, none = (weights[0], weights[0].flip(0).contiguous()), (biases[0], None)
+        want = linear_reference.swiglu(linear_reference.linears(x, halves, none, product=native.linear))
+        torch.testing.assert_close(native.linears(x, halves, none, SILU), want)
+        gelu = linear_reference.linears(x, halves, none, GELU_TANH, product=native.linear)
+        torch.testing.assert_close(native.linears(x, halves, none, GELU_TANH), gelu)
+
+
+@needs_compiler
+def test_layers_that_one_call_does_not_take_go_one_by_one(native):
+    """Weights of another dtype or out of place, and parts of a gate of which torch spreads one over the other."""
+    x, gate, up = torch.randn(3, 8), torch.randn(1, 8), torch.randn(6, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            native.linears(x, (gate, up), (None, None), SILU), linear_reference.linears(x, (gate, up), (None, None), SILU)
+        )
+        turned = torch.randn(8, 6).t()
+        assert torch.equal(native.linears(x, (up, turned), (None, None)), torch.cat((native.linear(x, up, None), x @ turned.t()), -1))
+        with pytest.raises(RuntimeError, match="dtype"):
+            native.linears(x, (up, up.double()), (None, None))
+    up.requires_grad_()
+    native.linears(x, (up, up), (None, None)).sum().backward()
+    assert up.grad is not None
+
+
+@needs_compiler
+def test_a_thread_that_waits_for_long_goes_on_alone_for_a_while():
+    """In nanoseconds: what it has waited, and worked."""
+    library = build.library(backends.cache_folder() / "kernels" / build.library_name())
+    team, note = library.fastspec_team, library.fastspec_note
+    ms = 1_000_000
+    for waited, worked in ((ms // 10, 0), (4 * ms, 5 * ms)):
+        note(waited, worked)
+        assert team(2) == 2
+    note(40 * ms, ms)
+    assert [team(threads) for threads in (1, 2, 16)] == [1, 1, 1]
+    time.sleep(0.4)
+    assert [team(threads) for threads in (1, 2, 16)] == [1, 2, 16]
 
 
 @needs_compiler

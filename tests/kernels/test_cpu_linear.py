@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from helpers_models import tiny_model
@@ -142,4 +144,4 @@ def _counting(calls: list):
         calls.append(x.shape)
         return cpu.linear(x, weight, bias)
 
-    return replace(TORCH_ONEDNN, linear=linear)
+    return replace(TORCH_ONEDNN, linear=linear, linears=partial(reference.linears, product=linear))

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import overload
 
-import torch
 from torch import Tensor, nn
 
 from fastspec.generation.layers.mixers import Linear, Product, SequenceMixer
 from fastspec.generation.layers.packing import Weights, joint
 from fastspec.generation.ops import Ops
-from fastspec.kernels.linear.reference import SILU, Gate, opened
+from fastspec.kernels.linear.reference import SILU, Gate
 
 Norm = Callable[..., tuple[Tensor, Tensor]]
 """(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum), as `Ops.rms_norm`; a model's own norms without `out`."""
@@ -61,7 +60,9 @@ def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Prod
     bias = joint(biases) if biases else None
     if weight is not None and (bias is not None) == bool(biases) and len(biases) in (0, len(layers)):
         return lambda x: multiply(x, weight, bias)
-    return lambda x: torch.cat([ops.linear(x, layer.weight, layer.bias) for layer in layers], -1)
+    if len(layers) == 1:
+        return lambda x: ops.linear(x, layers[0].weight, layers[0].bias)
+    return lambda x: ops.linears(x, *apart(layers))
 
 
 def gated(ops: Ops, gate: Weights, up: Weights, out: Product, kind: Gate = SILU) -> Product:
@@ -71,7 +72,12 @@ def gated(ops: Ops, gate: Weights, up: Weights, out: Product, kind: Gate = SILU)
     bias = joint(biases) if biases else None
     if weight is not None and len(biases) in (0, 2) and (bias is not None) == bool(biases):
         return lambda x: out(ops.gate_up(x, weight, bias, kind))
-    return lambda x: out(opened(ops.linear(x, gate.weight, gate.bias), kind) * ops.linear(x, up.weight, up.bias))
+    return lambda x: out(ops.linears(x, *apart(layers), kind))
+
+
+def apart(layers: Sequence[Weights]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights and biases that lie apart, as they are now."""
+    return [layer.weight for layer in layers], [layer.bias for layer in layers]
 
 
 def gated_as_one(ops: Ops, gate_up: nn.Linear, down: nn.Linear, kind: Gate = SILU) -> Product:

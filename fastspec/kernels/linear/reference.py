@@ -7,7 +7,7 @@ Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +103,19 @@ def gate_up(
 ) -> Tensor:  # fmt: skip
     """`swiglu` of x [..., K] times a packed weight [2 * I, K], the gate's rows first, plus bias [2 * I] -> [..., I]."""
     return swiglu(product(x, weight, bias), kind)
+
+
+def linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: Gate | None = None, *,
+    product: Callable[..., Tensor] = linear,
+) -> Tensor:  # fmt: skip
+    """Linear layers over one input whose weights lie apart: x [..., K] times each weight [M, K] transposed, plus its bias [M] -> their
+    outputs side by side [..., all M]; with a kind, of a gate and an up part, opened(gate) * up [..., M]."""
+    parts = [product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    if kind is None:
+        return torch.cat(parts, -1)
+    gate, up = parts
+    return opened(gate, kind) * up
 
 
 @dataclass(frozen=True, slots=True)

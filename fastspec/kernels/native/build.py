@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-INCLUDED = tuple(SOURCE.with_name(name) for name in ("products.h", "products_bf16.h", "vectors.h"))
+INCLUDED = tuple(SOURCE.with_name(name) for name in ("products.h", "products_bf16.h", "threads.h", "vectors.h"))
 COMPILERS = "c++", "g++", "clang++"
 COMMON = "-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast"
 FLAGS = {
@@ -30,7 +30,7 @@ FLAGS = {
 """By torch's name for what the processor has. Others were not tried."""
 P, N, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
-    "linear": [P, P, P, P, N, N, N, N],
+    "linear": [P, P, N, P, N, N, N],
     "rms_norm": [P, N, P, N, P, P, N, P, N, N, N, F, F, N, N],
     "swiglu": [P, P, N, N, N],
     "rope_cache": [P] * 10 + [N] * 10 + [F, F, N],
@@ -117,4 +117,6 @@ def library(path: Path) -> ctypes.CDLL:
     for name, types in SIGNATURES.items():
         function = getattr(found, f"fastspec_{name}")
         function.argtypes, function.restype = types, None
+    found.fastspec_team.argtypes, found.fastspec_team.restype = [N], N
+    found.fastspec_note.argtypes, found.fastspec_note.restype = [N, N], None
     return found

@@ -2,11 +2,12 @@
 // names in fastspec/kernels. Compiled on the machine that runs them (build.py); Python calls them through ctypes (ops.py).
 //
 // Letters as there: B rows (sequences), N nodes, Hq query heads, Hkv key heads, D head size, V tokens, H width. A product is of R rows, M
-// output channels and K input channels. All matrices are row by row. `threads` is torch's number, and OpenMP is the one that torch loaded.
-// In bfloat16 a result is computed in fp32 and rounded where the reference rounds.
+// output channels and K input channels. All matrices are row by row. `threads` is torch's number, the most that a kernel takes, and OpenMP is
+// the one that torch loaded. In bfloat16 a result is computed in fp32 and rounded where the reference rounds.
 
 #include "products.h"
 #include "products_bf16.h"
+#include "threads.h"
 #include "vectors.h"
 
 // See layer/reference.py: `residual`, `weight` may be null (a norm without a weight); `offset` is used where has_offset.
@@ -14,7 +15,7 @@ template <typename T>
 static void rms_norm(
     const T *x, long x_stride, const T *residual, long residual_stride, const T *weight, T *out, long out_stride, T *total,
     long total_stride, long rows, long H, float eps, float offset, long has_offset, long threads) {
-#pragma omp parallel for num_threads(threads) if (rows * H > SMALL)
+#pragma omp parallel for num_threads(team(threads)) if (rows * H > SMALL)
     for (long row = 0; row < rows; row++) {
         const T *a = x + row * x_stride, *b = residual ? residual + row * residual_stride : nullptr;
         T *t = total + row * total_stride, *o = out + row * out_stride;
@@ -42,7 +43,7 @@ static void rms_norm(
 // The gated half: in [rows, 2 * I], the gates first -> silu(gate) * up [rows, I].
 template <typename T>
 static void swiglu(const T *in, T *out, long rows, long I, long threads) {
-#pragma omp parallel for num_threads(threads) if (rows * I > SMALL / 2)
+#pragma omp parallel for num_threads(team(threads)) if (rows * I > SMALL / 2)
     for (long row = 0; row < rows; row++) {
         const T *gate = in + row * 2 * I, *up = gate + I;
         T *o = out + row * I;
@@ -111,7 +112,7 @@ static void tree_attention(
     const T *q, const T *k, const T *v, const uint8_t *visible, T *out, long B, long N, long Hq, long Hkv, long D, long E,
     long k_row, long k_head, long v_row, long v_head, float scale, long threads) {
     long group = Hq / Hkv, rows = group * N, chunks = (rows + LANES - 1) / LANES;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (B * Hq * N * E * D > SMALL)
+#pragma omp parallel for num_threads(team(threads)) schedule(dynamic) if (B * Hq * N * E * D > SMALL)
     for (long task = 0; task < B * Hkv * chunks; task++) {
         long b = task / (Hkv * chunks), head = task / chunks % Hkv, first = task % chunks * LANES;
         long count = rows - first < LANES ? rows - first : LANES;
@@ -203,14 +204,14 @@ static inline const float *as_floats(const bf16 *x, long V) {
 // The place of the highest of x [rows, V], the lowest among equals; one that is not a number is above all, as in torch.
 template <typename T>
 static void argmax(const T *x, int64_t *out, long rows, long V, long threads) {
-#pragma omp parallel for num_threads(threads) if (rows * V > SMALL)
+#pragma omp parallel for num_threads(team(threads)) if (rows * V > SMALL)
     for (long row = 0; row < rows; row++) out[row] = first_largest(as_floats(x + row * V, V), V);
 }
 
 // Log-probabilities and places of the `count` highest of logits [rows, V], in falling order, the lower place first among equals.
 template <typename T>
 static void topk_logprobs(const T *logits, float *values, int64_t *places, long rows, long V, long count, long threads) {
-#pragma omp parallel for num_threads(threads) if (rows * V > SMALL / 4)
+#pragma omp parallel for num_threads(team(threads)) if (rows * V > SMALL / 4)
     for (long row = 0; row < rows; row++) {
         const float *x = as_floats(logits + row * V, V);
         float *best = values + row * count;
@@ -246,14 +247,15 @@ extern "C" {
 
 int fastspec_lanes() { return LANES; }
 int fastspec_has_pairs() { return has_pairs(); }
+long fastspec_team(long threads) { return team(threads); }
+void fastspec_note(long waited, long worked) { note(waited, worked); }
 
-void fastspec_linear(const float *x, const float *w, const float *bias, float *y, long R, long M, long K, long threads) {
-    linear(x, w, bias, y, R, M, K, threads);
+void fastspec_linear(const float *x, const Weight<float> *weights, long count, float *y, long R, long K, long threads) {
+    linear(x, weights, count, y, R, K, threads);
 }
 
-void fastspec_linear_bf16(
-    const bf16 *x, const bf16 *w, const bf16 *bias, bf16 *y, long R, long M, long K, long threads, long pairs) {
-    linear(x, w, bias, y, R, M, K, pairs && has_pairs(), threads);
+void fastspec_linear_bf16(const bf16 *x, const Weight<bf16> *weights, long count, bf16 *y, long R, long K, long threads, long pairs) {
+    linear(x, weights, count, y, R, K, pairs && has_pairs(), threads);
 }
 
 // The other operations of numbers T, under names that end in SUFFIX.

@@ -5,7 +5,7 @@ place."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import onednn
 from fastspec.kernels.linear import reference as linear_reference
-from fastspec.kernels.linear.quickest import Measured
+from fastspec.kernels.linear.quickest import Measured, Way
 from fastspec.kernels.linear.reference import SILU, Addends, Gate, Parts, joined
 from fastspec.kernels.native import build
 from fastspec.kernels.verification import reference as verification_reference
@@ -71,7 +71,9 @@ class Native:
         self._kernels = {name: getattr(library, f"fastspec_{name}") for name in build.SIGNATURES}
         self.pairs = bool(library.fastspec_has_pairs())
         """Whether the processor multiplies pairs of bfloat16 numbers itself (AVX512-BF16)."""
-        ways = (F.linear, by_onednn, self.product) if onednn.available() else (F.linear, self.product)
+        self.by_kernel: Way = self.product
+        """`product`, the same object every time."""
+        ways = (F.linear, by_onednn, self.by_kernel) if onednn.available() else (F.linear, self.by_kernel)
         self.measured = Measured(*ways)
 
     def kernel(self, name: str, like: Tensor) -> Callable[..., None]:
@@ -82,32 +84,60 @@ class Native:
     def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """rows [R, K] times weight [M, K] transposed, plus bias -> [R, M], by the kernel; all of one dtype, and contiguous. In bfloat16 a
         row of the result does not depend on the rows beside it."""
+        return self.products(rows, (weight,), (bias,))
+
+    def products(self, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+        """The same of several weights -> their outputs side by side [R, all M], by one call of the kernel."""
         count, depth = rows.shape
-        out = rows.new_empty(count, weight.shape[0])
-        given = rows.data_ptr(), weight.data_ptr(), at(bias), out.data_ptr(), count, weight.shape[0], depth, torch.get_num_threads()
-        self.kernel("linear", rows)(*given, *((self.pairs,) if rows.dtype is torch.bfloat16 else ()))
+        told: list[int] = []
+        for weight, bias in zip(weights, biases, strict=True):
+            told += weight.data_ptr(), at(bias) or 0, weight.shape[0]
+        out = rows.new_empty(count, sum(told[2::3]))
+        kernel, where = self.kernel("linear", rows), (ctypes.c_long * len(told))(*told)
+        given = rows.data_ptr(), where, len(weights), out.data_ptr(), count, depth, torch.get_num_threads()
+        kernel(*given, *((self.pairs,) if rows.dtype is torch.bfloat16 else ()))
         return out
+
+    def way(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Way | None:
+        """What multiplies the rows of x, see `linear`; None: torch, x as it is."""
+        fits = weight.shape[1:] == x.shape[-1:] and (bias is None or bias.shape == weight.shape[:1])  # else torch broadcasts, or raises
+        given = (x, weight) if bias is None else (x, weight, bias)
+        if not fits or not plain(*given) or not all(each.is_contiguous() for each in given) or not x.numel():
+            return None
+        rows = x.numel() // x.shape[-1]
+        if x.dtype is torch.bfloat16:
+            return F.linear if self.pairs and rows > MOST_ROWS else self.by_kernel
+        if rows > MOST_ROWS:
+            return by_onednn if onednn.available() else None
+        small = rows * weight.numel() < onednn.SMALL
+        return self.by_kernel if small else self.measured.fastest(x.view(-1, x.shape[-1]), weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`reference.linear`, by whichever of MKL, oneDNN and the kernel is the quickest here for such a product; of more than 64 rows as
         `onednn.linear` does, and of what is not of such a dtype and contiguous by torch. In bfloat16 by the kernel alone, so that a node's
         result is that of the token by itself, but for more than 64 rows where the processor multiplies such numbers for torch too."""
-        given = (x, weight) if bias is None else (x, weight, bias)
-        fits = weight.shape[1:] == x.shape[-1:] and (bias is None or bias.shape == weight.shape[:1])  # else torch broadcasts, or raises
-        if not fits or not plain(*given) or not all(each.is_contiguous() for each in given) or not x.numel():
+        multiply = self.way(x, weight, bias)
+        if multiply is None:
             return F.linear(x, weight, bias)
-        rows = x.view(-1, x.shape[-1])
-        if x.dtype is torch.bfloat16:
-            by_torch = self.pairs and len(rows) > MOST_ROWS
-            return (F.linear if by_torch else self.product)(rows, weight, bias).view(*x.shape[:-1], -1)
-        if len(rows) > MOST_ROWS:
-            return by_onednn(rows, weight, bias).view(*x.shape[:-1], -1) if onednn.available() else F.linear(x, weight, bias)
-        multiply = self.product if len(rows) * weight.numel() < onednn.SMALL else self.measured.fastest(rows, weight)
-        return multiply(rows, weight, bias).view(*x.shape[:-1], -1)
+        return multiply(x.view(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+
+    def linears(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: Gate | None = None
+    ) -> Tensor:  # fmt: skip
+        """`reference.linears`, by one call of the kernel where it is what `linear` would take for each of them, which leaves nothing to lay
+        side by side."""
+        alike = kind is None or weights[0].shape == weights[1].shape  # else torch broadcasts, or raises
+        if not alike or any(self.way(x, *each) is not self.by_kernel for each in zip(weights, biases, strict=True)):
+            return linear_reference.linears(x, weights, biases, kind, product=self.linear)
+        both = self.products(x.view(-1, x.shape[-1]), weights, biases).view(*x.shape[:-1], -1)
+        return both if kind is None else self.swiglu(both, kind)
 
     def gate_up(self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate = SILU) -> Tensor:
         """`reference.gate_up`; other gates than SiLU by torch."""
-        both = self.linear(x, weight, bias)
+        return self.swiglu(self.linear(x, weight, bias), kind)
+
+    def swiglu(self, both: Tensor, kind: Gate) -> Tensor:
+        """`reference.swiglu`; other gates than SiLU by torch."""
         if kind != SILU or not plain(both) or not both.is_contiguous():
             return linear_reference.swiglu(both, kind)
         out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)

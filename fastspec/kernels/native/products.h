@@ -1,6 +1,7 @@
 // Products in fp32 of a few rows.
 #pragma once
 
+#include "threads.h"
 #include "vectors.h"
 
 // How many rows of a weight are multiplied together with `rows` rows of x: as many as the registers hold the sums of.
@@ -9,8 +10,9 @@ static constexpr int weights_beside(int rows) {
     return room > 4 ? 4 : room < 1 ? 1 : room;
 }
 
-// Rows of x up to which a product's sums run along K, lane by lane; of more rows x is turned, so that the lanes are its rows.
-static constexpr long FEW = LANES == 16 ? 8 : 4;
+// Rows of x up to which a product's sums run along K, lane by lane; of more rows x is turned, so that the lanes are its rows. So many sums
+// beside four rows of a weight fill the registers, and beside fewer the sums' ends take longer than the weights' reading.
+static constexpr long FEW = LANES == 16 ? 6 : 4;
 
 // `WIDE` rows of a weight times `ROWS` rows of x, which lie side by side in vectors: x [K / LANES, ROWS, LANES]. `tail` is x as it was, for
 // what is left of K, and `next` the weights behind these, read ahead.
@@ -37,6 +39,7 @@ static inline void dots(const float *w, long K, const float *x, const float *tai
         }
 }
 
+// Rows `from` to `to` of a weight; the rows of y are M apart.
 template <int ROWS>
 static void few(const float *packed, const float *x, const float *w, const float *bias, float *y, long M, long K, long from, long to) {
     constexpr int WIDE = weights_beside(ROWS);
@@ -100,42 +103,50 @@ static void many(const float *columns, const float *w, const float *bias, float 
     }
 }
 
-// x [R, K] times weight [M, K] transposed, plus bias [M] or null -> y [R, M].
-static void linear(const float *x, const float *w, const float *bias, float *y, long R, long M, long K, long threads) {
+// x [R, K] times each of `count` weights [M, K] transposed, plus its bias [M] or null -> y [R, all M side by side].
+static void linear(const float *x, const Weight<float> *weights, int count, float *y, long R, long K, long threads) {
     bool tall = R > LANES, along = R <= FEW;
-    long side = (tall ? 2 : 1) * LANES, padded = (R + side - 1) / side * side, vectors = K / LANES;
+    long side = (tall ? 2 : 1) * LANES, padded = (R + side - 1) / side * side, vectors = K / LANES, M = channels(weights, count);
     float *turned = R > 1 ? space(0, (along ? R : padded) * K).data() : nullptr;
-#pragma omp parallel num_threads(threads)
+    int64_t began = now(), done = began, waited = 0;
+#pragma omp parallel num_threads(team(threads))
     {
         long share = 1, mine = 0;
 #ifdef _OPENMP
         share = omp_get_num_threads(), mine = omp_get_thread_num();
 #endif
-        long blocks = (M + 23) / 24, from = blocks * mine / share * 24, to = blocks * (mine + 1) / share * 24;
-        to = to < M ? to : M;
+        if (mine == 0) waited = now() - began;
         if (R > 1) {
             if (along)
                 in_vectors(x, R, K, turned, vectors * mine / share, vectors * (mine + 1) / share);
             else
                 side_by_side(x, R, K, side, turned, K * mine / share, K * (mine + 1) / share);
+            int64_t turning = now();
 #pragma omp barrier
+            if (mine == 0) waited += now() - turning;
         }
-        switch (R) {
-            case 1: few<1>(x, x, w, bias, y, M, K, from, to); break;
-            case 2: few<2>(turned, x, w, bias, y, M, K, from, to); break;
-            case 3: few<3>(turned, x, w, bias, y, M, K, from, to); break;
-            case 4: few<4>(turned, x, w, bias, y, M, K, from, to); break;
+        float *out = y;
+        for (int each = 0; each < count; out += weights[each++].M) {
+            const float *w = weights[each].w, *bias = weights[each].bias;
+            long own = weights[each].M, blocks = (own + 23) / 24, from = blocks * mine / share * 24, to = blocks * (mine + 1) / share * 24;
+            to = to < own ? to : own;
+            switch (along ? R : 0) {
+                case 1: few<1>(x, x, w, bias, out, M, K, from, to); break;
+                case 2: few<2>(turned, x, w, bias, out, M, K, from, to); break;
+                case 3: few<3>(turned, x, w, bias, out, M, K, from, to); break;
+                case 4: few<4>(turned, x, w, bias, out, M, K, from, to); break;
 #ifdef __AVX512F__
-            case 5: few<5>(turned, x, w, bias, y, M, K, from, to); break;
-            case 6: few<6>(turned, x, w, bias, y, M, K, from, to); break;
-            case 7: few<7>(turned, x, w, bias, y, M, K, from, to); break;
-            case 8: few<8>(turned, x, w, bias, y, M, K, from, to); break;
+                case 5: few<5>(turned, x, w, bias, out, M, K, from, to); break;
+                case 6: few<6>(turned, x, w, bias, out, M, K, from, to); break;
 #endif
-            default:
-                if (tall)
-                    many<LANES == 16 ? 8 : 6, 2>(turned, w, bias, y, R, M, K, from, to);
-                else
-                    many<12, 1>(turned, w, bias, y, R, M, K, from, to);
+                default:
+                    if (tall)
+                        many<LANES == 16 ? 8 : 6, 2>(turned, w, bias, out, R, M, K, from, to);
+                    else
+                        many<12, 1>(turned, w, bias, out, R, M, K, from, to);
+            }
         }
+        if (mine == 0) done = now();
     }
+    note(waited + now() - done, done - began - waited);
 }

@@ -2,6 +2,7 @@
 // not depend on the rows beside it: along K, lane by lane, and then over the lanes.
 #pragma once
 
+#include "threads.h"
 #include "vectors.h"
 
 #if defined(__AVX512F__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
@@ -121,6 +122,7 @@ static Multiply *const multiply_pairs = multiply;
 static bool has_pairs() { return false; }
 #endif
 
+// Rows `from` to `to` of a weight; the rows of y are M apart.
 static void share_of(const Laid &laid, const char *x, const bf16 *w, const bf16 *bias, bf16 *y, long M, long from, long to) {
     long K = laid.K, whole = K / STEP * STEP, padded = laid.steps * STEP;
     Multiply *product = laid.pairs ? multiply_pairs : multiply;
@@ -153,23 +155,34 @@ static void share_of(const Laid &laid, const char *x, const bf16 *w, const bf16 
     }
 }
 
-// x [R, K] times weight [M, K] transposed, plus bias [M] or null -> y [R, M]; by products of pairs where `pairs`.
-static void linear(const bf16 *x, const bf16 *w, const bf16 *bias, bf16 *y, long R, long M, long K, bool pairs, long threads) {
+// x [R, K] times each of `count` weights [M, K] transposed, plus its bias [M] or null -> y [R, all M side by side]; by products of pairs
+// where `pairs`.
+static void linear(const bf16 *x, const Weight<bf16> *weights, int count, bf16 *y, long R, long K, bool pairs, long threads) {
     Laid laid(R, K, pairs);
+    long M = channels(weights, count);
     char *shared = R > 1 ? (char *)space(0, R * laid.steps * laid.bytes / sizeof(float)).data() : nullptr;
-#pragma omp parallel num_threads(threads)
+    int64_t began = now(), done = began, waited = 0;
+#pragma omp parallel num_threads(team(threads))
     {
         long share = 1, mine = 0;
 #ifdef _OPENMP
         share = omp_get_num_threads(), mine = omp_get_thread_num();
 #endif
+        if (mine == 0) waited = now() - began;
         char *rows = shared ? shared : (char *)space(0, laid.steps * laid.bytes / sizeof(float)).data();
         if (shared) {
             laid.lay(x, rows, laid.steps * mine / share, laid.steps * (mine + 1) / share);
+            int64_t turning = now();
 #pragma omp barrier
+            if (mine == 0) waited += now() - turning;
         } else
             laid.lay(x, rows, 0, laid.steps);
-        long tiles = (M + BESIDE - 1) / BESIDE, to = tiles * (mine + 1) / share * BESIDE;
-        share_of(laid, rows, w, bias, y, M, tiles * mine / share * BESIDE, to < M ? to : M);
+        bf16 *out = y;
+        for (int each = 0; each < count; out += weights[each++].M) {
+            long own = weights[each].M, tiles = (own + BESIDE - 1) / BESIDE, to = tiles * (mine + 1) / share * BESIDE;
+            share_of(laid, rows, weights[each].w, weights[each].bias, out, M, tiles * mine / share * BESIDE, to < own ? to : own);
+        }
+        if (mine == 0) done = now();
     }
+    note(waited + now() - done, done - began - waited);
 }

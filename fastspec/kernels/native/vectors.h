@@ -118,6 +118,20 @@ static inline vec exponential(vec x) {
     return x < low ? vec{} : result;
 }
 
+// A weight [M, K] and its bias [M], or null. Several that read one input are multiplied together.
+template <typename T>
+struct Weight {
+    const T *w, *bias;
+    long M;
+};
+
+template <typename T>
+static long channels(const Weight<T> *weights, int count) {
+    long all = 0;
+    for (int each = 0; each < count; each++) all += weights[each].M;
+    return all;
+}
+
 static std::vector<float> &space(int which, size_t floats) {
     static thread_local std::vector<float> held[5];
     if (held[which].size() < floats) held[which].resize(floats);

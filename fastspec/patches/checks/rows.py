@@ -5,7 +5,7 @@ Inputs are such that rounding decides nothing: what is chosen by score differs b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,17 @@ def products(rows: int, channels: int, depth: int, bias: bool = False, kind: Gat
         weight = draw.floats(channels, depth, scale=depth**-0.5)
         more = {} if kind == SILU else {"kind": kind}
         return (draw.floats(1, rows, depth), weight, draw.floats(channels) if bias else None), more
+
+    return make
+
+
+def apart(rows: int, channels: Sequence[int], depth: int, kind: Gate | None = None) -> Callable[[Draw], Inputs]:
+    """x [rows, depth] times weights of so many output channels each, every other of which has a bias."""
+
+    def make(draw: Draw) -> Inputs:
+        weights = [draw.floats(count, depth, scale=depth**-0.5) for count in channels]
+        biases = [draw.floats(count) if at % 2 else None for at, count in enumerate(channels)]
+        return (draw.floats(1, rows, depth), weights, biases, kind), {}
 
     return make
 
@@ -285,6 +296,10 @@ CHECKS: tuple[Check, ...] = (
     Check("linear", "one row, a bias and an odd depth", products(1, 40, 200, bias=True)),
     Check("linear", "5 rows", products(5, 96, 256)),
     Check("linear", "5 rows, deep", products(5, 64, 4096, bias=True)),
+    Check("linears", "one row", apart(1, (96, 32, 32), 256)),
+    Check("linears", "5 rows", apart(5, (96, 32, 32), 256)),
+    Check("linears", "20 rows, a gate", apart(20, (64, 64), 256, SILU)),
+    Check("linears", "5 rows, a gate of GELU", apart(5, (48, 48), 256, GELU_TANH)),
     Check("gate_up", "one row", products(1, 2 * 48, 256)),
     Check("gate_up", "5 rows", products(5, 2 * 48, 256)),
     Check("gate_up", "5 rows, GELU", products(5, 2 * 48, 256, kind=GELU_TANH)),
