@@ -107,7 +107,7 @@ def cpp_ops() -> Ops:
     return replace(
         TORCH, name="cpp", linear=native.linear, linears=native.linears, gate_up=native.gate_up, rms_norm=native.rms_norm,
         rope_cache=native.rope_cache, tree_attention=native.tree_attention, pick=native.pick, topk_logprobs=native.topk_logprobs,
-        topk_expand=native.topk_expand, packs=True,
+        topk_expand=native.topk_expand, stack=native.stack, packs=True,
     )  # fmt: skip
 
 
@@ -207,8 +207,9 @@ def counted(ops: Ops, counts: Counter[str]) -> Ops:
 
     def counting(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            counts[name] += 1
-            return run(*args, **options)
+            result = run(*args, **options)
+            counts[name] += name != "stack" or result is not None  # which may leave it to the others
+            return result
 
         return call
 

@@ -165,7 +165,8 @@ def test_drafts_change_no_token(family):
     for inputs in (prompts(9), prompts(4, 9)):
         one, many = (model.generate(**inputs, max_new_tokens=40, do_sample=False, assistant=each) for each in ("autoregressive", TREE))
         assert torch.equal(one, many)
-    assert {"linear", "tree_attention", "rms_norm", "rope_cache"} <= set(fastspec.report(model).kernels)
+    of_layers = {"tree_attention", "rope_cache", "gate_up"} if family == "gemma" else {"stack"}  # whose gates are not SiLU's
+    assert {"linear", "rms_norm"} | of_layers <= set(fastspec.report(model).kernels)
 
 
 def test_drafts_change_no_token_of_smollm2():

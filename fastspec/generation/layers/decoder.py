@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import overload
+from typing import Any
 
 from torch import Tensor, nn
 
-from fastspec.generation.layers.mixers import Linear, Product, SequenceMixer
+from fastspec.generation.layers.mixers import Product, SequenceMixer, Summed
 from fastspec.generation.layers.packing import Weights, joint
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import SILU, Gate
@@ -36,54 +36,87 @@ class LayerParts:
     """What becomes of the layer's output [B, N, H], with the layer's own input of every token [B, N, P] where it has one."""
 
 
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """A root-mean-square norm through the backend, see `Ops.rms_norm`."""
+
+    ops: Ops
+    weight: Tensor
+    eps: float
+    offset: float | None = None
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum)."""
+        return self.ops.rms_norm(x, self.weight, self.eps, residual, out, total, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """Plain linear layers over one input, their outputs side by side."""
+
+    ops: Ops
+    layers: tuple[Weights, ...]
+    parts: bool
+    """Whether the result goes to a norm, which takes the parts of a product as well."""
+    weight: Tensor | None
+    bias: Tensor | None
+    """Of all as one product, where their weights are packed."""
+
+    def __call__(self, x: Tensor) -> Any:
+        """x [..., K] -> [..., M]."""
+        if self.weight is None:
+            return self.ops.linears(x, *self.apart())
+        multiply = self.ops.linear_parts if self.parts and self.ops.linear_parts is not None else self.ops.linear
+        return multiply(x, self.weight, self.bias)
+
+    def apart(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Weights and biases one by one, as they are now."""
+        return [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """A gated feed-forward: the products of the gates and of what they open, in this order or as one layer's, and what follows."""
+
+    gate_up: Linears
+    out: Product
+    kind: Gate = SILU
+
+    def __call__(self, x: Tensor) -> Summed:
+        """x [..., K] -> [..., M]."""
+        ops, weight = self.gate_up.ops, self.gate_up.weight
+        if weight is None:
+            return self.out(ops.linears(x, *self.gate_up.apart(), self.kind))
+        return self.out(ops.gate_up(x, weight, self.gate_up.bias, self.kind))
+
+
 def rms(ops: Ops, weight: Tensor, eps: float, *, offset: float | None = None) -> Norm:
     """A root-mean-square norm through the backend."""
-
-    def norm(x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return ops.rms_norm(x, weight, eps, residual, out, total, offset)
-
-    return norm
+    return RmsNorm(ops, weight, eps, offset)
 
 
-@overload
-def product(ops: Ops, layers: Sequence[Weights]) -> Linear: ...
-@overload
-def product(ops: Ops, layers: Sequence[Weights], *, parts: bool) -> Product: ...
-def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Product:
+def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Linears:
     """Plain linear layers over one input, their outputs side by side; one product where their weights are packed.
 
     With `parts` the result goes to a norm, which takes the parts of a product as well.
     """
-    multiply = ops.linear_parts if parts and ops.linear_parts is not None else ops.linear
     weight = joint([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = joint(biases) if biases else None
-    if weight is not None and (bias is not None) == bool(biases) and len(biases) in (0, len(layers)):
-        return lambda x: multiply(x, weight, bias)
-    if len(layers) == 1:
-        return lambda x: ops.linear(x, layers[0].weight, layers[0].bias)
-    return lambda x: ops.linears(x, *apart(layers))
+    one = weight is not None and (bias is not None) == bool(biases) and len(biases) in (0, len(layers))
+    return Linears(ops, tuple(layers), parts, weight if one else None, bias if one else None)
 
 
 def gated(ops: Ops, gate: Weights, up: Weights, out: Product, kind: Gate = SILU) -> Product:
     """The gated feed-forward of plain linear layers, or of parts of them; `out` is the product behind it."""
-    layers = gate, up
-    weight, biases = joint([layer.weight for layer in layers]), [layer.bias for layer in layers if layer.bias is not None]
-    bias = joint(biases) if biases else None
-    if weight is not None and len(biases) in (0, 2) and (bias is not None) == bool(biases):
-        return lambda x: out(ops.gate_up(x, weight, bias, kind))
-    return lambda x: out(ops.linears(x, *apart(layers), kind))
-
-
-def apart(layers: Sequence[Weights]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights and biases that lie apart, as they are now."""
-    return [layer.weight for layer in layers], [layer.bias for layer in layers]
+    return Gated(product(ops, (gate, up)), out, kind)
 
 
 def gated_as_one(ops: Ops, gate_up: nn.Linear, down: nn.Linear, kind: Gate = SILU) -> Product:
     """The same where gate and up are one linear layer, the gates first."""
-    out = product(ops, (down,), parts=True)
-    return lambda x: out(ops.gate_up(x, gate_up.weight, gate_up.bias, kind))
+    return Gated(product(ops, (gate_up,)), product(ops, (down,), parts=True), kind)
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:

@@ -6,11 +6,15 @@ Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from fastspec.kernels.attention.reference import AttentionLayout, tree_attention
 from fastspec.kernels.cache.reference import cache_write
-from fastspec.kernels.linear.reference import Addends, Parts, joined
+from fastspec.kernels.linear.reference import Addends, Parts, joined, linears, swiglu
 
 
 def rms_norm(
@@ -77,3 +81,90 @@ def gate_heads(x: Tensor, qkv: Tensor) -> Tensor:
     heads, size = x.shape[2:]
     gates = qkv[..., : 2 * heads * size].unflatten(-1, (heads, 2, size))[..., 1, :]
     return (x * torch.sigmoid(gates)).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class RootMeanSquare:
+    """The settings of a norm, see `rms_norm`."""
+
+    weight: Tensor
+    eps: float
+    offset: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """Linear layers over one input, their outputs side by side: weights [M, K] and biases [M] or None."""
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLayer:
+    """A decoder layer of norms, linear layers, attention and a feed-forward gated by SiLU, and nothing else."""
+
+    norm: RootMeanSquare | None
+    """None in a first layer whose input is normed already."""
+    qkv: Weighted
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    offset: float | None
+    """Of the norms of heads, as in `rope_cache`."""
+    scale: float
+    out: Weighted
+    mlp_norm: RootMeanSquare
+    gate_up: Weighted
+    down: Weighted
+
+
+@dataclass(slots=True, eq=False)
+class PlainLayers:
+    """Layers that follow each other, and what a backend has made of them for itself."""
+
+    rows: tuple[PlainLayer, ...]
+    prepared: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a layer stands in one pass: layer `index` of caches k, v [L, B, Hkv, C, D], its rotary tables, the slots [B, N] of its nodes,
+    and what they see."""
+
+    k: Tensor
+    v: Tensor
+    index: int
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    layout: AttentionLayout
+
+
+def stack(
+    layers: PlainLayers, places: Sequence[Place], total: Tensor, positions: Tensor, taps: Mapping[int, Tensor], x: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Layers one after another over hidden states total [B, N, H] of nodes at positions [B, N] -> what the last feed-forward adds, and the
+    sum before it, [B, N, H] each; their sum is the hidden states behind the layers.
+
+    Keys and values are written to the caches. taps: the number of a layer -> [B, N, H], whose last dimension is contiguous, which receives
+    the hidden states in front of it. `x` [B, N, K] is what the first layer reads where it has no norm of its own.
+    """
+    change: Tensor | None = None
+    for number, (layer, place) in enumerate(zip(layers.rows, places, strict=True)):
+        if layer.norm is not None:
+            norm, given = layer.norm, (total, None) if change is None else (change, total)
+            x, total = rms_norm(given[0], norm.weight, norm.eps, given[1], offset=norm.offset)
+        if number in taps:
+            taps[number].copy_(total)
+        assert x is not None
+        k, v = place.k[place.index], place.v[place.index]
+        qkv = linears(x, layer.qkv.weights, layer.qkv.biases)
+        q = rope_cache(qkv, place.cos, place.sin, positions, k, v, place.slots, layer.q_norm, layer.k_norm, layer.eps, layer.offset)
+        mixed = tree_attention(q, k, v, place.layout, layer.scale).flatten(-2)
+        change, norm = linears(mixed, layer.out.weights, layer.out.biases), layer.mlp_norm
+        x, total = rms_norm(change, norm.weight, norm.eps, total, offset=norm.offset)
+        opened = swiglu(linears(x, layer.gate_up.weights, layer.gate_up.biases))
+        change = linears(opened, layer.down.weights, layer.down.biases)
+    assert change is not None
+    return change, total

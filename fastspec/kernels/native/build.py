@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-INCLUDED = tuple(SOURCE.with_name(name) for name in ("products.h", "products_bf16.h", "threads.h", "vectors.h"))
+HEADERS = "attention.h", "choices.h", "layer.h", "products.h", "products_bf16.h", "stack.h", "threads.h", "vectors.h"
+INCLUDED = tuple(map(SOURCE.with_name, HEADERS))
 COMPILERS = "c++", "g++", "clang++"
 COMMON = "-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast"
 FLAGS = {
@@ -34,6 +35,7 @@ SIGNATURES: dict[str, list[type]] = {
     "rms_norm": [P, N, P, N, P, P, N, P, N, N, N, F, F, N, N],
     "swiglu": [P, P, N, N, N],
     "rope_cache": [P] * 10 + [N] * 10 + [F, F, N],
+    "stack": [P, N, P, P, P, N, P, P, *[N] * 10],
     "tree_attention": [P] * 5 + [N] * 10 + [F, N],
     "argmax": [P, P, N, N, N],
     "topk_logprobs": [P, P, P, N, N, N, N],
@@ -42,7 +44,9 @@ BF16 = "_bf16"
 """What the names of the kernels of bfloat16 end in."""
 SIGNATURES |= {name + BF16: types for name, types in SIGNATURES.items()}
 SIGNATURES["linear" + BF16] = [*SIGNATURES["linear"], N]
-SIGNATURES["rope_cache" + BF16 + "_fp32"] = SIGNATURES["rope_cache"]
+MIXED = BF16 + "_fp32"
+"""The same where cosines and sines are in fp32, as a head's are."""
+SIGNATURES |= {name + MIXED: SIGNATURES[name] for name in ("rope_cache", "stack")}
 DIGEST = hashlib.sha256().digest_size
 SECONDS = 120
 """After which a compiler is given up."""

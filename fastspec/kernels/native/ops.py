@@ -5,7 +5,7 @@ place."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,20 +17,18 @@ from fastspec.kernels.attention.reference import AttentionLayout
 from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.layer import reference as layer_reference
+from fastspec.kernels.layer.reference import Place, PlainLayers
 from fastspec.kernels.linear import onednn
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.quickest import Measured, Way
 from fastspec.kernels.linear.reference import SILU, Addends, Gate, Parts, joined
 from fastspec.kernels.native import build
+from fastspec.kernels.native.stack import MOST_SIZE, Table, placed, run, table_of
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.kernels.verification.reference import SamplingSettings
 
 MOST_ROWS = 64
 """Rows of a product, and nodes whose attention is taken here; more are a prompt's, and torch's own are made for that."""
-MOST_SIZE = 1024
-"""Of a head that is rotated."""
-
-
 ENDINGS = {torch.float32: "", torch.bfloat16: build.BF16}
 """What the names of a dtype's kernels end in."""
 
@@ -189,7 +187,7 @@ class Native:
         queries = qkv.shape[2] // size - 2 * heads
         q = qkv.new_empty(batch, nodes, queries, size)
         where, to, c, s = positions.contiguous(), slots.contiguous(), cos.contiguous(), sin.contiguous()
-        turn = self._kernels[f"rope_cache{build.BF16}_fp32"] if mixed else self.kernel("rope_cache", qkv)
+        turn = self._kernels["rope_cache" + build.MIXED] if mixed else self.kernel("rope_cache", qkv)
         turn(
             qkv.data_ptr(), c.data_ptr(), s.data_ptr(), where.data_ptr(), to.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
             q.data_ptr(), at(q_norm), at(k_norm), batch, nodes, queries, heads, size, c.shape[-1], k_cache.stride(0), k_cache.stride(1),
@@ -213,6 +211,37 @@ class Native:
             layout.extent, k.stride(0), k.stride(1), v.stride(0), v.stride(1), scale, torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+    def stack(
+        self, layers: PlainLayers, places: Sequence[Place], total: Tensor, positions: Tensor, taps: Mapping[int, Tensor],
+        x: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """`reference.stack` by the same kernels as the ops above, bit for bit; None, and nothing has happened, for more than 64 rows,
+        layers of which a kernel does not take an operation, and in fp32 where a product is quicker another way."""
+        rows, table, given = total.shape[0] * total.shape[1], table_of(layers), (total,) if x is None else (total, x)
+        angles = places[0].cos.dtype
+        if table is None or rows > MOST_ROWS or not plain(*given) or total.dtype is not table.dtype or angles not in ENDINGS:
+            return None
+        if any(place.cos.dtype is not angles for place in places) or not total.numel() or not self._multiplies(table, rows):
+            return None
+        mixed = total.dtype is torch.bfloat16 and angles is torch.float32
+        if not mixed and angles is not total.dtype:
+            return None
+        kept = placed(table, layers, places, taps)
+        if kept is None:
+            return None
+        kernel = self._kernels["stack" + (build.MIXED if mixed else ENDINGS[total.dtype])]
+        return run(kernel, table, places, total, positions, taps, x, self.pairs)
+
+    def _multiplies(self, table: Table, rows: int) -> bool:
+        """Whether the kernel is what `linear` would take for every product of a table's layers."""
+        if table.dtype is torch.bfloat16:
+            return True
+        key = rows, torch.get_num_threads()
+        if key not in table.by_kernel:
+            ways = (self.way(torch.ones(rows, depth), weight, None) for weight, depth in table.products)
+            table.by_kernel[key] = all(way is self.by_kernel for way in ways)
+        return table.by_kernel[key]
 
     def pick(self, scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None = None) -> Tensor:
         """`reference.pick`; draws by torch."""

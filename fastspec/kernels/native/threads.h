@@ -1,5 +1,6 @@
-// How many threads share a kernel's work. Where other programs keep the processors busy, the threads of a region seldom run at the same time,
-// and each waits for the other, for milliseconds, at every product: then one goes on alone for a while. No result depends on the number.
+// How many threads share a kernel's work. Where other programs keep the processors busy, the threads of a region seldom run at the same
+// time, and each waits for the other, for milliseconds, at every product: then one goes on alone for a while. No result depends on the
+// number.
 #pragma once
 
 #include <atomic>

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.ops import Ops
+from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.reference import Parts, joined
 from fastspec.patches.backends import TORCH
@@ -21,7 +22,7 @@ from fastspec.patches.checks.fused import drafted, fused_drafting, small_drafter
 from fastspec.patches.checks.inputs import Draw, Laid
 from fastspec.patches.checks.rows import CHECKS, Check
 
-REFERENCE = replace(TORCH, linear_parts=linear_reference.linear, experts=linear_reference.experts)
+REFERENCE = replace(TORCH, linear_parts=linear_reference.linear, experts=linear_reference.experts, stack=layer_reference.stack)
 ROUNDINGS = {torch.float32: 256, torch.float16: 16, torch.bfloat16: 16}
 """How many units in the last place of the largest value a kernel may be off. It sums in fp32 in an order of its own and rounds where the
 reference does, a few times; sums of 4,096 products in fp32 are off by the square root of their number."""

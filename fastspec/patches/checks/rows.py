@@ -18,6 +18,7 @@ from fastspec.kernels.linear.reference import GELU_TANH, SILU, Expert, Gate, Rou
 from fastspec.kernels.recurrent.reference import Rates
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.checks.inputs import Draw, Laid, tree
+from fastspec.patches.checks.layers import layers
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -317,6 +318,9 @@ CHECKS: tuple[Check, ...] = (
     Check("tree_attention", "few queries, sinks and a cap", attention(1, 90, extras=True)),
     Check("rms_norm", "alone", norm()),
     Check("rms_norm", "of a sum, with an offset", norm(residual=True, offset=1.0)),
+    Check("stack", "trees", layers(5, biased=True)),
+    Check("stack", "one token, norms of heads, weights side by side", layers(1, apart=False, norms=True, offset=1.0)),
+    Check("stack", "a head's input", layers(3, given=True, single=True)),
     Check("rope_cache", "plain", rope(norms=False)),
     Check("rope_cache", "norms", rope(norms=True)),
     Check("rope_cache", "a factor by position", rope(norms=False, scaled=True)),

@@ -12,6 +12,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.layers.decoder import LayerParts, is_plain
 from fastspec.generation.layers.mixers import Nodes, Rotary, Sight, Summed
+from fastspec.generation.layers.whole import WholeLayers
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
@@ -121,6 +122,7 @@ class HFModel(Target):
         named = [getattr(self.model.config, name, None) for name in parts.hides] if self.shift is not None else []
         named = [token for token in named if token is not None]
         self.hidden_tokens = torch.tensor(named, device=self.lengths.device) if named else None
+        self.whole = WholeLayers(self.layers, ops)
         self.norm = norm_of(getattr(decoder, parts.norm), ops, parts)
         self.vocabulary = vocabulary_of(self.model, parts, ops, likeliest=self.likeliest)
         self.embed = embedding_of(getattr(decoder, parts.embed), ops)
@@ -304,19 +306,27 @@ class HFModel(Target):
     def _forward_adapted(
         self, total: Tensor, own: Tensor | None, nodes: Nodes, pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        change: Summed | None = None  # what the last layer adds to the sum so far
         taps, width = self.taps or (), total.shape[-1]
         features = total.new_empty(*total.shape[:-1], len(taps) * width)
         parts = [features[..., place * width : (place + 1) * width] for place in range(len(taps))]
-        kept = {}
+        kept = {tap: parts[taps.index(tap)] for tap in taps if tap < self.depth}  # written there: joining them would be a launch
+        change, total = self.whole(total, nodes, kept) or self._one_by_one(total, own, nodes, kept)
+        hidden, _ = self.norm(total) if change is None else self.norm(change, total)
+        kept[self.depth] = hidden
+        for tap, part in zip(taps, parts, strict=True):
+            if kept[tap] is not part:
+                part.copy_(kept[tap])
+        return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(kept, hidden)
+
+    def _one_by_one(
+        self, total: Tensor, own: Tensor | None, nodes: Nodes, taps: Mapping[int, Tensor]
+    ) -> tuple[Summed | None, Tensor]:  # fmt: skip
+        """What the last layer adds to the sum so far, where that is not in it, and the sum; taps take what layers read, before norms."""
+        change: Summed | None = None
         for index, layer in enumerate(self.layers):
             assert layer.input_norm is not None
             given = (total,) if change is None else (change, total)
-            if index in taps:  # the sum is written where it is wanted: joining the taps in the end would be a launch
-                x, total = layer.input_norm(*given, total=parts[taps.index(index)])
-                kept[index] = total
-            else:
-                x, total = layer.input_norm(*given)
+            x, total = layer.input_norm(*given, total=taps[index]) if index in taps else layer.input_norm(*given)
             mixed = layer.mixer(x, nodes)
             if layer.mlp_norm is None:
                 change = joined(mixed) + joined(layer.mlp(x))
@@ -329,12 +339,7 @@ class HFModel(Target):
                 change, _ = layer.mlp_out_norm(change)
             if layer.after is not None:
                 total, change = layer.after(total + joined(change), None if own is None else own[:, :, index]), None
-        hidden, _ = self.norm(total) if change is None else self.norm(change, total)
-        kept[self.depth] = hidden
-        for tap, part in zip(taps, parts, strict=True):
-            if kept[tap] is not part:
-                part.copy_(kept[tap])
-        return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(kept, hidden)
+        return change, total
 
     def _forward_generic(self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         layouts, dtype = plain_layouts(nodes), dtype_of(self.model)

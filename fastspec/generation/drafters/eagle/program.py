@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -13,6 +14,7 @@ from fastspec.generation.drafters.eagle.head import EagleHead, Layer, RMSNorm
 from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
 from fastspec.generation.layers.mixers import FullAttention, Nodes, Summed
 from fastspec.generation.layers.packing import joint, pack
+from fastspec.generation.layers.whole import WholeLayers
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.kernels.drafting.reference import Candidates
@@ -32,6 +34,7 @@ class HeadProgram:
                 pack((attn.q_proj, attn.k_proj, attn.v_proj))
                 pack((mlp.gate_proj, mlp.up_proj))
         self.layers = [self._parts(index) for index in range(config.num_hidden_layers)]
+        self.whole = WholeLayers([replace(self.layers[0], input_norm=None), *self.layers[1:]], ops)  # `feed` norms what the first reads
         self.fc = product(ops, (head.fc,))
         self.norm = None if head.norm is None else self._norm(head.norm)
         target_head = head.__dict__["_target_lm_head"]
@@ -93,7 +96,8 @@ class HeadProgram:
                 part = slice(index * width, (index + 1) * width)
                 self._norm(module)(features[..., part], out=normed[..., part])
             features = normed
-        return self.fc(features)
+        fused: Tensor = self.fc(features)
+        return fused
 
     def feed(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What the first layer reads of tokens [B, T] and hidden [B, T, H], normed, and its residual [B, T, H]."""
@@ -152,7 +156,16 @@ class HeadProgram:
 
     def step(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """One pass over what `feed` gave, as `EagleHead.step` -> the states fed back, and what the LM head reads, [B, T, H]."""
-        change: Summed | None = None  # what the last layer's feed-forward adds, not yet added
+        change, total = self.whole(total, nodes, x=x) or self._one_by_one(x, total, nodes)
+        if self.norm is None:
+            state = total + joined(change)
+            return state, state
+        normed, state = self.norm(change, total)
+        return (normed if self.config.norm_output else state), normed
+
+    def _one_by_one(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Summed, Tensor]:
+        """What the last layer's feed-forward adds, not yet added, and the sum before it."""
+        change: Summed | None = None
         for part in self.layers:
             if change is not None and part.input_norm is not None:
                 x, total = part.input_norm(change, total)
@@ -160,11 +173,7 @@ class HeadProgram:
             x, total = part.mlp_norm(part.mixer(x, nodes), total)
             change = part.mlp(x)
         assert change is not None
-        if self.norm is None:
-            state = total + joined(change)
-            return state, state
-        normed, state = self.norm(change, total)
-        return (normed if self.config.norm_output else state), normed
+        return change, total
 
     def logits(self, readout: Tensor) -> Tensor:
         """What `step` returned second -> logits over the draft vocabulary [..., V_d]."""
