@@ -10,7 +10,7 @@ prompts and the tokens per second over all of them, which is what `DEFAULT_TREES
 
 On a shared machine `others` in a row is the number of cores that other processes took while it, or transformers' run of the prompt, was
 timed, whichever is more; `--alone 0.1` leaves rows with more than that out of what is printed. With OMP_NUM_THREADS=1 and `--clock process`
-other processes hardly count.
+other processes hardly count. `--busy 2` runs two programs beside it that keep a core busy each, once everything is warm.
 
 An AVX-512 processor is held to AVX2 by ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment;
 `isa` in the rows is what torch uses.
@@ -23,7 +23,11 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -62,6 +66,18 @@ def measure(model, inputs, assistant, tokens: int, clock: str = "wall") -> tuple
     return out[0, inputs["input_ids"].shape[1] :].tolist(), seconds, others
 
 
+@contextmanager
+def beside(count: int) -> Iterator[None]:
+    """So many programs run that do nothing but keep a core busy each."""
+    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=SMOLLM2)
@@ -74,6 +90,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1, help="how often every prompt is answered by every method")
     parser.add_argument("--alone", type=float, default=float("inf"), help="cores that others may take, for a row that is summarised")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="process: processor time, to be read with OMP_NUM_THREADS=1")
+    parser.add_argument("--busy", type=int, default=0, help="programs to run beside it, each of which keeps a core busy")
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
     options = parser.parse_args()
 
@@ -82,7 +99,8 @@ def main() -> None:
     where = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "dtype": str(model.dtype), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "isa": torch.backends.cpu.get_cpu_capability() if device == "cpu" else None,
+        "transformers": transformers.__version__, "busy": options.busy,
+        "isa": torch.backends.cpu.get_cpu_capability() if device == "cpu" else None,
     }  # fmt: skip
     prompts = [(path.stem, encode(tokenizer, text(row), device)) for path in options.prompts for row in read_prompts(path)[: options.each]]
     prompts = prompts or [("demo", encode(tokenizer, prompt, device)) for _, prompt in PROMPTS]
@@ -93,12 +111,13 @@ def main() -> None:
     for method in methods:
         measure(model, prompts[0][1], method, 8)
     rows: list[dict] = []
-    for prompt in prompts * options.runs:
-        of_prompt = [row | where for row in on_prompt(model, *prompt, methods, options.tokens, options.clock)]
-        rows += of_prompt
-        if options.out:  # at once: a run that is cut short keeps what it has measured
-            with options.out.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in of_prompt)
+    with beside(options.busy):
+        for prompt in prompts * options.runs:
+            of_prompt = [row | where for row in on_prompt(model, *prompt, methods, options.tokens, options.clock)]
+            rows += of_prompt
+            if options.out:  # at once: a run that is cut short keeps what it has measured
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in of_prompt)
     summarise([row for row in rows if row["others"] <= options.alone])
 
 

@@ -35,12 +35,13 @@ class WholeLayers:
         places = []
         for mixer in self.mixers:
             state: FullAttentionState = mixer.state
-            k, v = caches.setdefault(id(state), caches.get(id(state)) or (state.k, state.v))
+            if id(state) not in caches:
+                caches[id(state)] = state.k, state.v
             cos, sin, factor = nodes.rotary[mixer.rotary]
             if factor is not None:
                 return None
             layout = cast(AttentionLayout, nodes.layouts[mixer.sight])
-            places.append(Place(k, v, mixer.index, cos, sin, nodes.slots[state.ring], layout))
+            places.append(Place(*caches[id(state)], mixer.index, cos, sin, nodes.slots[state.ring], layout))
         return self.run(self.layers, places, total, nodes.positions, taps or {}, x)
 
 
