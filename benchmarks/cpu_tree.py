@@ -78,7 +78,7 @@ def beside(count: int) -> Iterator[None]:
             program.wait()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="process: processor time, to be read with OMP_NUM_THREADS=1")
     parser.add_argument("--busy", type=int, default=0, help="programs to run beside it, each of which keeps a core busy")
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device)
