@@ -100,17 +100,30 @@ def test_layers_that_one_call_does_not_take_go_one_by_one(native):
 
 
 @needs_compiler
-def test_a_thread_that_waits_for_long_goes_on_alone_for_a_while():
-    """In nanoseconds: what it has waited, and worked."""
+def test_fewer_threads_go_on_where_they_wait_for_each_other(native):
+    """In nanoseconds: what the first of so many threads has waited, and worked. A wait by itself, short ones, and those of a thread that is
+    alone change nothing."""
     library = build.library(backends.cache_folder() / "kernels" / build.library_name())
-    team, note = library.fastspec_team, library.fastspec_note
-    ms = 1_000_000
-    for waited, worked in ((ms // 10, 0), (4 * ms, 5 * ms)):
-        note(waited, worked)
-        assert team(2) == 2
-    note(40 * ms, ms)
-    assert [team(threads) for threads in (1, 2, 16)] == [1, 1, 1]
-    time.sleep(0.4)
+    team, note, ms = library.fastspec_team, library.fastspec_note, 1_000_000
+    until = time.monotonic() + 10
+    while team(16) < 16 and time.monotonic() < until:  # what the tests before have waited
+        time.sleep(0.01)
+    for waits in ([(ms // 10, 0, 2)] * 3, [(4 * ms, 5 * ms, 2)] * 3, [(ms, 0, 2)], [(40 * ms, 0, 1)] * 3):
+        for each in waits:
+            note(*each)
+        assert [team(threads) for threads in (1, 2, 16)] == [1, 2, 16]
+        time.sleep(0.05)  # longer than a wait of a millisecond: the next is not close behind it
+    note(ms, 0, 2)
+    time.sleep(0.05)
+    note(ms, 0, 2)
+    assert team(2) == 2  # two, far from each other
+    note(40 * ms, ms, 16)
+    note(40 * ms, ms, 16)
+    assert [team(threads) for threads in (1, 2, 8, 16)] == [1, 2, 8, 8]
+    note(40 * ms, ms, 8)
+    note(40 * ms, ms, 8)
+    assert [team(threads) for threads in (2, 4, 16)] == [2, 4, 4]
+    time.sleep(0.8)
     assert [team(threads) for threads in (1, 2, 16)] == [1, 2, 16]
 
 

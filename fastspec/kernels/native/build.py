@@ -122,5 +122,5 @@ def library(path: Path) -> ctypes.CDLL:
         function = getattr(found, f"fastspec_{name}")
         function.argtypes, function.restype = types, None
     found.fastspec_team.argtypes, found.fastspec_team.restype = [N], N
-    found.fastspec_note.argtypes, found.fastspec_note.restype = [N, N], None
+    found.fastspec_note.argtypes, found.fastspec_note.restype = [N, N, N], None
     return found

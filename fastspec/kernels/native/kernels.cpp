@@ -19,7 +19,7 @@ extern "C" {
 int fastspec_lanes() { return LANES; }
 int fastspec_has_pairs() { return has_pairs(); }
 long fastspec_team(long threads) { return team(threads); }
-void fastspec_note(long waited, long worked) { note(waited, worked); }
+void fastspec_note(long waited, long worked, long used) { note(waited, worked, used); }
 
 void fastspec_linear(const float *x, const Weight<float> *weights, long count, float *y, long R, long K, long threads) {
     linear(x, weights, count, y, R, K, threads);

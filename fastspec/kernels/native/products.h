@@ -109,13 +109,14 @@ static void linear(const float *x, const Weight<float> *weights, int count, floa
     long side = (tall ? 2 : 1) * LANES, padded = (R + side - 1) / side * side, vectors = K / LANES, M = channels(weights, count);
     float *turned = R > 1 ? space(0, (along ? R : padded) * K).data() : nullptr;
     int64_t began = now(), done = began, waited = 0;
+    long used = 1;
 #pragma omp parallel num_threads(team(threads))
     {
         long share = 1, mine = 0;
 #ifdef _OPENMP
         share = omp_get_num_threads(), mine = omp_get_thread_num();
 #endif
-        if (mine == 0) waited = now() - began;
+        if (mine == 0) waited = now() - began, used = share;
         if (R > 1) {
             if (along)
                 in_vectors(x, R, K, turned, vectors * mine / share, vectors * (mine + 1) / share);
@@ -148,5 +149,5 @@ static void linear(const float *x, const Weight<float> *weights, int count, floa
         }
         if (mine == 0) done = now();
     }
-    note(waited + now() - done, done - began - waited);
+    note(waited + now() - done, done - began - waited, used);
 }

@@ -162,13 +162,14 @@ static void linear(const bf16 *x, const Weight<bf16> *weights, int count, bf16 *
     long M = channels(weights, count);
     char *shared = R > 1 ? (char *)space(0, R * laid.steps * laid.bytes / sizeof(float)).data() : nullptr;
     int64_t began = now(), done = began, waited = 0;
+    long used = 1;
 #pragma omp parallel num_threads(team(threads))
     {
         long share = 1, mine = 0;
 #ifdef _OPENMP
         share = omp_get_num_threads(), mine = omp_get_thread_num();
 #endif
-        if (mine == 0) waited = now() - began;
+        if (mine == 0) waited = now() - began, used = share;
         char *rows = shared ? shared : (char *)space(0, laid.steps * laid.bytes / sizeof(float)).data();
         if (shared) {
             laid.lay(x, rows, laid.steps * mine / share, laid.steps * (mine + 1) / share);
@@ -184,5 +185,5 @@ static void linear(const bf16 *x, const Weight<bf16> *weights, int count, bf16 *
         }
         if (mine == 0) done = now();
     }
-    note(waited + now() - done, done - began - waited);
+    note(waited + now() - done, done - began - waited, used);
 }
