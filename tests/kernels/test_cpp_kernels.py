@@ -100,6 +100,14 @@ def test_layers_that_one_call_does_not_take_go_one_by_one(native):
 
 
 @needs_compiler
+@pytest.mark.parametrize("gate", [-1e38, -1e30, -100.0, -88.5, 88.5, 1e30])
+def test_gates_far_from_zero_are_what_they_are_for_torch(native, gate):
+    both = torch.cat((torch.full((1, 20), gate), torch.ones(1, 20)), -1)
+    with torch.no_grad():
+        torch.testing.assert_close(native.swiglu(both, SILU), torch.full((1, 20), torch.nn.functional.silu(torch.tensor(gate)).item()))
+
+
+@needs_compiler
 def test_fewer_threads_go_on_where_they_wait_for_each_other(native):
     """In nanoseconds: what the first of so many threads has waited, and worked. A wait by itself, short ones, and those of a thread that is
     alone change nothing."""

@@ -172,3 +172,85 @@ def test_layers_that_do_more_run_one_by_one(family) -> None:
     fastspec.patch(model, backend="cpp")
     model.generate(**prompts(9), max_new_tokens=4, do_sample=False, assistant="autoregressive")
     assert "stack" not in fastspec.report(model).kernels
+
+
+def transposed(weight: torch.nn.Parameter) -> None:
+    weight.data = weight.data.t()
+
+
+def shortened(weight: torch.nn.Parameter) -> None:
+    weight.data = weight.data[:1]
+
+
+@pytest.mark.parametrize("change", [transposed, shortened])
+def test_a_weight_that_lies_otherwise_at_its_address_is_noticed(native, change) -> None:
+    held, places, *given = drawn(3, torch.float32, nodes=4)
+    weight = torch.nn.Parameter(held.rows[1].out.weights[0], requires_grad=False)
+    held = PlainLayers((held.rows[0], replace(held.rows[1], out=replace(held.rows[1].out, weights=(weight,)))))
+    with torch.no_grad():
+        assert native.stack(held, places, *given) is not None
+        change(weight)
+        assert native.stack(held, places, *given) is None
+
+
+def test_caches_of_heads_of_another_size_are_left_alone(native) -> None:
+    """One head of 32 channels where the other layer has two of 16: as many channels in all."""
+    held, places, *given = drawn(1, torch.float32, nodes=4)
+    k, v = (torch.zeros(2, 2, 1, 48, 32) for _ in "kv")
+    with torch.no_grad():
+        assert native.stack(held, [places[0], replace(places[1], k=k, v=v)], *given) is None
+
+
+def test_every_layers_shapes_say_whether_the_kernel_is_the_quickest(native, monkeypatch) -> None:
+    """The last of three layers has its weights side by side, and torch multiplies by such a weight more quickly."""
+    first, last = (drawn(1, torch.float32, nodes=4, width=64, apart=apart) for apart in (True, False))
+    held = PlainLayers((*first[0].rows, last[0].rows[1]))
+    places = [*first[1], last[1][1]]
+    wide = held.rows[2].qkv.weights[0].shape
+    monkeypatch.setattr("fastspec.kernels.linear.onednn.SMALL", 0)
+    with torch.no_grad():
+        assert native.stack(held, places, *first[2:]) is not None
+        held.prepared = None
+        quickest = lambda rows, weight: torch.nn.functional.linear if weight.shape == wide else native.by_kernel  # noqa: E731
+        monkeypatch.setattr(native.measured, "fastest", quickest)
+        assert native.stack(held, places, *first[2:]) is None
+
+
+def of_query(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight = torch.nn.Parameter(layer.self_attn.q_proj.weight.detach().flip(-1) * 1.1)
+
+
+def of_output(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight = torch.nn.Parameter(layer.self_attn.o_proj.weight.detach().flip(-1) * 1.1)
+
+
+def of_norm(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.input_layernorm.weight = torch.nn.Parameter(layer.input_layernorm.weight.detach() * -1.5)
+
+
+def assigned(model: Any) -> None:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["model.layers.1.mlp.down_proj.weight"] *= -1.5
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("change", [of_query, of_output, of_norm, assigned])
+def test_parameters_that_are_replaced_are_read_by_an_open_batch(change, whole, monkeypatch) -> None:
+    ids, options = prompts(9)["input_ids"][0], {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 1000, "pad_token_id": 0}
+    plain, model = shallow_model(), shallow_model()
+    if not whole:
+        monkeypatch.setattr(WholeLayers, "__call__", lambda *_, **__: None)
+    monkeypatch.setenv("FASTSPEC_CPU", "auto")
+    fastspec.patch(model)
+    with fastspec.continuous(model, "autoregressive", rows=1) as batch:
+        emitted = []
+        for _ in range(2):
+            want = plain.generate(ids[None], **options)[0].tolist()
+            assert batch.submit(ids, **options).result()[0].tolist() == want
+            emitted.append(want)
+            change(plain), change(model)
+    assert emitted[0] != emitted[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -36,12 +36,19 @@ class LayerParts:
     """What becomes of the layer's output [B, N, H], with the layer's own input of every token [B, N, P] where it has one."""
 
 
+class Normed(Protocol):
+    """A norm: weight [H]."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """A root-mean-square norm through the backend, see `Ops.rms_norm`."""
+    """A root-mean-square norm through the backend, see `Ops.rms_norm`, by the weight that its module has at the time."""
 
     ops: Ops
-    weight: Tensor
+    module: Normed
     eps: float
     offset: float | None = None
 
@@ -49,7 +56,7 @@ class RmsNorm:
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum)."""
-        return self.ops.rms_norm(x, self.weight, self.eps, residual, out, total, self.offset)
+        return self.ops.rms_norm(x, self.module.weight, self.eps, residual, out, total, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +67,20 @@ class Linears:
     layers: tuple[Weights, ...]
     parts: bool
     """Whether the result goes to a norm, which takes the parts of a product as well."""
-    weight: Tensor | None
-    bias: Tensor | None
-    """Of all as one product, where their weights are packed."""
+    packed: tuple[Tensor, Tensor | None] | None
+    """Weight and bias of all as one product, where they lie so."""
 
     def __call__(self, x: Tensor) -> Any:
         """x [..., K] -> [..., M]."""
-        if self.weight is None:
+        one = self.one()
+        if one is None:
             return self.ops.linears(x, *self.apart())
         multiply = self.ops.linear_parts if self.parts and self.ops.linear_parts is not None else self.ops.linear
-        return multiply(x, self.weight, self.bias)
+        return multiply(x, *one)
+
+    def one(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of one product, or None where there are several."""
+        return (self.layers[0].weight, self.layers[0].bias) if len(self.layers) == 1 else self.packed
 
     def apart(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Weights and biases one by one, as they are now."""
@@ -86,15 +97,10 @@ class Gated:
 
     def __call__(self, x: Tensor) -> Summed:
         """x [..., K] -> [..., M]."""
-        ops, weight = self.gate_up.ops, self.gate_up.weight
-        if weight is None:
+        ops, one = self.gate_up.ops, self.gate_up.one()
+        if one is None:
             return self.out(ops.linears(x, *self.gate_up.apart(), self.kind))
-        return self.out(ops.gate_up(x, weight, self.gate_up.bias, self.kind))
-
-
-def rms(ops: Ops, weight: Tensor, eps: float, *, offset: float | None = None) -> Norm:
-    """A root-mean-square norm through the backend."""
-    return RmsNorm(ops, weight, eps, offset)
+        return self.out(ops.gate_up(x, *one, self.kind))
 
 
 def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Linears:
@@ -105,8 +111,8 @@ def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Line
     weight = joint([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = joint(biases) if biases else None
-    one = weight is not None and (bias is not None) == bool(biases) and len(biases) in (0, len(layers))
-    return Linears(ops, tuple(layers), parts, weight if one else None, bias if one else None)
+    whole = (bias is not None) == bool(biases) and len(biases) in (0, len(layers))
+    return Linears(ops, tuple(layers), parts, (weight, bias) if weight is not None and whole else None)
 
 
 def gated(ops: Ops, gate: Weights, up: Weights, out: Product, kind: Gate = SILU) -> Product:

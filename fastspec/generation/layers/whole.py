@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastspec.generation.layers.decoder import Gated, LayerParts, Linears, RmsNorm
 from fastspec.generation.layers.mixers import FullAttention, Nodes
@@ -20,10 +20,21 @@ class WholeLayers:
     """The layers of a target or of a head, for a backend that has `Ops.stack`."""
 
     def __init__(self, layers: Sequence[LayerParts], ops: Ops) -> None:
-        rows = [plain_row(layer, number) for number, layer in enumerate(layers)] if ops.stack is not None else [None]
+        self.parts, self.run = layers, ops.stack
         self.mixers = [cast(FullAttention, layer.mixer) for layer in layers]
-        self.layers = None if not layers or None in rows else PlainLayers(tuple(cast(list[PlainLayer], rows)))
-        self.run = ops.stack
+        self.layers = self._rows()
+        self.read = [] if self.layers is None else [each for layer in layers for each in read_by(layer)]
+        """The modules of the rows' tensors."""
+        self.seen = self._now()
+
+    def _rows(self) -> PlainLayers | None:
+        """The layers as they are now, or None where one of them is not to be run so."""
+        rows = [plain_row(layer, number) for number, layer in enumerate(self.parts)] if self.run is not None else []
+        return PlainLayers(tuple(cast(list[PlainLayer], rows))) if rows and None not in rows else None
+
+    def _now(self) -> list[object]:
+        """The parameters that the modules have: one may get another while a batch is open."""
+        return [own.get(name) for own, name in self.read]
 
     def __call__(
         self, total: Tensor, nodes: Nodes, taps: Mapping[int, Tensor] | None = None, x: Tensor | None = None
@@ -31,6 +42,10 @@ class WholeLayers:
         """`reference.stack` over all layers; None, and nothing has happened, where they are to be run one by one."""
         if self.layers is None or self.run is None:
             return None
+        now = self._now()
+        if any(new is not old for new, old in zip(now, self.seen, strict=True)):
+            self.layers, self.seen = self._rows(), now
+            return self(total, nodes, taps, x)
         caches: dict[int, tuple[Tensor, Tensor]] = {}
         places = []
         for mixer in self.mixers:
@@ -43,6 +58,17 @@ class WholeLayers:
             layout = cast(AttentionLayout, nodes.layouts[mixer.sight])
             places.append(Place(*caches[id(state)], mixer.index, cos, sin, nodes.slots[state.ring], layout))
         return self.run(self.layers, places, total, nodes.positions, taps or {}, x)
+
+
+def read_by(layer: LayerParts) -> Iterator[tuple[Mapping[str, object], str]]:
+    """Where the modules of a plain layer keep their parameters, and under which names: a look there costs less than an attribute."""
+    mixer, mlp = cast(FullAttention, layer.mixer), cast(Gated, layer.mlp)
+    products = (mixer.qkv, mixer.out, mlp.gate_up, mlp.out)
+    modules = [module for product in products for module in cast(Linears, product).layers]
+    norms = [norm.module for norm in (layer.input_norm, layer.mlp_norm) if isinstance(norm, RmsNorm)]
+    for module in (*modules, *norms):
+        own: Mapping[str, object] = module._parameters if isinstance(module, nn.Module) else {}
+        yield from ((own, name) for name in ("weight", "bias") if name in own)
 
 
 def plain_row(layer: LayerParts, number: int) -> PlainLayer | None:
@@ -65,11 +91,12 @@ def plain_row(layer: LayerParts, number: int) -> PlainLayer | None:
 
 
 def _norm(norm: RmsNorm) -> RootMeanSquare:
-    return RootMeanSquare(norm.weight, norm.eps, norm.offset)
+    return RootMeanSquare(norm.module.weight, norm.eps, norm.offset)
 
 
 def _weighted(product: Linears) -> Weighted:
-    if product.weight is not None:
-        return Weighted((product.weight,), (product.bias,))
+    one = product.one()
+    if one is not None:
+        return Weighted(one[:1], one[1:])
     weights, biases = product.apart()
     return Weighted(tuple(weights), tuple(biases))

@@ -54,7 +54,7 @@ class Table:
     def __init__(self, layers: PlainLayers) -> None:
         self.tensors = [tensor for layer in layers.rows for tensor in tensors_of(layer)]
         self.held = [tensor.detach() for tensor in self.tensors]  # so that an address that is read is one that is there
-        self.addresses = self.now()
+        self.seen = self.now()
         first = layers.rows[0]
         self.dtype, self.width = first.mlp_norm.weight.dtype, len(first.mlp_norm.weight)
         self.inner, self.heads = first.down.weights[0].shape[-1], first.out.weights[0].shape[-1]
@@ -63,19 +63,15 @@ class Table:
         """Of what the first layer reads."""
         self.fits = all(self._takes(layer, number) for number, layer in enumerate(layers.rows))
         self.rows = (CLayer * len(layers.rows))(*map(c_layer, layers.rows)) if self.fits else None
-        self.products = [(weight, depth) for layer in layers.rows[:2] for weight, depth in self._products(layer)] if self.fits else []
-        """A weight of every shape, and the width of what it multiplies."""
+        parts = [part for layer in layers.rows for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        self.products = list({weight.shape: weight for part in parts for weight in part.weights}.values())
+        """A weight of every shape."""
         self.by_kernel: dict[tuple[int, int], bool] = {}
         """(rows, threads) -> whether the kernel is the quickest way to multiply so many by all of these."""
 
-    def now(self) -> list[int]:
-        """Where all tensors lie."""
-        return [tensor.data_ptr() for tensor in self.tensors]
-
-    def _products(self, layer: PlainLayer) -> Iterator[tuple[Tensor, int]]:
-        for part in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            for weight in part.weights:
-                yield weight, weight.shape[1]
+    def now(self) -> list[tuple[int, int, tuple[int, ...], torch.dtype]]:
+        """Where and how all tensors lie."""
+        return [(tensor.data_ptr(), tensor.numel(), tensor.stride(), tensor.dtype) for tensor in self.tensors]
 
     def _takes(self, layer: PlainLayer, number: int) -> bool:
         """Whether a layer has the sizes of the first, and each of its tensors the shape that the kernels read."""
@@ -128,7 +124,7 @@ def _normed(norm: RootMeanSquare) -> tuple[int, float, float, bool]:
 def table_of(layers: PlainLayers) -> Table | None:
     """The layers' table, made where there is none or a weight has moved; None where the kernels do not compute them."""
     table = layers.prepared
-    if not isinstance(table, Table) or table.addresses != table.now():
+    if not isinstance(table, Table) or table.seen != table.now():
         table = layers.prepared = Table(layers)
     return table if table.fits else None
 
@@ -138,6 +134,7 @@ def placed(table: Table, layers: PlainLayers, places: Sequence[Place], taps: Map
     kept: list[Tensor] = []
     seen: dict[int, Tensor] = {}
     assert table.rows is not None
+    heads, size = places[0].k.shape[2], places[0].k.shape[4]
     if any(tap.stride(-1) != 1 or tap.stride(0) != tap.shape[1] * tap.stride(1) for tap in taps.values()):
         return None
 
@@ -149,15 +146,16 @@ def placed(table: Table, layers: PlainLayers, places: Sequence[Place], taps: Map
         return seen[id(tensor)].data_ptr()
 
     for number, (row, layer, place) in enumerate(zip(table.rows, layers.rows, places, strict=True)):
-        k, v, size, index = place.k, place.v, place.k.shape[4], place.index
+        k, v, index = place.k, place.v, place.index
         if id(k) not in seen:  # the caches of most layers are the same tensors
             lies = k.stride(3) == v.stride(3) == size and k.stride(4) == v.stride(4) == 1 and v.shape == k.shape
             if not lies or k.dtype is not table.dtype or v.dtype is not table.dtype or size > MOST_SIZE:
                 return None
-            if table.heads + 2 * k.shape[2] * size != table.channels or table.heads % size or place.cos.dtype is not place.sin.dtype:
+            if (k.shape[2], k.shape[4]) != (heads, size) or table.heads + 2 * heads * size != table.channels or table.heads % size:
                 return None
             seen[id(k)] = k
-        if any(norm is not None and norm.shape != (size,) for norm in (layer.q_norm, layer.k_norm)):
+        normed = all(norm is None or norm.shape == (size,) for norm in (layer.q_norm, layer.k_norm))
+        if not normed or place.cos.dtype is not place.sin.dtype:
             return None
         row.k, row.v = k.data_ptr() + index * k.stride(0) * k.element_size(), v.data_ptr() + index * v.stride(0) * v.element_size()
         row.k_row, row.k_head, row.v_row, row.v_head = k.stride(1), k.stride(2), v.stride(1), v.stride(2)

@@ -98,7 +98,7 @@ static inline float sum(vec x) {
 
 static inline vec largest(vec a, vec b) { return a > b ? a : b; }
 
-// e^x: x is cut to where floats are normal; 2^n times a polynomial in the rest, |rest| <= ln(2) / 2, whose error is below a rounding.
+// e^x, 0 and infinity beyond where floats are normal; 2^n times a polynomial in the rest, |rest| <= ln(2) / 2, whose error is below a rounding.
 static inline vec exponential(vec x) {
     const vec low = all(-87.3f), high = all(88.0f);
     vec cut = x < low ? low : x > high ? high : x;
@@ -115,7 +115,7 @@ static inline vec exponential(vec x) {
     power = power * rest + 1.0f;
     ivec exponent = (__builtin_convertvector(whole, ivec) + 127) << 23;
     vec result = power * (vec)exponent;
-    return x < low ? vec{} : result;
+    return x < low ? vec{} : x > high ? all(-LOWEST) : result;
 }
 
 // A weight [M, K] and its bias [M], or null. Several that read one input are multiplied together.

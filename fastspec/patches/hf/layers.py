@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from fastspec.generation.layers.decoder import LayerParts, Norm, gated, gated_as_one, is_plain, product, rms
+from fastspec.generation.layers.decoder import LayerParts, Norm, RmsNorm, gated, gated_as_one, is_plain, product
 from fastspec.generation.layers.mixers import EVERYTHING, FullAttention, GatedDelta, Linear, Product, Sight, Summed
 from fastspec.generation.layers.packing import pack, turn
 from fastspec.generation.ops import Ops
@@ -223,7 +223,7 @@ def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:
     """A norm of a family with the sum before it."""
     own = not is_foreign(module) and not has_replaced_methods(type(module))
     if own and hasattr(module, parts.eps) and type(module.weight) is nn.Parameter:
-        return rms(ops, module.weight, getattr(module, parts.eps), offset=parts.offset)
+        return RmsNorm(ops, module, getattr(module, parts.eps), parts.offset)
 
     def norm(x: Tensor, residual: Tensor | None = None, *, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
         summed = joined(x) if residual is None else joined(x) + residual

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastspec.generation.drafters.eagle.cut import Cut
 from fastspec.generation.drafters.eagle.head import EagleHead, Layer, RMSNorm
-from fastspec.generation.layers.decoder import LayerParts, Norm, gated, is_plain, product, rms
+from fastspec.generation.layers.decoder import LayerParts, Norm, RmsNorm, gated, is_plain, product
 from fastspec.generation.layers.mixers import FullAttention, Nodes, Summed
 from fastspec.generation.layers.packing import joint, pack
 from fastspec.generation.layers.whole import WholeLayers
@@ -51,7 +51,7 @@ class HeadProgram:
         return cast(Layer, self.head.layers[index])
 
     def _norm(self, module: RMSNorm) -> Norm:
-        return rms(self.ops, module.weight, module.eps)
+        return RmsNorm(self.ops, module, module.eps)
 
     def _parts(self, index: int) -> LayerParts:
         layer, ops, cut = self._layer(index), self.ops, self.cut
