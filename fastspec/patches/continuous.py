@@ -64,8 +64,8 @@ def continuous(
     precision a text's rounding depends on the number of rows, and so on the load. With `narrows=False` there are always `rows`, which take
     half the memory of keys and values.
 
-    Weights that change in place are read as they are. For modules that are replaced or hooked while a batch is open, and parameters that are
-    replaced where weights are packed or rounds captured, open another.
+    Weights that change in place are read as they are. For modules that are replaced or hooked while a batch is open, and parameters that
+    are replaced where weights are packed or rounds captured, open another.
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
