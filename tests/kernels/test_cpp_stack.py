@@ -193,6 +193,17 @@ def test_a_weight_that_lies_otherwise_at_its_address_is_noticed(native, change) 
         assert native.stack(held, places, *given) is None
 
 
+def test_inputs_of_another_width_are_left_alone(native) -> None:
+    """Hidden states, and what a first layer without a norm reads; and an input that is missing, or not asked for."""
+    held, places, total, positions, taps, x = drawn(1, torch.float32, nodes=4, given=True)
+    normed = drawn(1, torch.float32, nodes=4)
+    with torch.no_grad():
+        assert native.stack(held, places, total, positions, taps, x) is not None
+        for hidden, read in ((total[..., :40], x), (total, x[..., :64]), (total, x[:, :3]), (total, None)):
+            assert native.stack(held, places, hidden.contiguous(), positions, {}, read) is None
+        assert native.stack(*normed[:5], x) is None and native.stack(*normed) is not None
+
+
 def test_caches_of_heads_of_another_size_are_left_alone(native) -> None:
     """One head of 32 channels where the other layer has two of 16: as many channels in all."""
     held, places, *given = drawn(1, torch.float32, nodes=4)

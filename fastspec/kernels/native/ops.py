@@ -225,7 +225,8 @@ class Native:
         if any(place.cos.dtype is not angles for place in places) or not total.numel() or not self._multiplies(table, rows):
             return None
         mixed = total.dtype is torch.bfloat16 and angles is torch.float32
-        if not mixed and angles is not total.dtype:
+        wide = total.shape[-1] == table.width and (x is None or x.shape == (*total.shape[:2], table.depth))
+        if not wide or (x is None) != (layers.rows[0].norm is not None) or (not mixed and angles is not total.dtype):
             return None
         kept = placed(table, layers, places, taps)
         if kept is None:
