@@ -2,11 +2,11 @@
 
     python benchmarks/long_prompt.py --shape llama-8b --prompts 8192 32768 131008 --out rows.jsonl
 
-Weights are random. Every prompt length is one call of so many new tokens, after a call on the shortest prompt that compiles, and a second
-call for the time of a round, in which nothing is captured any more (rows of earlier versions are of the first); transformers' own
-generate answers those of up to --peer-most tokens in the same run.
+Weights are random. Every prompt length is one call of so many new tokens, after a call on the shortest prompt that compiles, a second
+call for the time of a round, in which nothing is captured any more (rows of earlier versions are of the first), and a third whose prefill
+finds its graphs (`prefill_again_s`); transformers' own generate answers those of up to --peer-most tokens in the same run.
 `keys_and_values_mib` is what the layers can see of the text at its end. `--parts 512 1024 2048` measures all of it with prompts that are
-read in parts of so many tokens, where fastspec's own are of PREFILL_CHUNK; the rows say which (`part`).
+read in parts of so many tokens, where fastspec's own are of `prompt_parts.WIDE` on a GPU; the rows say which (`part`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from full_size import SHAPES, kept_bytes, make_head, make_model, timed
 
 import fastspec
 from fastspec.bench.device import environment
-from fastspec.generation.drafters.eagle import head_drafter
-from fastspec.patches.hf import model as target
+from fastspec.generation import prompt_parts
 
 
 def call(model: Any, prompt: int, tokens: int, assistant: str | None) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--methods", nargs="+", default=["autoregressive", "eagle3"], choices=["autoregressive", "eagle3"])
     parser.add_argument("--peer-most", type=int, default=32768, help="longest prompt for transformers' own generate; 0: none")
-    parser.add_argument("--parts", nargs="+", type=int, default=[target.PREFILL_CHUNK], help="tokens of a prompt that are read at once")
+    parser.add_argument("--parts", nargs="+", type=int, default=[prompt_parts.WIDE], help="tokens of a prompt that are read at once")
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
     args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,13 +77,14 @@ def main(arguments: list[str] | None = None) -> None:
         write(call(model, prompt, args.tokens, None))
     head = make_head(model, 32000)
     for part in args.parts:
-        target.PREFILL_CHUNK = head_drafter.PREFILL_CHUNK = part
+        prompt_parts.NARROW, prompt_parts.WIDE = min(part, prompt_parts.NARROW), part
         with fastspec.patched(model, eagle3=head):
             for method in args.methods:
                 call(model, prompts[0], args.tokens, method)
                 for prompt in prompts:
-                    row = call(model, prompt, args.tokens, method)
-                    write(row | {"part": part, "round_ms": call(model, prompt, args.tokens, method)["round_ms"]})
+                    row, again = (call(model, prompt, args.tokens, method) for _ in range(2))
+                    last = call(model, prompt, args.tokens, method)
+                    write(row | {"part": part, "prefill_again_s": last["prefill_s"], "round_ms": again["round_ms"]})
 
 
 if __name__ == "__main__":

@@ -173,6 +173,11 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             yield f"tree_attention, {rows} rows, {extent}", lambda n=rows, k=keys, to=layout: tree_attention.tree_attention(
                 few(1, n, heads, size), k, k, to, size**-0.5
             )
+            part = 32 * rows
+            chain = tree_layout.attention_layout(whole(1), None, part, part, extent, group)
+            yield f"tree_attention, a part of {part} tokens, {extent}", lambda n=part, k=keys, to=chain: tree_attention.tree_attention(
+                few(1, n, heads, size), k, k, to, size**-0.5
+            )
         keys, sinks = few(1, kv_heads, 16384, size), few(heads)
         for span, extras in ((Span(4096), {}), (Span(128), {"sinks": sinks}), (Span(4096), {"cap": 50.0}), (Span(8192, chunk=True), {})):
             depths = None if rows == 1 else whole(1, rows)

@@ -263,7 +263,7 @@ def test_trees(device, dtype, shape, nodes):
 @ON_CUDA
 @DTYPES
 @ALL_SHAPES
-@pytest.mark.parametrize(("nodes", "prefixes"), [(1, [33]), (6, [2048, 100]), (512, [0]), (511, [1000, 5])], ids=str)
+@pytest.mark.parametrize(("nodes", "prefixes"), [(1, [33]), (6, [2048, 100]), (512, [0]), (511, [1000, 5]), (1300, [70])], ids=str)
 def test_chains(device, dtype, shape, nodes, prefixes):
     Case(prefixes, nodes, *shape, dtype, device, chain=True).check()
 
@@ -336,7 +336,9 @@ def test_hopper_trees(device, dtype, heads, nodes, prefixes):
 @HOPPER
 @ON_CUDA
 @HALVES
-@pytest.mark.parametrize(("nodes", "prefixes"), [(512, [0]), (511, [1000, 5]), (100, [9000]), (512, [9000, 8000, 300, 0])], ids=str)
+@pytest.mark.parametrize(("nodes", "prefixes"), [
+    (512, [0]), (511, [1000, 5]), (100, [9000]), (512, [9000, 8000, 300, 0]), (2048, [0]), (2048, [1000]), (1025, [77, 0]),
+], ids=str)  # fmt: skip
 def test_hopper_chains(device, dtype, nodes, prefixes):
     with hopper_from(0):
         Case(prefixes, nodes, (8, 4), 128, dtype, device, chain=True).check()

@@ -72,11 +72,11 @@ def _produce(d_k, d_v, k_smem, v_smem, k_full, k_free, v_full, v_free, k_line, v
 @gluon.jit
 def _half(
     HALF: gl.constexpr, q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2,
-    count, masked, prefix, width, i_tile, i_split, i_head, nodes, splits, s_on, s_wn,
+    count, masked, prefix, width, passed, i_tile, i_split, i_head, nodes, splits, s_on, s_wn,
     S_K: gl.constexpr, S_V: gl.constexpr, GROUP: gl.constexpr, CHAIN: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """One half of a tile: `count` full blocks that the producer brings, then `masked` blocks that it loads itself. Pointers are those of
-    the program's pair (p_out, p_words: of its row)."""
+    the program's pair (p_out, p_words: of its row). To a chain's tile the `passed` slots of the tail before its first node are prefix."""
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -140,7 +140,7 @@ def _half(
         _load_lines(v_smem.index(HALF), p_v + start.to(gl.int64) * S_V + (o_slot[:, None] * S_V + o_d[None, :]), m_line)
         async_copy.commit_group()
         if CHAIN:
-            m_tail = turn * BLOCK_N + o_n[None, :] <= o_node[:, None]
+            m_tail = turn * BLOCK_N + o_n[None, :] + passed <= o_node[:, None]
         else:
             b_bits = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, SCORES)
             for part in gl.static_range(BLOCK_N // 32):
@@ -188,12 +188,17 @@ def _hopper_kernel(
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = p_q.dtype.element_ty
     i_tile, i_split, i_pair = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    if CHAIN:  # the tiles that have the most to do first
+        i_tile = gl.num_programs(0) - 1 - i_tile
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     rows = nodes * GROUP
     prefix = gl.minimum(gl.load(p_prefix + i_row.to(gl.int64) * s_p), extent).to(gl.int32)
     width = gl.minimum(tail, extent - prefix)
     if CHAIN:  # nothing behind the tile's last node is seen
         width = gl.minimum(width, (gl.minimum((i_tile + 1) * (2 * BLOCK_M), rows) - 1) // GROUP + 1)
+    STEP: gl.constexpr = 2 * BLOCK_M if CHAIN else 0
+    passed = gl.minimum(i_tile * STEP // GROUP, width)  # of a chain all rows of the tile see what lies before its first node
+    prefix, width = prefix + passed, width - passed
     full = prefix // BLOCK_N
     masked = (prefix % BLOCK_N + BLOCK_N - 1) // BLOCK_N + (width + BLOCK_N - 1) // BLOCK_N
     active = gl.maximum(gl.minimum((full + masked + MIN_BLOCKS - 1) // MIN_BLOCKS, splits), 1)
@@ -236,9 +241,11 @@ def _hopper_kernel(
     p_words += i_row.to(gl.int64) * s_wb
     gl.warp_specialize([
         (_half, (0, q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count,
-                       masked, prefix, width, i_tile, i_split, i_head, nodes, splits, s_on, s_wn, S_K, S_V, GROUP, CHAIN, SPLIT)),
+                       masked, prefix, width, passed, i_tile, i_split, i_head, nodes, splits, s_on, s_wn, S_K, S_V, GROUP, CHAIN,
+                       SPLIT)),
         (_half, (1, q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count,
-                        masked, prefix, width, i_tile, i_split, i_head, nodes, splits, s_on, s_wn, S_K, S_V, GROUP, CHAIN, SPLIT)),
+                        masked, prefix, width, passed, i_tile, i_split, i_head, nodes, splits, s_on, s_wn, S_K, S_V, GROUP, CHAIN,
+                       SPLIT)),
         (_produce, (d_k, d_v, k_smem, v_smem, k_full, k_free, v_full, v_free, k_line + first * BLOCK_N, v_line + first * BLOCK_N, count)),
     ], [4, 1], [240, 24])  # fmt: skip
 

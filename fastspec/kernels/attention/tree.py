@@ -3,8 +3,9 @@
 B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots, M tail slots, W 64-bit
 words. A pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g, cut into tiles of BLOCK_M. A tile's
 slots are cut into blocks of BLOCK_N that are aligned to the end of the prefix, so that a tail block starts at a multiple of 16 or 32
-bits: first the full blocks of the prefix (no mask), then the rest at its start and the tail (masked). Up to S programs share the blocks
-of one tile and leave parts for parts.py to merge. All lengths are read on the device: the shares follow them. With a span (a window or
+bits: first the full blocks of the prefix (no mask), then the rest at its start and the tail (masked). To a tile of a chain the tail's slots
+before its first node are prefix too, since all of its rows see them. Up to S programs share the blocks of one tile and leave parts for
+parts.py to merge. All lengths are read on the device: the shares follow them. With a span (a window or
 chunks) the prefix begins for a tile where one of its queries begins to see, and its blocks are masked until all do; positions are counted
 from the prefix's end, where a node stands at its depth. Few queries, plain decoding above all, have a kernel of their own,
 few_queries.py, and so have trees behind a long prefix on Hopper, hopper.py, which knows no spans, sinks and caps: these are computed
@@ -51,13 +52,17 @@ _VARYING = ["nodes", "tail", "extent", "splits", "kv_heads"]  # from launch to l
 
 @triton.jit
 def _bounds(p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-            CHAIN: tl.constexpr):  # fmt: skip
-    """The prefix, the tail slots that some row of the tile may see, and the number of blocks of both."""
+            CHAIN: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """The slots that all rows of the tile see, the slots behind them that some may see, the number of blocks of both, and how many of
+    the tail's slots are among the former: of a chain, unless a WHOLE prefix is asked for, those before the tile's first node."""
     prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
-    width = tl.minimum(tail, extent - prefix)
+    width, passed = tl.minimum(tail, extent - prefix), 0
     if CHAIN:  # nothing behind the tile's last node is seen
         width = tl.minimum(width, (tl.minimum((i_tile + 1) * BLOCK_M, nodes * GROUP) - 1) // GROUP + 1)
-    return prefix, width, (prefix + BLOCK_N - 1) // BLOCK_N + (width + BLOCK_N - 1) // BLOCK_N
+        if not WHOLE:
+            passed = tl.minimum(i_tile * BLOCK_M // GROUP, width)
+    prefix, width = prefix + passed, width - passed
+    return prefix, width, (prefix + BLOCK_N - 1) // BLOCK_N + (width + BLOCK_N - 1) // BLOCK_N, passed
 
 
 @triton.jit
@@ -79,9 +84,13 @@ def _attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # Tiles of one share are neighbours: they read the same keys at the same time, once from memory and then from L2.
     i_tile, i_split, i_pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if CHAIN:  # the tiles that have the most to do first, so that no processor begins with one of them at the end
+        i_tile = tl.num_programs(0) - 1 - i_tile
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     rows = nodes * GROUP
-    prefix, width, blocks = _bounds(p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP, BLOCK_M, BLOCK_N, CHAIN)
+    prefix, width, blocks, seen = _bounds(
+        p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP, BLOCK_M, BLOCK_N, CHAIN, SPAN > 0
+    )  # fmt: skip
     o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < rows
     if SPAN > 0:
@@ -154,7 +163,7 @@ def _attention_kernel(
             b_v = tl.load(p_v + start.to(tl.int64) * S_V + o_v, mask=m_kv, other=0.0)
         o_rel = o_slot - prefix
         if CHAIN:
-            m_tail = o_rel[None, :] <= o_node[:, None]
+            m_tail = o_rel[None, :] + seen <= o_node[:, None]
         else:
             b_bits = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
             for half in tl.static_range((BLOCK_N + 31) // 32):

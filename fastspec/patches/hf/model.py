@@ -14,6 +14,7 @@ from fastspec.generation.layers.decoder import LayerParts, is_plain
 from fastspec.generation.layers.mixers import Nodes, Rotary, Sight, Summed
 from fastspec.generation.layers.whole import WholeLayers
 from fastspec.generation.ops import Ops
+from fastspec.generation.prompt_parts import prompt_parts, widest_part
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.target import Target
@@ -39,7 +40,6 @@ from fastspec.patches.hf.parallel import embedding_of
 from fastspec.patches.hf.rotary import rotary_tables
 from fastspec.patches.hf.states import sequence_state
 
-PREFILL_CHUNK = 512
 SHIFT_ROOM = 1024
 """Positions behind the last slot that tables of a model with images have."""
 
@@ -74,11 +74,14 @@ class HFModel(Target):
         check_length(model, self.limits, capacity, tail)
         self.depth = layer_count(model.config) if early is None else early[1]
         self.recurrent = recurrent_layers(model.config)
+        windows = bounded and any(span is not None for span in self.spans)
+        self.widest = widest_part(rows, captures=ops.captures, windows=windows)
+        """Tokens of a prompt that are read at once."""
         self.state: SequenceState
         if early is None:
             self.state = sequence_state(
                 model, self.spans, rows=rows, capacity=capacity, tail=tail, bounded=bounded,
-                chunk=padded_width(PREFILL_CHUNK) if ops.captures else PREFILL_CHUNK,
+                chunk=padded_width(self.widest) if ops.captures else self.widest,
             )  # fmt: skip
         else:
             self.state = SharedState(early[0].state, self.depth)
@@ -156,15 +159,15 @@ class HFModel(Target):
         return self.state.lengths
 
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Append ids [B, T], the first counts [B] of each row real, in chunks -> last logits [B, V], features [B, T, F]."""
+        """Append ids [B, T], the first counts [B] of each row real, in parts -> last logits [B, V], features [B, T, F]."""
         last: Tensor | None = None
         features = []
         start = self.state.lengths.clone()
         done = int(start.max())
-        many = ids.shape[1] > PREFILL_CHUNK
-        for begin in range(0, ids.shape[1], PREFILL_CHUNK):
-            part = ids[:, begin : begin + PREFILL_CHUNK]
-            width = part.shape[1]
+        parts = list(prompt_parts(ids.shape[1], self.widest))
+        many = len(parts) > 1
+        for begin, width in parts:
+            part = ids[:, begin : begin + width]
             self.reserve(done + begin + width)
             want = counts - 1 - begin
             base = start + counts.clamp(max=begin)  # what fills a shorter row up goes right behind its end: a ring holds no more

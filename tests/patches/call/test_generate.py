@@ -7,8 +7,7 @@ import torch
 from helpers_generate import NEVER, TREE, Oracle, free, prompts, same, stats
 from transformers import GenerationConfig
 
-from fastspec.generation.drafters.eagle import head_drafter as drafter_module
-from fastspec.patches.hf import model as hf_model
+from fastspec.generation import prompt_parts
 
 
 def test_the_two_drafters_differ_as_the_cases_need(pairs):
@@ -108,8 +107,8 @@ def test_padding_is_inferred_from_the_pad_token(pair, assistant):
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_prompts_of_several_prefill_chunks(pair, assistant, chunk, monkeypatch):
-    monkeypatch.setattr(hf_model, "PREFILL_CHUNK", chunk)
-    monkeypatch.setattr(drafter_module, "PREFILL_CHUNK", chunk)
+    for name in ("NARROW", "WIDE"):
+        monkeypatch.setattr(prompt_parts, name, chunk)
     same(pair, assistant, prompts(33, 5, 17), eos_token_id=NEVER)
 
 

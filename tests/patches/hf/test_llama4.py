@@ -37,7 +37,7 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings that the texts of these tests go round."""
     monkeypatch.setattr(window, "SLACK", 4)
     monkeypatch.setattr(window, "STEP", 1)
-    monkeypatch.setattr("fastspec.patches.hf.model.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("fastspec.generation.prompt_parts.NARROW", 4)
 
 
 def llama4(seed: int = 0, **over: Any) -> Any:

@@ -66,7 +66,7 @@ def test_what_was_accepted_is_in_the_state_and_what_was_rejected_is_not(kind: st
 
 def test_prompts_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a prompt and the systems of tokens within them end anywhere in the shorter row."""
-    monkeypatch.setattr("fastspec.patches.hf.model.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("fastspec.generation.prompt_parts.NARROW", 7)
     monkeypatch.setattr("fastspec.kernels.recurrent.reference.CHUNK", 4)
     model, inputs = recurrent(), prompts(3, 9, 23)
     expected = free(model, inputs, 6)

@@ -48,7 +48,7 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings that the texts of these tests go round, some of them twice. The kernels take none shorter than a block."""
     monkeypatch.setattr(window, "SLACK", 4)
     monkeypatch.setattr(window, "STEP", LEAST_RING if torch.cuda.is_available() else 1)
-    monkeypatch.setattr("fastspec.patches.hf.model.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("fastspec.generation.prompt_parts.NARROW", 4)
 
 
 SEEDS = {"gemma2": 4}

@@ -14,11 +14,10 @@ from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.drafters.eagle.program import HeadProgram
 from fastspec.generation.layers.mixers import EVERYTHING, Nodes, Rotary
 from fastspec.generation.ops import Ops
+from fastspec.generation.prompt_parts import prompt_parts, widest_part
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.sequence import SequenceState
 from fastspec.generation.tree import TokenTree, Verdict
-
-PREFILL_CHUNK = 512
 
 
 class HeadDrafter(Drafter):
@@ -46,8 +45,9 @@ class HeadDrafter(Drafter):
         self.tables = self.program.tables(self.state.slots)
         self.last, self.readout = (torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self.root = torch.zeros(rows, dtype=torch.long, device=weight.device)
+        self.widest = widest_part(rows, captures=ops.captures)
         # made once: what a round makes anew costs it a launch
-        self.place = torch.arange(max(padded_width(PREFILL_CHUNK), max_path), device=weight.device)
+        self.place = torch.arange(max(padded_width(self.widest), max_path), device=weight.device)
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.chunks: CapturedByShape[None] | None = CapturedByShape() if ops.captures else None
 
@@ -76,9 +76,8 @@ class HeadDrafter(Drafter):
         self.root.copy_(root)
         following = torch.cat((ids[:, 1:], root[:, None]), 1)
         following = following.scatter(1, (counts - 1).clamp(min=0)[:, None], root[:, None])
-        for start in range(0, ids.shape[1], PREFILL_CHUNK):
-            part = slice(start, start + PREFILL_CHUNK)
-            width = following[:, part].shape[1]
+        for start, width in prompt_parts(ids.shape[1], self.widest):
+            part = slice(start, start + width)
             self.reserve(start + width)
             inputs = following[:, part], features[:, part], (counts - start).clamp(0, width)
             if self.chunks is None:

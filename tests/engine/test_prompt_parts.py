@@ -1,0 +1,35 @@
+"""A prompt is read whole, in parts that are no wider than asked for and are padded to no more than narrow ones would be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastspec.generation.capture import padded_width
+from fastspec.generation.prompt_parts import NARROW, WIDE, prompt_parts, widest_part
+
+
+@given(length=st.integers(0, 9000), rows=st.integers(1, 300), captures=st.booleans(), windows=st.booleans())
+def test_parts_follow_each_other_to_the_end(length, rows, captures, windows):
+    widest = widest_part(rows, captures=captures, windows=windows)
+    parts = list(prompt_parts(length, widest))
+    assert [begin for begin, _ in parts] == [sum(width for _, width in parts[:index]) for index in range(len(parts))]
+    assert sum(width for _, width in parts) == length and all(0 < width <= widest for _, width in parts)
+    padded = sum(padded_width(width) for _, width in parts)
+    assert padded == sum(padded_width(min(NARROW, length - begin)) for begin in range(0, length, NARROW))
+    assert len({padded_width(width) for _, width in parts if width >= NARROW}) <= 3  # few graphs
+
+
+@pytest.mark.parametrize("rows, widest", [(1, WIDE), (2, WIDE // 2), (3, NARROW), (4, NARROW), (5, NARROW), (2048, NARROW), (4096, NARROW)])
+def test_many_rows_are_read_in_narrow_parts(rows, widest):
+    assert widest_part(rows, captures=True) == widest
+    assert widest_part(rows, captures=False) == widest_part(rows, captures=True, windows=True) == NARROW
+
+
+@pytest.mark.parametrize("length, parts", [
+    (0, []), (1, [1]), (512, [512]), (513, [512, 1]), (1100, [1024, 76]), (1900, [1024, 512, 364]), (2048, [2048]),
+    (5000, [2048, 2048, 512, 392]),
+])  # fmt: skip
+def test_parts_of_a_prompt_alone(length, parts):
+    assert [width for _, width in prompt_parts(length, WIDE)] == parts
