@@ -18,7 +18,7 @@ def widest_part(rows: int, *, captures: bool, windows: bool = False) -> int:
     NARROW of each at least. With `windows`, whose rings hold a part beside the window, NARROW whatever the rows."""
     if not captures or windows:
         return NARROW
-    return max(NARROW, _power_below(WIDE // rows) if rows <= WIDE else 0)
+    return max(NARROW, _power_below(max(1, WIDE // rows)))
 
 
 def prompt_parts(length: int, widest: int) -> Iterator[tuple[int, int]]:
