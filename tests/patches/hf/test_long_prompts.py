@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_captured import stand_in
 from helpers_generate import free, prompts
 from helpers_models import tiny_head, tiny_model
 
 import fastspec
+from fastspec.generation import prompt_parts
+from fastspec.generation.state import window
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 KINDS = "llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "mixtral"
@@ -32,3 +35,31 @@ def test_prompts_of_several_parts(kind: str, lengths: tuple[int, ...], device: s
         for assistant in ("autoregressive", fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)):
             for inputs, wanted in zip(given, expected, strict=True):
                 assert free(model, inputs, new, assistant=assistant) == wanted, assistant
+
+
+@pytest.mark.parametrize("lengths", [(70,), (33, 20), (40, 7, 17)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_wide_parts_where_prompts_are_captured(kind: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on the CPU with a stand-in for graphs: parts of 32, 16 and 8 tokens, and rings that hold no more than narrow ones."""
+    for name, value in (("NARROW", 8), ("WIDE", 32)):
+        monkeypatch.setattr(prompt_parts, name, value)
+    monkeypatch.setattr("fastspec.patches.hf.model.padded_width", lambda width: max(8, 1 << (width - 1).bit_length()))
+    monkeypatch.setattr(window, "SLACK", 2)
+    monkeypatch.setattr(window, "STEP", 1)
+    stand_in(monkeypatch)
+    model, new = tiny_model(kind, num_hidden_layers=4), 8
+    given = [prompts(*lengths, seed=seed) for seed in range(4)]
+    expected = [free(model, inputs, new) for inputs in given]
+    read: list[int] = []
+
+    def spied(length: int, widest: int) -> Any:
+        parts = list(prompt_parts.prompt_parts(length, widest))
+        read.extend(width for _, width in parts)
+        return parts
+
+    monkeypatch.setattr("fastspec.patches.hf.model.prompt_parts", spied)
+    with fastspec.patched(model, eagle3=tiny_head(model, taps=(0, 2, 4))):
+        for assistant in ("autoregressive", fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)):
+            for inputs, wanted in zip(given, expected, strict=True):
+                assert free(model, inputs, new, assistant=assistant) == wanted, assistant
+    assert max(read) == (8 if kind in ("gemma3_text", "gpt_oss") else 32 // len(lengths) // 8 * 8)
