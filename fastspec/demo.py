@@ -26,6 +26,8 @@ PROMPTS = (
 """(category, prompt) of the demo when the caller gives no prompt of their own."""
 
 BASELINE = "transformers"
+WARM_UP = 8
+"""New tokens of transformers' warm-up."""
 METHODS = (BASELINE, "autoregressive", "eagle3")
 
 
@@ -124,7 +126,8 @@ def run_demo(
 
     `model` and `head` are names as in `load_model` and `fastspec.patch`; `device` as in `use_device`, `backend` as in
     `fastspec.patch`; on CUDA the model is bf16, on the CPU fp32. With a `console` the eagle3 answers are streamed to it. Each method has
-    one warm-up that is not timed. Raises `Unsupported` for bad arguments and whatever loading and patching raise.
+    one warm-up that is not timed, transformers' of a few tokens, since it captures nothing. Raises `Unsupported` for bad arguments and
+    whatever loading and patching raise.
     """
     if max_new_tokens < 1:
         raise Unsupported(f"max_new_tokens must be at least 1, not {max_new_tokens}")
@@ -144,7 +147,7 @@ def run_demo(
 
     def timed(method: str) -> list[Run]:
         say(f"[dim]timing {method}: one warm-up, then {len(inputs)} prompts[/]")  # a spinner's thread would take time from the runs
-        _generate(target, inputs[0], method, max_new_tokens)
+        _generate(target, inputs[0], method, min(max_new_tokens, WARM_UP) if method == BASELINE else max_new_tokens)
         return [_generate(target, batch, method, max_new_tokens) for batch in inputs]
 
     say(f"{model} on {device}, {result.dtype}, {torch.get_num_threads()} threads, greedy, {max_new_tokens} new tokens at most")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.shards import processes_of
+from fastspec.patches.pool import weights_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 from fastspec.patches.warmup import SAMPLED, widths
 
@@ -64,8 +65,8 @@ def continuous(
     precision a text's rounding depends on the number of rows, and so on the load. With `narrows=False` there are always `rows`, which take
     half the memory of keys and values.
 
-    Weights that change in place are read as they are. For modules that are replaced or hooked while a batch is open, and parameters that
-    are replaced where weights are packed or rounds captured, open another.
+    Weights that change in place are read as they are. Where a module, a hook or a parameter was replaced, a prompt that is submitted behind
+    that waits until the running rows have ended, and is decoded by rounds that are made anew; those rows end as they began.
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
@@ -115,13 +116,11 @@ class Continuous:
         self._changed = threading.Condition()
         self._closing = False
         self._dead: Exception | None = None
-        unpack_weights(model)
-        mode = mode_for(model)
-        session.pack(model, mode)
-        session.tell_mode(mode)
+        self._settle()
         self._batch = OpenBatch(rows, self.stats, device_of(model))
         with session.turn.taken(device_of(model)):
             self._widths = Widths(lambda count, other: self._rounds(count, other), self._batch, rows, narrows=narrows)
+        self._parts, self._stale = self._parts_now(), False
         session.batches += 1
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
         self._thread.start()
@@ -139,6 +138,7 @@ class Continuous:
         Raises Unsupported for what an open batch does not decode, a prompt that with its answer is longer than `max_length` included;
         ValueError for settings that transformers refuses; FastSpecError where the batch is closed.
         """
+        refuse_overrides(self.model)
         if ids.dim() == 1:
             ids = ids[None]
         given = {"input_ids": ids, "generation_config": generation_config, "streamer": streamer, **options}
@@ -151,8 +151,10 @@ class Continuous:
                 f"the prompt has {single.ids.shape[1]} tokens and may be answered with {single.limit}, {length} together, and a row of "
                 f"this batch has room for {self.max_length} (max_length): ask for fewer (max_new_tokens), or shorten the prompt"
             )
+        parts = self._parts_now()
         with self._changed:
             self._refuse_closed()
+            self._stale = self._stale or parts != self._parts
             self._arrived.append(single)
             self._changed.notify_all()
         return single.future
@@ -267,9 +269,17 @@ class Continuous:
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._arrived or batch.queue or batch.held or self._closing)
-                    while self._arrived:
+                    if self._stale:  # who waits is decoded by rounds of the model as it is by then
+                        while batch.queue:
+                            self._arrived.appendleft(cast(Single, batch.queue.pop()))
+                    renew = self._stale and not batch.held
+                if renew:
+                    self._widths.current.engine.end()
+                    self._begin_anew()
+                with self._changed:
+                    while self._arrived and not self._stale:
                         batch.queue.append(self._arrived.popleft())
-                    if not batch.queue and not batch.held:
+                    if self._dead is not None or not (self._arrived or batch.queue or batch.held):
                         break
                     batch.cancel()
                 try:
@@ -285,9 +295,28 @@ class Continuous:
         """A round has failed, and with it the prompts in its rows: those that wait are decoded by new rounds."""
         with self._changed:
             self._batch.fail(error)
+        self._begin_anew()
+
+    def _settle(self) -> None:
+        """Bring weights to where the rounds read them, and say how the model runs."""
+        unpack_weights(self.model)
+        mode = mode_for(self.model)
+        self.session.pack(self.model, mode)
+        self.session.tell_mode(mode)
+
+    def _parts_now(self) -> Hashable:
+        """What rounds are made of: the way that the model runs, and where its weights and the drafter's lie."""
+        with torch.autocast(device_of(self.model).type, enabled=False):  # of the thread that asks; the batch's own has none
+            return mode_for(self.model), tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
+
+    def _begin_anew(self) -> None:
+        """Make all rounds anew, of the model as it is, while no row holds a prompt. Where that fails the batch stops."""
         try:
             with self.session.turn.taken(device_of(self.model)):
+                self._stale = False
+                self._settle()
                 self._widths.begin()
+                self._parts = self._parts_now()
         except Exception as fatal:
             with self._changed:
                 self._dead = fatal

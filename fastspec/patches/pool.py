@@ -50,13 +50,15 @@ class Engines:
 
 def weights_of(model: nn.Module) -> Hashable:
     """Where a model's weights lie and what has a say in its modules: a captured round is good for these alone."""
-    places = tuple(local_part(parameter).data_ptr() for parameter in model.parameters())
-    hooked = tuple(
-        index for index, module in enumerate(model.modules())
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    )  # fmt: skip
-    kinds: set[type[nn.Module]] = {type(module) for module in model.modules()}
-    return places, hooked, frozenset((kind, kind.forward, has_replaced_methods(kind)) for kind in kinds)
+    places: list[int] = []
+    hooked: list[int] = []
+    kinds: set[type[nn.Module]] = set()
+    for index, module in enumerate(model.modules()):  # once, by what modules hold: their iterators take half a millisecond each
+        places += [local_part(parameter).data_ptr() for parameter in module._parameters.values() if parameter is not None]
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+            hooked.append(index)
+        kinds.add(type(module))
+    return tuple(places), tuple(hooked), frozenset((kind, kind.forward, has_replaced_methods(kind)) for kind in kinds)
 
 
 def plain_value(value: Any) -> Hashable:

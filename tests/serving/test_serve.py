@@ -135,8 +135,10 @@ def test_a_full_queue_a_missing_key_and_an_answer_as_long_as_there_is_room(endle
             server.client().models.list()
         client = server.client(key="secret")
         assert [model.id for model in client.models.list()] == [NAME]
-        streams = [client.completions.create(model=NAME, prompt="w5", stream=True, temperature=0) for _ in range(2)]
-        server.wait(lambda: server.batch.running == 1 and server.batch.waiting == 1)
+        streams = []
+        for waiting in range(2):  # one at a time: a prompt waits too until the batch's thread has seen it
+            streams.append(client.completions.create(model=NAME, prompt="w5", stream=True, temperature=0))
+            server.wait(lambda waiting=waiting: server.batch.running == 1 and server.batch.waiting == waiting)
         with pytest.raises(openai.RateLimitError, match="waiting already"):
             client.completions.create(model=NAME, prompt="w5")
         assert [list(stream)[-1].usage.completion_tokens for stream in streams] == [119, 119]
