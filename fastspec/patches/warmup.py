@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from fastspec.errors import Unsupported
+from fastspec.generation import prompt_parts
+from fastspec.generation.capture import padded_width
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.session import session_of
 
-CHUNK = 512
-"""The longest part of a prompt that is one pass."""
 NEW = 4
 """Tokens of every call: its first round runs, the second is captured."""
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
@@ -22,8 +22,10 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "mi
 def widths(length: int) -> list[int]:
     """Prompts that make every pass of texts of up to `length` tokens: the powers of two that parts of a prompt are padded to, and the
     whole length."""
-    short = [width for width in (32, 64, 128, 256, CHUNK) if width < length]
-    return [*short, length]
+    powers = [padded_width(1)]
+    while powers[-1] < prompt_parts.WIDE:
+        powers.append(2 * powers[-1])
+    return [*(width for width in powers if width < length), length]
 
 
 def warmup(

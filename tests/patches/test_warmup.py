@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helpers_seq2seq import tiny_seq2seq
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import capture
+from fastspec.generation.prompt_parts import WIDE, prompt_parts
 from fastspec.patches.warmup import widths
 
 
@@ -58,11 +60,16 @@ def test_a_later_call_captures_nothing_anew(monkeypatch):
         assert report.replays == report.rounds
 
 
-@pytest.mark.parametrize(("length", "wanted"), [(1, [1]), (32, [32]), (33, [32, 33]), (2000, [32, 64, 128, 256, 512, 2000])])
+@pytest.mark.parametrize(("length", "wanted"), [
+    (1, [1]), (32, [32]), (33, [32, 33]), (2000, [32, 64, 128, 256, 512, 1024, 2000]), (5000, [32, 64, 128, 256, 512, 1024, 2048, 5000]),
+])  # fmt: skip
 def test_prompts_cover_what_parts_are_padded_to(length, wanted):
     assert widths(length) == wanted
-    padded = {capture.padded_width(width) for width in range(1, min(length, 512) + 1)}
-    assert padded <= {capture.padded_width(width) for width in wanted}
+
+    def passes(prompts: Iterable[int]) -> set[int]:
+        return {capture.padded_width(width) for each in prompts for _, width in prompt_parts(each, WIDE)}
+
+    assert passes(range(1, length + 1)) <= passes(wanted)
 
 
 def test_texts_stay_within_the_model(monkeypatch):
