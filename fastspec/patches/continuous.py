@@ -65,8 +65,9 @@ def continuous(
     precision a text's rounding depends on the number of rows, and so on the load. With `narrows=False` there are always `rows`, which take
     half the memory of keys and values.
 
-    Weights that change in place are read as they are. Where a module, a hook or a parameter was replaced, a prompt that is submitted behind
-    that waits until the running rows have ended, and is decoded by rounds that are made anew; those rows end as they began.
+    Weights that change in place are read as they are. Where a module, a hook or a parameter was replaced, or PEFT's adapter switched, a
+    prompt that is submitted behind that waits until the running rows have ended, and is decoded by rounds that are made anew. Rows that
+    run are not sure to see the change, or not to. Where the rounds cannot be made the prompts that wait end with the reason.
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
@@ -116,11 +117,11 @@ class Continuous:
         self._changed = threading.Condition()
         self._closing = False
         self._dead: Exception | None = None
+        self._stale = False
         self._settle()
         self._batch = OpenBatch(rows, self.stats, device_of(model))
         with session.turn.taken(device_of(model)):
-            self._widths = Widths(lambda count, other: self._rounds(count, other), self._batch, rows, narrows=narrows)
-        self._parts, self._stale = self._parts_now(), False
+            self._widths = Widths(lambda count, other: self._wider(count, other), self._batch, rows, narrows=narrows)
         session.batches += 1
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
         self._thread.start()
@@ -272,16 +273,17 @@ class Continuous:
                     if self._stale:  # who waits is decoded by rounds of the model as it is by then
                         while batch.queue:
                             self._arrived.appendleft(cast(Single, batch.queue.pop()))
-                    renew = self._stale and not batch.held
+                    renew = self._stale and not batch.held and bool(self._arrived)
                 if renew:
-                    self._widths.current.engine.end()
-                    self._begin_anew()
+                    self._renew()
                 with self._changed:
                     while self._arrived and not self._stale:
                         batch.queue.append(self._arrived.popleft())
-                    if self._dead is not None or not (self._arrived or batch.queue or batch.held):
-                        break
                     batch.cancel()
+                    if not self._arrived and not batch.queue and not batch.held:
+                        if self._closing:
+                            break
+                        continue
                 try:
                     with self.session.turn.taken(device_of(self.model)):
                         self._widths.turn()
@@ -295,32 +297,63 @@ class Continuous:
         """A round has failed, and with it the prompts in its rows: those that wait are decoded by new rounds."""
         with self._changed:
             self._batch.fail(error)
-        self._begin_anew()
+        try:
+            self._begin_anew()
+        except Exception as fatal:
+            with self._changed:
+                self._dead = fatal
+                self._end_waiting(fatal)
+
+    def _renew(self) -> None:
+        """Make the rounds of a model that has changed, while no row holds a prompt. Where that fails, the next prompt tries it again."""
+        try:
+            self._widths.current.engine.end()
+            self._begin_anew()
+        except Exception as error:
+            with self._changed:
+                self._stale = True
+                self._end_waiting(error)
+
+    def _end_waiting(self, error: Exception) -> None:
+        """End the prompts that wait with an error."""
+        for single in (*self._batch.queue, *self._arrived):
+            single.finish([], error)
+        self._batch.queue.clear()
+        self._arrived.clear()
+
+    def _begin_anew(self) -> None:
+        """Make all rounds anew, of the model as it is."""
+        with self.session.turn.taken(device_of(self.model)):
+            self._stale = False
+            self._settle()
+            self._widths.begin()
 
     def _settle(self) -> None:
-        """Bring weights to where the rounds read them, and say how the model runs."""
+        """Bring weights to where the rounds read them, and say how the model runs. What the rounds are made of is noted before they are: a
+        change meanwhile is seen by the next prompt."""
         unpack_weights(self.model)
         mode = mode_for(self.model)
         self.session.pack(self.model, mode)
         self.session.tell_mode(mode)
+        self._parts = self._parts_now()
+
+    def _wider(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel] | None:
+        """Rounds of so many rows beside those of `other`; None where the model is not, or not any more, what these were made of."""
+        if other is None:
+            return self._rounds(rows, None)
+        made = None if self._stale or self._parts_now() != self._parts else self._rounds(rows, other)
+        if made is None or self._parts_now() != self._parts:
+            self._stale = True
+            return None
+        return made
 
     def _parts_now(self) -> Hashable:
-        """What rounds are made of: the way that the model runs, and where its weights and the drafter's lie."""
+        """What rounds are made of that has a say in the tokens: the way that the model runs, and where its weights lie. Equal to nothing
+        else where another thread adds modules to the model just now."""
         with torch.autocast(device_of(self.model).type, enabled=False):  # of the thread that asks; the batch's own has none
-            return mode_for(self.model), tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
-
-    def _begin_anew(self) -> None:
-        """Make all rounds anew, of the model as it is, while no row holds a prompt. Where that fails the batch stops."""
-        try:
-            with self.session.turn.taken(device_of(self.model)):
-                self._stale = False
-                self._settle()
-                self._widths.begin()
-                self._parts = self._parts_now()
-        except Exception as fatal:
-            with self._changed:
-                self._dead = fatal
-                for single in (*self._batch.queue, *self._arrived):
-                    single.finish([], fatal)
-                self._batch.queue.clear()
-                self._arrived.clear()
+            try:
+                return mode_for(self.model), weights_of(self.model)
+            except RuntimeError as error:
+                if "during iteration" not in str(error):  # of a dictionary of modules or hooks
+                    raise
+                return object()

@@ -12,6 +12,8 @@ from helpers_open import GREEDY, Gate, alone, made, texts, told
 from torch import Tensor, nn
 
 import fastspec
+from fastspec.generation.engine.row_counts import Widths
+from fastspec.patches.pool import weights_of
 
 
 class Doubled(nn.Module):
@@ -102,3 +104,113 @@ def test_a_method_that_rounds_pass_by_is_refused_from_then_on(monkeypatch: pytes
             with pytest.raises(fastspec.Unsupported, match="prepare_inputs_for_generation"):
                 batch.submit(ids, max_new_tokens=4, **GREEDY)
         assert told([batch.submit(ids, max_new_tokens=4, **GREEDY)]) == [alone(plain, ids, 4)]
+
+
+@pytest.fixture
+def rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of all rounds that were made anew, those of the opening first."""
+    begun: list[int] = []
+    begin = Widths.begin
+
+    def noted(self: Any) -> None:
+        begun.append(self.rows)
+        begin(self)
+
+    monkeypatch.setattr(Widths, "begin", noted)
+    return begun
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_nothing_is_made_anew_without_a_change(captured: bool, rebuilt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by weights that are packed, nor by hooks that transformers leaves on the model and fastspec takes off again."""
+    if captured:
+        stand_in(monkeypatch)
+    plain, model = made()
+    ids = texts(6, 9)
+    with fastspec.continuous(model, TREE, rows=2, max_length=40) as batch:
+        for each in ids:
+            assert told([batch.submit(each, max_new_tokens=6, **GREEDY)]) == [alone(plain, each, 6)]
+            model(each[None], output_hidden_states=True)
+            assert told([batch.submit(each, max_new_tokens=6, **GREEDY)]) == [alone(plain, each, 6)]
+            model.generate(each[None], max_new_tokens=6, assistant=TREE, **GREEDY)
+    assert rebuilt == [2]
+
+
+def test_a_change_while_rounds_are_made_is_seen_by_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = made()
+    changed, (ids,) = copy.deepcopy(plain), texts(6)
+    replaced(changed)
+    begin, whole = Widths.begin, model.model.layers[1].mlp
+
+    def changing(self: Any) -> None:
+        begin(self)
+        model.model.layers[1].mlp = whole  # the rounds were made of the other
+
+    with fastspec.continuous(model, "autoregressive", rows=2, max_length=40, narrows=False) as batch:
+        with monkeypatch.context() as patched:
+            patched.setattr(Widths, "begin", changing)
+            replaced(model)
+            batch.submit(ids, max_new_tokens=6, **GREEDY).result(30)
+        assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(plain, ids, 6)]
+        replaced(model)
+        assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(changed, ids, 6)]
+
+
+def test_rounds_of_other_rows_are_not_made_of_a_model_that_differs_for_a_moment() -> None:
+    plain, model = made()
+    ids, gate = texts(6, 5), Gate()
+    with fastspec.continuous(model, "autoregressive", rows=2, max_length=60) as batch:
+        short = batch.submit(ids[1], max_new_tokens=1, **GREEDY)
+        running = batch.submit(ids[0], streamer=gate, max_new_tokens=40, **GREEDY)
+        assert gate.seen.acquire(timeout=30) and len(told([short])[0]) == 6
+        whole = model.model.layers[1].mlp
+        replaced(model)
+        for _ in range(30):
+            gate.go.release()
+            assert gate.seen.acquire(timeout=30)
+        model.model.layers[1].mlp = whole
+        for _ in range(10):
+            gate.go.release()
+        running.result(30)
+        for _ in range(2):
+            assert told([batch.submit(each, max_new_tokens=8, **GREEDY) for each in ids]) == [alone(plain, each, 8) for each in ids]
+            assert told([batch.submit(ids[0], max_new_tokens=8, **GREEDY)]) == [alone(plain, ids[0], 8)]
+
+
+def test_a_model_that_is_broken_for_a_moment_costs_the_prompts_of_that_moment_alone() -> None:
+    plain, model = made()
+    (ids,) = texts(6)
+    with fastspec.continuous(model, "autoregressive", rows=2, max_length=40) as batch:
+        assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(plain, ids, 6)]
+        whole, model.model.layers[1].mlp = model.model.layers[1].mlp, nn.Linear(64, 7)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"size|shape"):
+                batch.submit(ids, max_new_tokens=6, **GREEDY).result(30)
+        assert batch.alive
+        model.model.layers[1].mlp = whole
+        assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(plain, ids, 6)]
+
+
+class Tuned(nn.Linear):
+    """A layer that holds PEFT's switches, as its tuners' layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self._active_adapter, self._disable_adapters, self.merged_adapters, self.scaling = ["a"], False, [], {"a": 0.5}
+
+
+def test_what_rounds_are_good_for_tells_adapters_forwards_and_places_apart() -> None:
+    model = nn.Sequential(Tuned(), nn.SiLU(), nn.Identity())
+    seen = [weights_of(model)]
+    model[0]._active_adapter = ["b"]
+    seen.append(weights_of(model))
+    model[0]._disable_adapters = True
+    seen.append(weights_of(model))
+    model[0].scaling["a"] = 0.25
+    seen.append(weights_of(model))
+    model[1] = nn.Identity()
+    seen.append(weights_of(model))
+    for own in (lambda x: x, lambda x: -x):
+        model[2].forward = own
+        seen.append(weights_of(model))
+    assert len(set(seen)) == len(seen) == 7 and weights_of(model) == seen[-1]

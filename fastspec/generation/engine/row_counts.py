@@ -18,12 +18,13 @@ class Widths(Generic[TargetT]):
     """Rounds of as many rows as the load needs: 1, 2, 4, ... or `rows`. Those of `rows` are made at once, the others when they are first
     needed, and all are kept: together keys and values take the memory of twice `rows` at most.
 
-    `make(count, other)` makes rounds of `count` rows, whose prompts are read in the same target as those of `other`, if any. Without
+    `make(count, other)` makes rounds of `count` rows, whose prompts are read in the same target as those of `other`, if any; where it gives
+    None beside others, the rounds that there are go on. Without
     `narrows`, and with a drafter whose rows do not move, there are always `rows`.
     """
 
     def __init__(
-        self, make: Callable[[int, Rounds[TargetT] | None], Rounds[TargetT]], batch: OpenBatch, rows: int, *, narrows: bool
+        self, make: Callable[[int, Rounds[TargetT] | None], Rounds[TargetT] | None], batch: OpenBatch, rows: int, *, narrows: bool
     ) -> None:
         self.make, self.batch, self.rows = make, batch, rows
         self.steps = [*(1 << power for power in range((rows - 1).bit_length())), rows] if narrows else [rows]
@@ -37,7 +38,9 @@ class Widths(Generic[TargetT]):
         self.made.clear()
         self.needed.clear()
         self.batch.resize(self.rows)
-        self.current = self.made[self.rows] = self.make(self.rows, None)
+        made = self.make(self.rows, None)
+        assert made is not None
+        self.current = self.made[self.rows] = made
         drafter = self.current.engine.drafter
         if drafter is not None and not drafter.moves:
             self.steps = [self.rows]
@@ -54,5 +57,8 @@ class Widths(Generic[TargetT]):
 
     def _move(self, width: int) -> None:
         former = self.current
-        self.current = self.made.get(width) or self.made.setdefault(width, self.make(width, former))
+        made = self.made.get(width) or self.make(width, former)
+        if made is None:
+            return
+        self.current = self.made[width] = made
         self.batch.lengths = self.current.engine.take_rows(former.engine, self.batch.resize(width))
