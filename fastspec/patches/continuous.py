@@ -118,9 +118,10 @@ class Continuous:
         self._closing = False
         self._dead: Exception | None = None
         self._stale = False
-        self._settle()
-        self._batch = OpenBatch(rows, self.stats, device_of(model))
-        with session.turn.taken(device_of(model)):
+        device = device_of(model)
+        self._batch = OpenBatch(rows, self.stats, device)
+        with torch.autocast(device.type, enabled=False), session.turn.taken(device):  # the batch's own thread has none
+            self._settle()
             self._widths = Widths(lambda count, other: self._wider(count, other), self._batch, rows, narrows=narrows)
         session.batches += 1
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)

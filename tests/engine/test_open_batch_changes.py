@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from helpers_captured import stand_in
 from helpers_generate import TREE
 from helpers_open import GREEDY, Gate, alone, made, texts, told
@@ -214,3 +215,13 @@ def test_what_rounds_are_good_for_tells_adapters_forwards_and_places_apart() -> 
         model[2].forward = own
         seen.append(weights_of(model))
     assert len(set(seen)) == len(seen) == 7 and weights_of(model) == seen[-1]
+
+
+def test_a_batch_that_is_opened_under_autocast_runs_as_its_thread_does(rebuilt: list[int]) -> None:
+    plain, model = made()
+    (ids,) = texts(6)
+    with torch.autocast("cpu", torch.bfloat16), fastspec.continuous(model, "autoregressive", rows=2, max_length=40) as batch:
+        assert batch._widths.current.engine.target.adapter is not None
+        future = batch.submit(ids, max_new_tokens=6, **GREEDY)
+        future.result(30)
+    assert told([future]) == [alone(plain, ids, 6)] and rebuilt == [2]
