@@ -6,7 +6,8 @@ Weights are random. Every prompt length is one call of so many new tokens, after
 call for the time of a round, in which nothing is captured any more (rows of earlier versions are of the first), and a third whose prefill
 finds its graphs (`prefill_again_s`); transformers' own generate answers those of up to --peer-most tokens in the same run.
 `keys_and_values_mib` is what the layers can see of the text at its end. `--parts 512 1024 2048` measures all of it with prompts that are
-read in parts of so many tokens, where fastspec's own are of `prompt_parts.WIDE` on a GPU; the rows say which (`part`).
+read in parts of so many tokens, or of 512 where layers see windows; by default those that fastspec takes of one row there. The rows say
+which (`part`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--methods", nargs="+", default=["autoregressive", "eagle3"], choices=["autoregressive", "eagle3"])
     parser.add_argument("--peer-most", type=int, default=32768, help="longest prompt for transformers' own generate; 0: none")
-    parser.add_argument("--parts", nargs="+", type=int, default=[prompt_parts.WIDE], help="tokens of a prompt that are read at once")
+    parser.add_argument("--parts", nargs="+", type=int, help="tokens of a prompt that are read at once")
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
     args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,8 +77,9 @@ def main(arguments: list[str] | None = None) -> None:
     for prompt in asked:
         write(call(model, prompt, args.tokens, None))
     head = make_head(model, 32000)
-    for part in args.parts:
-        prompt_parts.NARROW, prompt_parts.WIDE = min(part, prompt_parts.NARROW), part
+    narrow = prompt_parts.NARROW
+    for part in args.parts or [prompt_parts.widest_part(1, captures=device == "cuda")]:
+        prompt_parts.NARROW, prompt_parts.WIDE = min(part, narrow) if device == "cuda" else part, part
         with fastspec.patched(model, eagle3=head):
             for method in args.methods:
                 call(model, prompts[0], args.tokens, method)

@@ -118,11 +118,12 @@ class Continuous:
         self._closing = False
         self._dead: Exception | None = None
         self._stale = False
+        """Whether the model is not what the rounds were made of, `_parts`."""
         device = device_of(model)
         self._batch = OpenBatch(rows, self.stats, device)
         with torch.autocast(device.type, enabled=False), session.turn.taken(device):  # the batch's own thread has none
             self._settle()
-            self._widths = Widths(lambda count, other: self._wider(count, other), self._batch, rows, narrows=narrows)
+            self._widths = Widths(lambda count, other: self._unless_changed(count, other), self._batch, rows, narrows=narrows)
         session.batches += 1
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
         self._thread.start()
@@ -173,7 +174,7 @@ class Continuous:
         if longest < 1:
             raise Unsupported(f"warmup: length={length} and max_length={self.max_length}: at least 1 and {WARM_NEW + 1} are accepted")
         greedy: dict[str, Any] = {"do_sample": False}
-        calls = [(1, width, greedy) for width in widths(longest)]
+        calls = [(1, width, greedy) for width in widths(longest, 1, device_of(self.model))]
         calls += [(count, min(32, longest), options) for count in self._widths.steps for options in (greedy, SAMPLED)]
         began, numbers, vocabulary = time.perf_counter(), torch.Generator().manual_seed(0), self.model.config.get_text_config().vocab_size
         whole: dict[str, Any] = {"max_new_tokens": WARM_NEW, "eos_token_id": vocabulary, "pad_token_id": 0}  # which no token is
@@ -338,7 +339,7 @@ class Continuous:
         self.session.tell_mode(mode)
         self._parts = self._parts_now()
 
-    def _wider(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel] | None:
+    def _unless_changed(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel] | None:
         """Rounds of so many rows beside those of `other`; None where the model is not, or not any more, what these were made of."""
         if other is None:
             return self._rounds(rows, None)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fastspec.errors import Unsupported
-from fastspec.generation import prompt_parts
 from fastspec.generation.capture import padded_width
+from fastspec.generation.prompt_parts import widest_part
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.session import session_of
 
@@ -19,11 +19,11 @@ NEW = 4
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
 
 
-def widths(length: int) -> list[int]:
-    """Prompts that make every pass of texts of up to `length` tokens: the powers of two that parts of a prompt are padded to, and the
-    whole length."""
-    powers = [padded_width(1)]
-    while powers[-1] < prompt_parts.WIDE:
+def widths(length: int, rows: int, device: torch.device) -> list[int]:
+    """Prompts that make every pass of `rows` texts of up to `length` tokens: the powers of two that parts of a prompt are padded to, and
+    the whole length."""
+    powers, widest = [padded_width(1)], widest_part(rows, captures=device.type == "cuda")
+    while powers[-1] < widest:
         powers.append(2 * powers[-1])
     return [*(width for width in powers if width < length), length]
 
@@ -54,8 +54,8 @@ def warmup(
     if unknown := set(names) - set(known):
         raise Unsupported(f"assistants {sorted(unknown)}: this model is patched with {', '.join(known)}")
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length + NEW
-    calls = list(_calls(names, rows, max(1, min(length, most - NEW))))
     began, device = time.perf_counter(), device_of(model)
+    calls = list(_calls(names, rows, max(1, min(length, most - NEW)), device))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for done, (name, count, width, options) in enumerate(calls):
             if told is not None:
@@ -70,10 +70,12 @@ def warmup(
     return time.perf_counter() - began
 
 
-def _calls(names: Sequence[str], rows: Sequence[int], length: int) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+def _calls(
+    names: Sequence[str], rows: Sequence[int], length: int, device: torch.device
+) -> Iterator[tuple[str, int, int, dict[str, Any]]]:  # fmt: skip
     """(assistant, rows, tokens of the prompts, how tokens are chosen)."""
     for name in names:
         for count in rows:
-            for width in widths(length):
+            for width in widths(length, count, device):
                 yield name, count, width, {"do_sample": False}
             yield name, count, min(32, length), SAMPLED

@@ -13,6 +13,7 @@ from packaging.version import Version
 
 import fastspec
 from fastspec.patches.hf.cache_names import CACHE, OLD
+from fastspec.patches.pool import weights_of
 
 pytestmark = MARKS
 COUNT = 16
@@ -69,11 +70,15 @@ def test_lora_switched_off_and_merged(models, tokenizer):
         drawn(model, "second", 2)
     with drafting(served, calls=4):
         for adapter in ("second", "default"):
+            rounds = weights_of(served)
             for model in (original, served):
                 model.set_adapter(adapter)
+            assert weights_of(served) != rounds  # captured ones hold the former adapter
             emitted.append(answers(original, inputs, COUNT))
             assert answers(served, inputs, COUNT) == emitted[-1]
+        rounds = weights_of(served)
         with original.disable_adapter(), served.disable_adapter():
+            assert weights_of(served) != rounds
             emitted.append(answers(original, inputs, COUNT))
             assert answers(served, inputs, COUNT) == emitted[-1]
         original, served = original.merge_and_unload(), served.merge_and_unload()

@@ -64,7 +64,9 @@ def test_a_later_call_captures_nothing_anew(monkeypatch):
     (1, [1]), (32, [32]), (33, [32, 33]), (2000, [32, 64, 128, 256, 512, 1024, 2000]), (5000, [32, 64, 128, 256, 512, 1024, 2048, 5000]),
 ])  # fmt: skip
 def test_prompts_cover_what_parts_are_padded_to(length, wanted):
-    assert widths(length) == wanted
+    assert widths(length, 1, torch.device("cuda")) == wanted
+    narrow = [width for width in wanted if width <= 512 or width == length]
+    assert widths(length, 1, torch.device("cpu")) == widths(length, 4, torch.device("cuda")) == narrow
 
     def passes(prompts: Iterable[int]) -> set[int]:
         return {capture.padded_width(width) for each in prompts for _, width in prompt_parts(each, WIDE)}
@@ -76,7 +78,7 @@ def test_texts_stay_within_the_model(monkeypatch):
     model = patched()
     most = model.config.max_position_embeddings
     fastspec.warmup(model, length=10 * most, assistants=["autoregressive"])
-    assert len(fastspec.report(model).calls) == len(widths(most - 4)) + 1
+    assert len(fastspec.report(model).calls) == len(widths(most - 4, 1, model.device)) + 1
 
 
 def test_what_cannot_be_warmed_up_is_refused():

@@ -18,9 +18,8 @@ class Widths(Generic[TargetT]):
     """Rounds of as many rows as the load needs: 1, 2, 4, ... or `rows`. Those of `rows` are made at once, the others when they are first
     needed, and all are kept: together keys and values take the memory of twice `rows` at most.
 
-    `make(count, other)` makes rounds of `count` rows, whose prompts are read in the same target as those of `other`, if any; where it gives
-    None beside others, the rounds that there are go on. Without
-    `narrows`, and with a drafter whose rows do not move, there are always `rows`.
+    `make(count, other)` makes rounds of `count` rows, whose prompts are read in the same target as those of `other`, if any. Beside
+    others it may give None: then these go on. Without `narrows`, and with a drafter whose rows do not move, there are always `rows`.
     """
 
     def __init__(

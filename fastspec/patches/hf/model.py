@@ -75,7 +75,8 @@ class HFModel(Target):
         self.depth = layer_count(model.config) if early is None else early[1]
         self.recurrent = recurrent_layers(model.config)
         windows = bounded and any(span is not None for span in self.spans)
-        self.widest: int = widest_part(rows, captures=ops.captures, windows=windows) if early is None else early[0].widest
+        wide = ops.captures and adapter is not None  # a model's own forward may hold the scores of a whole part
+        self.widest: int = widest_part(rows, captures=wide, windows=windows) if early is None else early[0].widest
         """Tokens of a prompt that are read at once."""
         self.state: SequenceState
         if early is None:
