@@ -19,7 +19,8 @@ class TrainConfig:
     `kind` is "eagle3", or "eagle" for the original format that the assistants `eagle` and `eagle2` share: such a head reads the target's
     last hidden state and drafts with the target's LM head, so its `hidden_size` and vocabulary are the target's and it has no `taps`.
     `start_from` (a folder, a hub id or the name of a head that ships) goes on from a head that exists: sizes, taps, vocabulary and
-    weights are its own, and may be left out.
+    weights are its own, and may be left out. `share_lm_head` gives an EAGLE-3 head the target's rows of the tokens that it drafts as its LM
+    head: they are not trained and not written, so that the head's bytes are its layer's, and only fastspec reads it.
     "dspark", "dflash" and "dflash2" draft `block_size` rows in one pass, of the target's width: `layers` of them, a correction of `rank`
     (dflash has none), up to `anchors` blocks of a text in one step, and the target's LM head unless `draft_vocab_size` is given, which
     dflash2 has none of. `mask_token` stands in the rows to be drafted, -1 for the last token that no text holds.
@@ -41,7 +42,8 @@ class TrainConfig:
     The run ends after `epochs` or after `minutes` of training, whichever comes first (0 means no such bound), and the learning rate
     falls along a cosine over it. `stop_after` ends one call after about so many minutes, to be taken up by the same call; `minutes`
     and `enlarge_minutes` count over all calls. Texts are saved every `shard_texts`, the training state every `checkpoint_minutes`
-    (0: only at the end).
+    (0: only at the end). `keep_features` is the memory of the target's device, in GiB, for what it says of texts that come again: so many
+    of them are read once and not once an epoch (0: none).
     """
 
     target: str
@@ -60,6 +62,7 @@ class TrainConfig:
     anchors: int = 64
     rank: int = 0
     mask_token: int = -1
+    share_lm_head: bool = False
     loss: str = ""
     start_from: str = ""
 
@@ -77,6 +80,7 @@ class TrainConfig:
     seed: int = 0
     mixed_precision: str = "bf16"
     compile: bool = False
+    keep_features: float = 0.0
 
     new_tokens: int = 512
     sampled_share: float = 0.5
@@ -109,9 +113,9 @@ class TrainConfig:
         for name in ("batch_tokens", "length_multiple", "max_length", "ttt_steps", "anchors", "new_tokens", "shard_texts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes"):
+        for name in ("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes", "keep_features"):
             if getattr(self, name) < 0:
-                raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be 0 (no bound) or more")
+                raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be 0 or more")
         if self.new_tokens >= self.max_length:
             raise ValueError(f"TrainConfig.new_tokens is {self.new_tokens}, no room for a prompt in max_length {self.max_length}")
         if self.epochs <= 0 and self.minutes <= 0:
@@ -133,6 +137,9 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig.{name} belongs to block heads ({kinds}): leave it out with kind {self.kind!r}")
             if getattr(self, name) < 0:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be 0 (the default) or more")
+        if self.share_lm_head and (self.kind != "eagle3" or self.hidden_size):
+            raise ValueError('share_lm_head belongs to kind "eagle3" at the target\'s width: other kinds draft with the target\'s LM head '
+                             "unless they have one of their own")  # fmt: skip
         if block and self.hidden_size:
             raise ValueError("block heads have the target's width: leave out hidden_size")
         if self.kind == "dflash" and self.rank:

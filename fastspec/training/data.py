@@ -141,18 +141,20 @@ class Batch:
     """ids [B, T] int64, right-padded with 0, and where [M], the flat positions b * T + u (u >= 1) that carry a loss.
 
     Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer. `anchors` [B, N] are
-    the positions that blocks are drafted behind, -1 for none, where the head drafts blocks.
+    the positions that blocks are drafted behind, -1 for none, where the head drafts blocks; `texts` [B] are the rows' places in the texts.
     """
 
     ids: Tensor
     where: Tensor
     anchors: Tensor | None = None
+    texts: np.ndarray | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`; through pinned memory, so that the host does not wait for the device."""
         pinned = device.type == "cuda"
         parts = (self.ids, self.where, self.anchors)
-        return Batch(*(None if x is None else (x.pin_memory() if pinned else x).to(device, non_blocking=pinned) for x in parts))  # type: ignore[arg-type]
+        ids, where, anchors = (None if x is None else (x.pin_memory() if pinned else x).to(device, non_blocking=pinned) for x in parts)
+        return Batch(ids, where, anchors, self.texts)  # type: ignore[arg-type]
 
 
 def plan_batches(lengths: np.ndarray, tokens: int, multiple: int, rng: np.random.Generator | None) -> list[np.ndarray]:
@@ -187,4 +189,4 @@ def batches(texts: Texts, groups: Sequence[np.ndarray], multiple: int) -> Iterat
             ids[row, :n], answer[row, :n] = texts.tokens[a : a + n], texts.answer[a : a + n]
         judged = np.zeros_like(answer)
         judged[:, 1:-1] = answer[:, 2:]
-        yield Batch(torch.from_numpy(ids), torch.from_numpy(np.flatnonzero(judged)))
+        yield Batch(torch.from_numpy(ids), torch.from_numpy(np.flatnonzero(judged)), texts=group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class BlockLearner:
     def prepared(self, batch: Batch, key: tuple[int, ...]) -> Batch:
         shape = (batch.ids.shape[0], batch.ids.shape[1])
         anchors = draw_anchors(batch.where.numpy(), shape, self.anchors, np.random.default_rng(key))
-        return Batch(batch.ids, batch.where, torch.from_numpy(anchors))
+        return replace(batch, anchors=torch.from_numpy(anchors))
 
     def inputs(self, batch: Batch, teacher: Teacher) -> tuple[Tensor | Teacher, ...]:
         if batch.anchors is None:

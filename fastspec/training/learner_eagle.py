@@ -26,6 +26,8 @@ class EagleLearner:
         """`first` are batches to start an EAGLE-1/2 head from, None for one whose weights are loaded; `began` is a head to go on from."""
         self.steps = config.ttt_steps
         self.head = began or _started(config, target, vocabulary, first)
+        if self.head.config.target_rows and self.head.lm_head is not None:
+            self.head.lm_head.requires_grad_(False)
         self.reader = TargetReader(target, self.head.config.taps, vocabulary)
         loss = LOSSES[config.loss_name]
         self.module = TrainingTimeTest(self.head, config.ttt_steps, config.slot_decay, loss=loss, compile=config.compile)
@@ -49,6 +51,7 @@ def _started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterab
         hidden_size=config.hidden_size or None,
         intermediate_size=config.intermediate_size or None,
         taps=config.taps,
+        target_rows=config.share_lm_head,
     )
     head = EagleHead(shape)
     if config.kind == "eagle3":

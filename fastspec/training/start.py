@@ -52,9 +52,11 @@ def with_sizes_of(config: TrainConfig, head: EagleHead | BlockHead) -> TrainConf
         sizes |= {"layers": b.num_hidden_layers, "block_size": b.block_size, "taps": b.taps, "mask_token": b.mask_token_id}
         sizes |= {"rank": b.rank} if b.kind != "dflash" else {}
         sizes |= {"draft_vocab_size": b.draft_vocab_size} if b.own_lm_head else {}
-    elif c.kind == "eagle3":
-        sizes |= {"draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "taps": c.taps}
-    left_out = {"taps": (), "mask_token": -1}
+    elif head.config.kind == "eagle3":
+        c = head.config
+        sizes |= {"draft_vocab_size": c.draft_vocab_size, "taps": c.taps, "share_lm_head": c.target_rows}
+        sizes |= {} if c.target_rows else {"hidden_size": c.hidden_size}
+    left_out = {"taps": (), "mask_token": -1, "share_lm_head": False}
     other = [f"{name} {getattr(config, name)!r} (the head: {size!r})" for name, size in sizes.items()
              if getattr(config, name) not in (left_out.get(name, 0), size)]  # fmt: skip
     if other:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
@@ -31,7 +32,7 @@ def freeze(target: Any) -> Any:
 
 def head_for(
     target: Any, *, draft_vocab_size: int, hidden_size: int | None, intermediate_size: int | None, taps: tuple[int, ...],
-    kind: str = "eagle3",
+    kind: str = "eagle3", target_rows: bool = False,
 ) -> HeadConfig:  # fmt: skip
     """A head with the target's attention shape; for EAGLE-3, `taps` empty means hidden_states[2], [L // 2] and [L - 3], as published."""
     c = target.config.get_text_config()
@@ -43,6 +44,7 @@ def head_for(
     return HeadConfig(
         kind=kind,
         own_lm_head=kind == "eagle3",
+        target_rows=target_rows,
         hidden_size=hidden_size or c.hidden_size,
         intermediate_size=intermediate_size or c.intermediate_size,
         num_attention_heads=heads,
@@ -79,7 +81,11 @@ def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
     c = head.config
     head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
     _random(head)
-    if c.hidden_size != c.target_hidden_size or head.lm_head is None or head.norm is None:
+    if head.lm_head is None or head.norm is None:
+        return
+    if c.hidden_size != c.target_hidden_size:
+        if c.target_rows:
+            raise Unsupported(f"the target's LM head reads states {c.target_hidden_size} wide, the head is {c.hidden_size} wide")
         return
     weight = target.get_output_embeddings().weight
     head.lm_head.weight.copy_(weight[vocabulary.to(weight.device)])
@@ -117,6 +123,16 @@ def _random(head: EagleHead) -> None:
             nn.init.normal_(parameter, std=(0.1 if small else 1.0) * parameter.shape[1] ** -0.5)
 
 
+class Judged(NamedTuple):
+    """The LM head's say of M states: `probs` [M, V_d] and `inside` [M] as in `Teacher`, `whole` [M] fp32 the log-sum-exp of all logits, and
+    `best` [M] the most likely token's id."""
+
+    probs: Tensor
+    inside: Tensor
+    whole: Tensor
+    best: Tensor
+
+
 class TargetReader:
     """Reads a `Teacher` from the target; full-vocabulary logits exist only `chunk` rows at a time."""
 
@@ -128,22 +144,53 @@ class TargetReader:
         size = self.lm_head.weight.shape[0]
         device = self.lm_head.weight.device
         self.vocabulary = vocabulary.to(device)
+        self._rows: tuple[Tensor, Tensor | None] | None = None
         self.draft_id = torch.full((size,), -1, device=device).index_copy_(0, self.vocabulary, torch.arange(len(vocabulary), device=device))
 
     @torch.no_grad()
     def read(self, ids: Tensor, where: Tensor) -> Teacher:
         """ids [B, T] right-padded, where [M] flat positions (see `Batch`) -> what the target says there."""
+        features, _, judged = self.said(ids, where)
+        return self.teacher(features, where, judged)
+
+    @torch.no_grad()
+    def said(self, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Judged]:
+        """One pass of the target over ids [B, T]: the features [B, T, F], the states at `where` that the LM head reads [M, H], and what it
+        says of these."""
         if not len(where):
             raise ValueError("the batch holds no answer token; leave conversations without an answer out")
         out = self.base(input_ids=ids, output_hidden_states=bool(self.taps), use_cache=False)
         features = torch.cat([out.hidden_states[tap] for tap in self.taps], -1) if self.taps else out.last_hidden_state
-        final = out.last_hidden_state.flatten(0, 1)[where]
-        probs, inside, best = [], [], []
-        for rows in final.split(self.chunk):
-            logits = self.lm_head(rows)
-            best.append(self.draft_id[logits.argmax(-1)])
-            kept = logits if len(self.vocabulary) == logits.shape[-1] else logits[:, self.vocabulary]
-            share = 0 if kept is logits else kept.float().logsumexp(-1) - logits.float().logsumexp(-1)
-            inside.append(torch.exp(share + logits.new_zeros(len(logits), dtype=torch.float32)))
-            probs.append(kept.float().softmax(-1).to(rows.dtype))
-        return Teacher(features=features, where=where, probs=torch.cat(probs), inside=torch.cat(inside), best=torch.cat(best))
+        states = out.last_hidden_state.flatten(0, 1)[where]
+        return features, states, self.judged(states)
+
+    @torch.no_grad()
+    def judged(self, states: Tensor, known: tuple[Tensor, Tensor] | None = None) -> Judged:
+        """What the LM head says of states [M, H]. `known` are `whole` and `best` of before, which spare the logits outside the draft
+        vocabulary."""
+        size = self.lm_head.weight.shape[0]
+        parts = []
+        for start in range(0, len(states), self.chunk):
+            rows = states[start : start + self.chunk]
+            if known is None or len(self.vocabulary) == size:
+                logits = self.lm_head(rows)
+                whole, best = logits.float().logsumexp(-1), logits.argmax(-1)
+                kept = logits if len(self.vocabulary) == size else logits[:, self.vocabulary]
+            else:
+                whole, best = (each[start : start + self.chunk] for each in known)
+                kept = self._drafted(rows)
+            share = torch.zeros_like(whole) if len(self.vocabulary) == size else kept.float().logsumexp(-1) - whole
+            parts.append(Judged(kept.float().softmax(-1).to(rows.dtype), share.exp(), whole, best))
+        return Judged(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    def _drafted(self, rows: Tensor) -> Tensor:
+        """Logits [M, V_d] of the draft vocabulary alone."""
+        if self._rows is None:
+            bias = self.lm_head.bias
+            self._rows = self.lm_head.weight[self.vocabulary], None if bias is None else bias[self.vocabulary]
+        return F.linear(rows, *self._rows)
+
+    def teacher(self, features: Tensor, where: Tensor, judged: Judged) -> Teacher:
+        """What the target says of a batch, from its features and what its LM head says."""
+        best = self.draft_id[judged.best]
+        return Teacher(features=features, where=where, probs=judged.probs, inside=judged.inside, best=best)

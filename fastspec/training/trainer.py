@@ -21,6 +21,7 @@ from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.training.card import model_card
 from fastspec.training.config import BLOCK_KINDS, TrainConfig
 from fastspec.training.data import Batch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
+from fastspec.training.features import KeptFeatures
 from fastspec.training.learner import Learner
 from fastspec.training.learner_block import BlockLearner
 from fastspec.training.learner_eagle import EagleLearner
@@ -34,7 +35,7 @@ START_BATCHES = 4  # that an EAGLE-1/2 head's start is solved from
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
 IDENTITY = (
     "batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps",
-    "layers", "block_size", "anchors", "rank", "mask_token", "loss", "start_from",
+    "layers", "block_size", "anchors", "rank", "mask_token", "loss", "start_from", "keep_features", "share_lm_head",
 )  # fmt: skip
 """Settings that a resumed run must share with the one it takes up."""
 
@@ -90,6 +91,7 @@ class Trainer:
             vocabulary, self.coverage = state["vocabulary"].cpu(), state["coverage"]
         torch.manual_seed(config.seed)
         self.learner: Learner
+        self.features: KeptFeatures | None = None
         if config.kind in BLOCK_KINDS:
             self.learner = BlockLearner(config, target, vocabulary, self.texts, began if isinstance(began, BlockHead) else None)
         else:
@@ -97,6 +99,8 @@ class Trainer:
             first = batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple) if fresh else None
             self.learner = EagleLearner(config, target, vocabulary, first, began if isinstance(began, EagleHead) else None)
         self.head, self.reader = self.learner.head, self.learner.reader
+        if config.keep_features:
+            self.features = KeptFeatures(self.reader, self.texts, config.keep_features)
         self.vocabulary = vocabulary
         self.head.to(accelerator.device)
         optimizer = torch.optim.AdamW(self.head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -125,13 +129,23 @@ class Trainer:
 
     def _plan(self, epoch: int) -> list[np.ndarray]:
         rng = np.random.default_rng((self.config.seed, epoch))
-        groups = plan_batches(self.texts.lengths, self.config.batch_tokens, self.config.length_multiple, rng)
+        groups = self._groups(rng)
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         return groups[: max(1, len(groups) // world) * world][rank::world] or groups
 
+    def _groups(self, rng: np.random.Generator) -> list[np.ndarray]:
+        """Batches of all texts; those that are kept in memory apart from the others, whose batches the target has to read."""
+        tokens, multiple, lengths = self.config.batch_tokens, self.config.length_multiple, self.texts.lengths
+        if self.features is None or self.features.kept.all():
+            return plan_batches(lengths, tokens, multiple, rng)
+        parts = (np.flatnonzero(self.features.kept), np.flatnonzero(~self.features.kept))
+        groups = [part[group] for part in parts for group in plan_batches(lengths[part], tokens, multiple, rng)]
+        rng.shuffle(groups)  # type: ignore[arg-type]  # a list of arrays is shuffled in place
+        return groups
+
     def step(self, batch: Batch) -> dict[str, Any]:
         """One optimiser step; returns tensors, so that nothing waits for the device."""
-        teacher = self.reader.read(batch.ids, batch.where)
+        teacher = self.reader.read(batch.ids, batch.where) if self.features is None else self.features.read(batch)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.progress)
         with self.accelerator.autocast():

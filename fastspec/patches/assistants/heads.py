@@ -33,6 +33,7 @@ from fastspec.generation.drafters.eagle.checkpoint import (
     override,
     read_checkpoint,
     with_taps,
+    with_target_rows,
 )
 from fastspec.generation.drafters.eagle.dialects import TRAINED_THETA, Flag
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
@@ -153,7 +154,7 @@ def _packaged_heads() -> dict[str, Path]:
 
 
 def _build(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> EagleHead:
-    head = build_head(checkpoint).to(device_of(target), target.dtype)
+    head = build_head(with_target_rows(checkpoint, target.get_output_embeddings())).to(device_of(target), target.dtype)
     if head.inv_freq is None:
         head.set_rope(*scaled_rope(head.config))
     embedding = _embedding(checkpoint, target)

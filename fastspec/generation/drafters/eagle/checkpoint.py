@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastspec.errors import CheckpointError
 from fastspec.generation.drafters.eagle.dialects import Description, Flag, describe, normalise_key
@@ -30,7 +30,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class HeadCheckpoint:
     """A head as read from disk.
 
-    `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; `embedding` [V, H] is the head's own
+    `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; where `config.target_rows` is set
+    `lm_head.weight` is missing until `with_target_rows` adds it. `embedding` [V, H] is the head's own
     embedding, if it brought one. Where `taps_known` is False the checkpoint leaves the taps to the target's depth: `config.taps` then
     only counts them, and `with_taps` fills them in. `flags` maps a switch to its value and what decided it; `notes` are for a person.
     """
@@ -142,7 +143,7 @@ def misfits(
         found.append(f"the head taps hidden_states{list(config.taps)}, the target has {num_layers} layers")
     if embedding is None and config.hidden_size != shared:
         found.append(f"the head is {config.hidden_size} wide and has no embedding of its own, the target's is {shared} wide")
-    if (config.kind == "eagle" or not config.own_lm_head) and config.hidden_size != shared:
+    if (config.kind == "eagle" or config.target_rows or not config.own_lm_head) and config.hidden_size != shared:
         found.append(f"the head is {config.hidden_size} wide and has no LM head of its own, the target's reads states {shared} wide")
     return tuple(found)
 
@@ -157,6 +158,26 @@ def check_fit(
     )
     if found:
         raise CheckpointError(f"{checkpoint.where} does not fit this target: {'; '.join(found)}. Use the head made for this target")
+
+
+def with_target_rows(checkpoint: HeadCheckpoint, lm_head: nn.Module | None) -> HeadCheckpoint:
+    """The checkpoint with an LM head, where it leaves that to the target: the rows of `lm_head` for the tokens that the head drafts, and all
+    weights in their dtype.
+
+    Raises CheckpointError where the target has no such rows in plain floating point.
+    """
+    if not checkpoint.config.target_rows:
+        return checkpoint
+    weight = getattr(lm_head, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.is_meta or weight.ndim != 2:
+        raise CheckpointError(
+            f"{checkpoint.where} drafts with rows of the target's LM head (lm_head_of_target), and that of this target is no plain "
+            "floating-point matrix: load the target without quantising or offloading its LM head"
+        )
+    offsets = checkpoint.state["d2t"]
+    ids = (torch.arange(len(offsets)) + offsets.cpu()).to(weight.device)
+    state = {name: value.to(weight.dtype) if value.is_floating_point() else value for name, value in checkpoint.state.items()}
+    return replace(checkpoint, state=state | {"lm_head.weight": weight.detach()[ids].to(offsets.device)})
 
 
 def build_head(checkpoint: HeadCheckpoint) -> EagleHead:
@@ -332,6 +353,8 @@ def _fill_output_bias(config: HeadConfig, state: dict[str, Tensor], notes: list[
 def _check_keys(config: HeadConfig, state: dict[str, Tensor], where: str) -> None:
     with torch.device("meta"):
         expected = EagleHead(config).state_dict()
+    if config.target_rows:
+        del expected["lm_head.weight"]
     missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if missing or unknown:
         parts = [f"missing {_some(missing)}"] * bool(missing) + [f"unknown {_some(unknown)}"] * bool(unknown)

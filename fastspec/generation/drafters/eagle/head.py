@@ -33,7 +33,8 @@ class HeadConfig:
 
     `kind` is "eagle3", or "eagle" for EAGLE-1/2 heads (the two share their weights). `taps` are indices into transformers'
     `hidden_states` (index i is the output of layer i - 1); for kind "eagle" they are empty: the feature is the last hidden state
-    after the target's final norm. `own_lm_head` is False for heads that use the target's LM head.
+    after the target's final norm. `own_lm_head` is False for heads that use the target's LM head, whole; with `target_rows` the head has an
+    LM head whose weights are the rows of the target's for the tokens it drafts, which its checkpoint does not hold.
     """
 
     kind: str = "eagle3"
@@ -59,6 +60,7 @@ class HeadConfig:
     norm_before_residual: bool = False
     norm_output: bool = False
     own_lm_head: bool = True
+    target_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("eagle3", "eagle"):
@@ -87,6 +89,8 @@ class HeadConfig:
             raise ValueError('heads of kind "eagle" use the target\'s LM head: hidden_size and draft_vocab_size must be the target\'s')
         if self.fc_norm or self.input_norm or self.norm_output or self.norm_before_residual:
             raise ValueError('fc_norm, input_norm, norm_output and norm_before_residual belong to kind "eagle3"')
+        if self.target_rows:
+            raise ValueError('target_rows belongs to kind "eagle3"; heads of kind "eagle" use the target\'s whole LM head')
 
     def _check_eagle3(self) -> None:
         if not self.taps or min(self.taps) < 0:
@@ -95,6 +99,8 @@ class HeadConfig:
             raise ValueError("fc_norm and input_norm exclude each other")
         if not self.own_lm_head and (self.draft_vocab_size != self.vocab_size or self.hidden_size != self.target_hidden_size):
             raise ValueError("own_lm_head=False uses the target's LM head: draft_vocab_size and hidden_size must be the target's")
+        if self.target_rows and not self.own_lm_head:
+            raise ValueError("target_rows=True gives the head an LM head: own_lm_head must be True")
 
 
 class RMSNorm(nn.Module):

@@ -1,0 +1,185 @@
+"""What the target said of texts, kept in memory, and heads that draft with rows of the target's LM head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers_training import settings, small_target, small_texts
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+import fastspec
+from fastspec.errors import CheckpointError, Unsupported
+from fastspec.patches.assistants.heads import inspect_head, load_head
+from fastspec.training.data import Batch, Texts, batches, plan_batches
+from fastspec.training.features import GIB, KeptFeatures
+from fastspec.training.target import TargetReader
+from fastspec.training.trainer import Trainer
+
+Material = tuple[LlamaForCausalLM, Texts, Texts]
+ALL = 1.0
+"""GiB, more than the texts here take."""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    model = small_target()
+    config = settings(tmp_path_factory.mktemp("texts"))
+    return model, small_texts(model, 60, config), small_texts(model, 12, config)
+
+
+def counted(reader: TargetReader, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each pass of the target from here on."""
+    passes: list[int] = []
+    said = reader.said
+
+    def noted(ids: torch.Tensor, where: torch.Tensor) -> Any:
+        passes.append(len(ids))
+        return said(ids, where)
+
+    monkeypatch.setattr(reader, "said", noted)
+    return passes
+
+
+def agree(one: Any, two: Any, batch: Batch, texts: Texts) -> None:
+    """Two teachers of a batch say the same, of the padding too where a head could see it: nowhere."""
+    assert batch.texts is not None
+    for row, index in enumerate(batch.texts):
+        n = texts.lengths[index]
+        torch.testing.assert_close(one.features[row, :n], two.features[row, :n])
+    for name in ("probs", "inside"):
+        torch.testing.assert_close(getattr(one, name), getattr(two, name))
+    assert torch.equal(one.where, two.where) and torch.equal(one.best, two.best)
+
+
+@given(
+    taps=st.sampled_from([(), (1, 2, 4), (3,)]), vocabulary=st.integers(1, 128), gib=st.sampled_from([ALL, 2e-4, 5e-5]),
+    seed=st.integers(0, 99), chunk=st.sampled_from([50, 300, 4096]),
+)  # fmt: skip
+def test_recalled_teachers_are_the_targets_own(
+    material: Material, taps: tuple[int, ...], vocabulary: int, gib: float, seed: int, chunk: int
+) -> None:
+    model, texts, _ = material
+    ids = torch.from_numpy(np.sort(np.random.default_rng(seed).choice(128, vocabulary, replace=False)))
+    reader = TargetReader(model, taps, ids, chunk=chunk)
+    kept = KeptFeatures(reader, texts, gib)
+    wide = max(1, len(taps)) * 64 * 4
+    held = kept.features.nbytes + kept.states.nbytes + kept.whole.nbytes + kept.best.nbytes
+    assert held <= gib * GIB and kept.features.shape[1] * 4 == wide
+    assert kept.kept.all() if gib == ALL else 0 < kept.kept.sum() < len(texts)
+    for epoch in range(2):
+        for batch in batches(texts, plan_batches(texts.lengths, 700, 16, np.random.default_rng((seed, epoch))), 16):
+            agree(kept.read(batch), reader.read(batch.ids, batch.where), batch, texts)
+    assert (kept.read_before == kept.kept).all()
+
+
+def test_kept_texts_are_read_once(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(settings(tmp_path, epochs=3.0, keep_features=ALL), *material, Accelerator(cpu=True))
+    passes = counted(trainer.reader, monkeypatch)
+    trainer.run()
+    assert trainer.progress.step == 21 and sum(passes) == len(trainer.texts)
+
+
+def test_texts_that_do_not_fit_are_read_every_time(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(settings(tmp_path, epochs=3.0, keep_features=4e-4), *material, Accelerator(cpu=True))
+    assert trainer.features is not None
+    kept = int(trainer.features.kept.sum())
+    for epoch in range(3):
+        groups = trainer._plan(epoch)
+        assert sorted(np.concatenate(groups)) == list(range(len(trainer.texts)))
+        assert all(trainer.features.kept[group].all() or not trainer.features.kept[group].any() for group in groups)
+    passes = counted(trainer.reader, monkeypatch)
+    trainer.run()
+    assert 0 < kept < len(trainer.texts)
+    assert sum(passes) == kept + 3 * (len(trainer.texts) - kept)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "dspark"])
+def test_a_run_learns_the_same_from_memory(material: Material, tmp_path: Path, kind: str) -> None:
+    sizes: dict[str, Any] = {"eagle": {"draft_vocab_size": 0}, "dspark": {"rank": 8, "block_size": 5, "mask_token": 3}}.get(kind, {})
+    runs = []
+    for name, gib in (("one", 0.0), ("two", ALL)):
+        runs.append(Trainer(settings(tmp_path / name, kind=kind, epochs=2.0, keep_features=gib, **sizes), *material, Accelerator(cpu=True)))
+        runs[-1].run()
+    one, two = (dict(run.head.named_parameters()) for run in runs)
+    assert runs[0].progress.step == runs[1].progress.step > 4
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-3)
+    assert runs[0].validate()["top1"] == pytest.approx(runs[1].validate()["top1"], abs=0.02)
+
+
+def test_less_memory_than_a_text_takes_is_refused(material: Material) -> None:
+    reader = TargetReader(material[0], (1, 2, 4), torch.arange(90))
+    with pytest.raises(Unsupported, match=r"keep_features is 1e-09 GiB and one text takes .*: allow more, or 0 for none"):
+        KeptFeatures(reader, material[1], 1e-9)
+
+
+@pytest.fixture(scope="module")
+def shared(material: Material, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
+    folder = tmp_path_factory.mktemp("shared")
+    trainer = Trainer(settings(folder, epochs=6.0, share_lm_head=True, taps=(1, 2, 4)), *material, Accelerator(cpu=True))
+    trainer.run()
+    return trainer, folder
+
+
+def test_a_shared_lm_head_is_the_targets_rows(material: Material, shared: tuple[Trainer, Path]) -> None:
+    (trainer, folder), model = shared, material[0]
+    rows = model.lm_head.weight[trainer.vocabulary]
+    assert trainer.head.lm_head is not None
+    torch.testing.assert_close(trainer.head.lm_head.weight, rows, rtol=0, atol=0)  # not trained
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    head = load_head(folder, model)
+    assert head.config.target_rows and head.lm_head is not None
+    torch.testing.assert_close(head.lm_head.weight, rows, rtol=0, atol=0)
+    assert ("target_rows", "True (config)") in inspect_head(folder, model).rows()
+    assert "`lm_head_of_target`" in (folder / "README.md").read_text()
+
+    ids = torch.arange(5, 15)[None]
+    plain = model.generate(ids, max_new_tokens=40, do_sample=False)
+    with fastspec.patched(model, eagle3=folder):
+        found = model.generate(ids, max_new_tokens=40, do_sample=False, assistant="eagle3")
+        length = fastspec.report(model).last.acceptance_length
+    assert torch.equal(found, plain) and length > 1.2
+
+
+def test_a_run_goes_on_from_a_head_with_a_shared_lm_head(material: Material, shared: tuple[Trainer, Path], tmp_path: Path) -> None:
+    trainer, folder = shared
+    sizes = {"draft_vocab_size": 0, "intermediate_size": 0}
+    second = Trainer(settings(tmp_path, start_from=str(folder), epochs=0.5, **sizes), *material, Accelerator(cpu=True))
+    assert second.config.share_lm_head and second.head.config == trainer.head.config
+    second.run()
+    assert second.head.lm_head is not None and trainer.head.lm_head is not None
+    assert torch.equal(second.head.lm_head.weight, trainer.head.lm_head.weight)
+    with pytest.raises(Unsupported, match=r"other sizes than the run: share_lm_head True \(the head: False\)"):
+        own = Trainer(settings(tmp_path / "own", epochs=0.1), *material, Accelerator(cpu=True))
+        own.run()
+        third = settings(tmp_path / "third", start_from=str(tmp_path / "own"), share_lm_head=True, **sizes)
+        Trainer(third, *material, Accelerator(cpu=True))
+
+
+def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shared: tuple[Trainer, Path], tmp_path: Path) -> None:
+    model, folder = material[0], shared[1]
+    weight = model.lm_head.weight
+    try:
+        model.lm_head.weight = torch.nn.Parameter(torch.zeros(128, 32, dtype=torch.uint8), requires_grad=False)  # packed, as bitsandbytes'
+        with pytest.raises(CheckpointError, match=r"rows of the target's LM head .* no plain floating-point matrix"):
+            load_head(folder, model)
+    finally:
+        model.lm_head.weight = weight
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": torch.zeros(96, 64)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unknown lm_head\.weight"):
+        load_head(tmp_path, model)
+    with pytest.raises(ValueError, match="share_lm_head belongs to kind"):
+        settings(tmp_path, share_lm_head=True, kind="dspark")
+    with pytest.raises(ValueError, match="share_lm_head belongs to kind"):
+        settings(tmp_path, share_lm_head=True, hidden_size=32)
