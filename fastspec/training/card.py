@@ -32,7 +32,7 @@ def model_card(
     vocabulary = f"{head.draft_vocab_size} of {head.vocab_size}, {coverage:.1%} of the answers' tokens"
     form = "the original EAGLE-3 one (`midlayer.*`, `d2t` as offsets)" if eagle3 else "the original EAGLE-1 and EAGLE-2 one"
     if head.target_rows:
-        form += "; `lm_head.weight` is left out: the target's rows of the drafted tokens (`lm_head_of_target`; only fastspec reads it)"
+        form += "; for an LM head the target's rows of the drafted tokens behind `lm_head_map.weight`, which only fastspec reads"
     lines = [
         f"# {'EAGLE-3' if eagle3 else 'EAGLE-1/2'} head for {name}",
         "",

@@ -20,7 +20,8 @@ class TrainConfig:
     last hidden state and drafts with the target's LM head, so its `hidden_size` and vocabulary are the target's and it has no `taps`.
     `start_from` (a folder, a hub id or the name of a head that ships) goes on from a head that exists: sizes, taps, vocabulary and
     weights are its own, and may be left out. `share_lm_head` gives an EAGLE-3 head the target's rows of the tokens that it drafts as its LM
-    head: they are not trained and not written, so that the head's bytes are its layer's, and only fastspec reads it.
+    head, behind a learned matrix: the rows are not trained and not written, so that the head's bytes are its layer's, and only fastspec
+    reads it.
     "dspark", "dflash" and "dflash2" draft `block_size` rows in one pass, of the target's width: `layers` of them, a correction of `rank`
     (dflash has none), up to `anchors` blocks of a text in one step, and the target's LM head unless `draft_vocab_size` is given, which
     dflash2 has none of. `mask_token` stands in the rows to be drafted, -1 for the last token that no text holds.

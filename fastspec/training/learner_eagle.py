@@ -14,6 +14,7 @@ from fastspec.training.config import TrainConfig
 from fastspec.training.data import Batch, Texts, batches, plan_batches
 from fastspec.training.losses import LOSSES
 from fastspec.training.target import TargetReader, head_for, start_from_features, start_from_target
+from fastspec.training.target_rows import share_lm_head
 from fastspec.training.ttt import Teacher, TrainingTimeTest, chain_lengths
 
 
@@ -26,8 +27,6 @@ class EagleLearner:
         """`first` are batches to start an EAGLE-1/2 head from, None for one whose weights are loaded; `began` is a head to go on from."""
         self.steps = config.ttt_steps
         self.head = began or _started(config, target, vocabulary, first)
-        if self.head.config.target_rows and self.head.lm_head is not None:
-            self.head.lm_head.requires_grad_(False)
         self.reader = TargetReader(target, self.head.config.taps, vocabulary)
         loss = LOSSES[config.loss_name]
         self.module = TrainingTimeTest(self.head, config.ttt_steps, config.slot_decay, loss=loss, compile=config.compile)
@@ -56,6 +55,8 @@ def _started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterab
     head = EagleHead(shape)
     if config.kind == "eagle3":
         start_from_target(head, target, vocabulary)
+        if shape.target_rows:
+            share_lm_head(head, target)
     elif first is not None:
         start_from_features(head, target, first)
     head.bind(target.get_input_embeddings(), target.get_output_embeddings())

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from fastspec.generation.drafters.block.checkpoint import as_json, tensors_of
 from fastspec.generation.drafters.block.head import BlockHead
-from fastspec.generation.drafters.eagle.dialects import OWN
+from fastspec.generation.drafters.eagle.dialects import MAP, OWN
 from fastspec.generation.drafters.eagle.head import EagleHead
 
 
@@ -45,8 +45,6 @@ def checkpoint_config(head: EagleHead) -> dict[str, Any]:
     }
     if not eagle3:
         return {name: value for name, value in shared.items() if name != "draft_vocab_size"} | {"bias": False}
-    if c.target_rows:
-        shared["lm_head_of_target"] = True
     return shared | {
         "eagle_aux_hidden_state_layer_ids": list(c.taps),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps], "use_aux_hidden_state": True},
@@ -64,7 +62,8 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
         raise ValueError("the original EAGLE-3 format has no norm_before_residual")
     tensors = {}
     for name, value in head.state_dict().items():
-        if name != "d2t" and not (name == "lm_head.weight" and c.target_rows):
+        if name != "d2t":
+            name = MAP if name == "lm_head.map" else name
             tensors[name.replace("layers.0.", "midlayer.") if eagle3 else name] = value.detach().to("cpu", torch.bfloat16).contiguous()
     if not eagle3:
         return tensors

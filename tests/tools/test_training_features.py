@@ -17,10 +17,12 @@ from transformers import LlamaForCausalLM
 
 import fastspec
 from fastspec.errors import CheckpointError, Unsupported
+from fastspec.generation.drafters.eagle.checkpoint import build_head, read_checkpoint
 from fastspec.patches.assistants.heads import inspect_head, load_head
 from fastspec.training.data import Batch, Texts, batches, plan_batches
 from fastspec.training.features import GIB, KeptFeatures
 from fastspec.training.target import TargetReader
+from fastspec.training.target_rows import TargetRows
 from fastspec.training.trainer import Trainer
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
@@ -131,15 +133,20 @@ def shared(material: Material, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 def test_a_shared_lm_head_is_the_targets_rows(material: Material, shared: tuple[Trainer, Path]) -> None:
     (trainer, folder), model = shared, material[0]
-    rows = model.lm_head.weight[trainer.vocabulary]
-    assert trainer.head.lm_head is not None
-    torch.testing.assert_close(trainer.head.lm_head.weight, rows, rtol=0, atol=0)  # not trained
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    rows, trained = model.lm_head.weight[trainer.vocabulary], trainer.head.lm_head
+    assert isinstance(trained, TargetRows)
+    torch.testing.assert_close(trained.rows, rows, rtol=0, atol=0)  # not trained
+    assert (trained.map - torch.eye(64)).abs().max() > 0.01  # but this
+    written = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in written and not any("rows" in name for name in written)
+    assert not any("rows" in name for name in torch.load(folder / "state.pt", weights_only=True)["head"])
     head = load_head(folder, model)
-    assert head.config.target_rows and head.lm_head is not None
-    torch.testing.assert_close(head.lm_head.weight, rows, rtol=0, atol=0)
-    assert ("target_rows", "True (config)") in inspect_head(folder, model).rows()
-    assert "`lm_head_of_target`" in (folder / "README.md").read_text()
+    assert head.config.target_rows and type(head.lm_head) is torch.nn.Linear
+    torch.testing.assert_close(head.lm_head.weight, rows @ written["lm_head_map.weight"].float())
+    states = torch.randn(7, 64)
+    torch.testing.assert_close(head.lm_head(states), trained(states), rtol=0.02, atol=0.02)  # its file is bf16
+    assert ("target_rows", "True (weights)") in inspect_head(folder, model).rows()
+    assert "`lm_head_map.weight`" in (folder / "README.md").read_text()
 
     ids = torch.arange(5, 15)[None]
     plain = model.generate(ids, max_new_tokens=40, do_sample=False)
@@ -154,9 +161,12 @@ def test_a_run_goes_on_from_a_head_with_a_shared_lm_head(material: Material, sha
     sizes = {"draft_vocab_size": 0, "intermediate_size": 0}
     second = Trainer(settings(tmp_path, start_from=str(folder), epochs=0.5, **sizes), *material, Accelerator(cpu=True))
     assert second.config.share_lm_head and second.head.config == trainer.head.config
+    one, two = trainer.head.lm_head, second.head.lm_head
+    assert isinstance(one, TargetRows) and isinstance(two, TargetRows)
+    torch.testing.assert_close(two.map, one.map.bfloat16().float(), rtol=0, atol=0)
+    assert second.validate()["accuracy"] == pytest.approx(trainer.validate()["accuracy"], abs=0.03)
     second.run()
-    assert second.head.lm_head is not None and trainer.head.lm_head is not None
-    assert torch.equal(second.head.lm_head.weight, trainer.head.lm_head.weight)
+    assert torch.equal(two.rows, one.rows) and not torch.equal(two.map, one.map.bfloat16().float())
     with pytest.raises(Unsupported, match=r"other sizes than the run: share_lm_head True \(the head: False\)"):
         own = Trainer(settings(tmp_path / "own", epochs=0.1), *material, Accelerator(cpu=True))
         own.run()
@@ -176,9 +186,15 @@ def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shar
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": torch.zeros(96, 64)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"unknown lm_head\.weight"):
-        load_head(tmp_path, model)
+    for more, told in (
+        ({"lm_head.weight": torch.zeros(96, 64)}, r"unknown lm_head\.weight"),
+        ({"lm_head_map.weight": torch.zeros(64, 32)}, r"lm_head_map\.weight has shape \[64, 32\] where config\.json wants \[64, 64\]"),
+    ):
+        save_file(tensors | more, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=told):
+            load_head(tmp_path, model)
+    with pytest.raises(CheckpointError, match="leaves its LM head to the target"):
+        build_head(read_checkpoint(folder))
     with pytest.raises(ValueError, match="share_lm_head belongs to kind"):
         settings(tmp_path, share_lm_head=True, kind="dspark")
     with pytest.raises(ValueError, match="share_lm_head belongs to kind"):

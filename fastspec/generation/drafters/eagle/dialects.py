@@ -27,13 +27,12 @@ FIELD_KINDS = {
     "a list of names": ("architectures", "layer_types"),
     "a list of layer numbers": ("eagle_aux_hidden_state_layer_ids",),
     "an object of fields": ("eagle_config", "transformer_layer_config", "rope_parameters", "rope_scaling"),
-    "true or false": (
-        "norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", "use_aux_hidden_state", "use_last_layernorm",
-        "lm_head_of_target",
-    ),
+    "true or false": ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", "use_aux_hidden_state", "use_last_layernorm"),
     "a positive number": ("rope_theta", "rms_norm_eps", "partial_rotary_factor", "original_max_position_embeddings", "factor"),
     "a name": ("model_type", "hidden_act", "rope_type", "type"),
 }
+MAP = "lm_head_map.weight"
+"""The matrix between a head's states and rows of the target's LM head, see `HeadConfig.target_rows`."""
 CHECKS: dict[str, Callable[[object], bool]] = {
     "a list of names": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
     "a list of layer numbers": lambda value: isinstance(value, list) and all(type(item) is int and item >= 0 for item in value),
@@ -296,12 +295,9 @@ def _switches_from_keys(state: Mapping[str, Tensor], sizes: Mapping[str, Any], f
         if declared is not None and declared.value is True and not switches[name]:
             switches[name], flags[name] = True, Flag(True, declared.source)
     like_target = sizes["draft_vocab_size"] == sizes["vocab_size"] and sizes["hidden_size"] == sizes["target_hidden_size"]
-    rows = fields.find("lm_head_of_target")
-    switches["target_rows"] = eagle3 and rows is not None and rows.value is True
+    switches["target_rows"] = eagle3 and MAP in state
     switches["own_lm_head"] = eagle3 and ("lm_head.weight" in state or not like_target or switches["target_rows"])
-    flags["own_lm_head"] = Flag(switches["own_lm_head"], "weights")
-    if rows is not None and switches["target_rows"]:
-        flags["target_rows"] = Flag(True, rows.source)
+    flags |= {name: Flag(switches[name], "weights") for name in ("own_lm_head", "target_rows")}
     return switches
 
 

@@ -33,8 +33,8 @@ class HeadConfig:
 
     `kind` is "eagle3", or "eagle" for EAGLE-1/2 heads (the two share their weights). `taps` are indices into transformers'
     `hidden_states` (index i is the output of layer i - 1); for kind "eagle" they are empty: the feature is the last hidden state
-    after the target's final norm. `own_lm_head` is False for heads that use the target's LM head, whole; with `target_rows` the head has an
-    LM head whose weights are the rows of the target's for the tokens it drafts, which its checkpoint does not hold.
+    after the target's final norm. `own_lm_head` is False for heads that use the target's LM head, whole; with `target_rows` the
+    head's LM head is a learned matrix [H, H] and then the target's rows of the tokens it drafts, which its checkpoint does not hold.
     """
 
     kind: str = "eagle3"
