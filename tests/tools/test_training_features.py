@@ -199,3 +199,26 @@ def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shar
         settings(tmp_path, share_lm_head=True, kind="dspark")
     with pytest.raises(ValueError, match="share_lm_head belongs to kind"):
         settings(tmp_path, share_lm_head=True, hidden_size=32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path) -> None:
+    config = settings(tmp_path, epochs=8.0, keep_features=ALL, share_lm_head=True, taps=(1, 2, 4), mixed_precision="bf16")
+    model = small_target().cuda()
+    texts, heldout = small_texts(model, 160, config), small_texts(model, 24, config)
+    trainer = Trainer(config, model, texts, heldout, Accelerator(mixed_precision="bf16"))
+    assert trainer.features is not None and trainer.features.features.is_cuda
+    before = trainer.validate()["top1"]
+    trainer.run()
+    assert trainer.features.read_before.all() and trainer.validate()["top1"] > before + 0.5
+    for batch in batches(trainer.texts, plan_batches(trainer.texts.lengths, 900, 16, None), 16):
+        batch = batch.to(model.device)
+        agree(trainer.features.read(batch), trainer.reader.read(batch.ids, batch.where), batch, trainer.texts)
+    ids = torch.arange(5, 15, device=model.device)[None]
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
+    plain = model.generate(ids, **options)
+    with fastspec.patched(model, eagle3=tmp_path):
+        for fused in (None, False):
+            assert torch.equal(model.generate(ids, assistant=fastspec.Eagle3(fused=fused), **options), plain)
+            assert fastspec.report(model).last.acceptance_length > 1.2
