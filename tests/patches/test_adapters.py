@@ -95,7 +95,7 @@ def test_every_call_answers_by_the_adapters_that_are_on(device: str, assistant: 
     for switch in SWITCHES:
         for layer in (*mine, *served):
             switch(layer)
-        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "pad_token_id": 0, **GREEDY}
         wanted = plain.generate(ids, **options).tolist()
         for _ in range(3):  # the third replays what the second captured
             assert model.generate(ids, assistant=assistant, **options).tolist() == wanted, switch.__name__
