@@ -74,7 +74,7 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt of your own; may be given several times.")] = None,
     model: Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")] = "smollm2-135m-instruct",
     head: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 96,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens; 96, on CUDA 48.")] = None,
     device: Device = None,
     backend: Backend = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
