@@ -27,7 +27,7 @@ PROMPTS = (
 
 BASELINE = "transformers"
 NEW_TOKENS, NEW_TOKENS_ON_CUDA = 96, 48
-"""Of an answer, at the most. On CUDA transformers' own answers take most of the time: 16 s for these prompts, of 96 tokens, beside an H200."""
+"""Of an answer, at the most. On CUDA transformers' own answers take most of the time: 16 s for these prompts in 96 tokens on an H200."""
 WARM_UP = 8
 """New tokens of transformers' warm-up."""
 METHODS = (BASELINE, "autoregressive", "eagle3")
