@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, help="prompts of a batch that are decoded at a time; all of them without it")
     parser.add_argument("--assistants", nargs="+", default=["eagle3"], choices=list(ASSISTANTS), help="one row each")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--tree", default="60,7,10", help="total_tokens,depth,top_k; auto: chosen by measurement")
+    parser.add_argument("--tree", nargs="+", default=["60,7,10"], help="total_tokens,depth,top_k, a row each; auto: chosen by measurement")
     parser.add_argument("--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-plain", action="store_true", help="leave out transformers' generate and the comparison")
@@ -104,14 +104,14 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokenizer = load_model(options.model, device, getattr(torch, options.dtype))
     if options.no_end:
         model.generation_config.eos_token_id = None
-    auto = options.tree == "auto"
-    sizes = ["auto"] if auto else [int(size) for size in options.tree.split(",")]
-    shape = dict(zip(("total_tokens", "depth", "top_k"), sizes, strict=False))
     chosen = {name: ASSISTANTS[name] for name in options.assistants}
+    trees = {f"eagle3 {text}": text if text == "auto" else [int(size) for size in text.split(",")] for text in options.tree}
     heads = {"eagle3": options.head} | dict.fromkeys(("eagle", "eagle2"), options.eagle_head or "random weights")
     heads = {name: source for name, source in heads.items() if name in chosen}
-    if "eagle3" in chosen:
-        chosen["eagle3"] = fastspec.Eagle3(**shape, fused=FUSED[options.drafter])
+    if chosen.pop("eagle3", None) is not None:
+        for name, sizes in trees.items():
+            shape = dict(zip(("total_tokens", "depth", "top_k"), ["auto"] if sizes == "auto" else sizes, strict=False))
+            chosen[name] = fastspec.Eagle3(**shape, fused=FUSED[options.drafter])
     untrained = None if options.eagle_head else untrained_head(model)
     fastspec.patch(model, **{name: source if name == "eagle3" else options.eagle_head or untrained for name, source in heads.items()})
     where = environment(model) | {"backend": fastspec.report(model).backend}
@@ -125,11 +125,13 @@ def main(arguments: list[str] | None = None) -> None:
             "prompts": path.stem, "count": len(prompts), "batch": options.batch, "max_new_tokens": options.tokens, "no_end": options.no_end,
         }  # fmt: skip
         for row in on_file(model, prompts, chosen, options):
+            sizes = trees.get(row["assistant"])
+            row["assistant"] = row["assistant"] if sizes is None else "eagle3"
             row = shared | row | {"head": heads.get(row["assistant"])} | where
-            if row["assistant"] == "eagle3":
-                row |= {"tree": "auto" if auto else sizes}
-                choices = [asdict(choice) for choice in fastspec.report(model).trees.values()]
-                row |= {"choices": choices} if auto else {}
+            if sizes is not None:
+                row["tree"] = sizes
+            if sizes == "auto":
+                row["choices"] = [asdict(choice) for choice in fastspec.report(model).trees.values()]
             print(json.dumps(row), flush=True)
             if options.out:
                 with options.out.open("a", encoding="utf-8") as file:
@@ -175,7 +177,7 @@ def row_of(name: str, mine: Tally, plain: Tally | None, count: int) -> dict[str,
         "rows_running": round(running / room, 3) if room else None,
         "answers_sha256": hashlib.sha256(json.dumps(mine.answers).encode()).hexdigest(),
     }  # fmt: skip
-    if name == "eagle3":
+    if name.startswith("eagle3 "):
         row["drafter"] = "fused" if any(each.fused for each in mine.stats) else "kernels"
     if plain is not None:
         gaps = sorted(each["gap"] for each in mine.differences if each["gap"] is not None)

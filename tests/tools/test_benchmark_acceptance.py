@@ -117,6 +117,10 @@ def test_a_row_says_which_tree_was_measured_and_chosen(script, saved: Path) -> N
     assert row["tree"] == "auto" and choice["chosen"] in choice["sizes"] and len(choice["expected"]) == len(choice["sizes"]) > 1
     (row,) = rows_of(script, saved, "--assistants", "eagle3", "--head", str(saved / "head"), "--tree", "6,2,3", "--no-plain")
     assert row["tree"] == [6, 2, 3] and "choices" not in row
+    rows = rows_of(script, saved, "--assistants", "autoregressive", "eagle3", "--head", str(saved / "head"), "--tree", "6,2,3", "9,4,3")
+    ways = [(each["assistant"], each.get("tree")) for each in rows]
+    assert ways == [("autoregressive", None), ("eagle3", [6, 2, 3]), ("eagle3", [9, 4, 3])]
+    assert all(each["identical"] == each["count"] for each in rows) and {each.get("head") for each in rows[1:]} == {str(saved / "head")}
 
 
 @pytest.mark.parametrize("end", ["cut", "changed"])
