@@ -22,6 +22,7 @@ from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
 
 if TYPE_CHECKING:
+    from fastspec.generation.drafters.eagle.head import EagleHead
     from fastspec.generation.profile import Profile
 
 UNTIMED = 2
@@ -145,14 +146,15 @@ def by_peer(
     target.to("cpu")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    from fastspec.patches.assistants.heads import find_head
+    from fastspec.patches.assistants.heads import load_head
 
     head, config = drafters.heads.get("eagle3"), target.generation_config
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    with saved(name, target, tokenizer) as folder:
+    with saved(name, target, tokenizer) as folder, tempfile.TemporaryDirectory() as place:
         job = Job(
             folder, str(target.dtype).removeprefix("torch."), [ids_of(part) for part in parts], max_new_tokens,
-            ends=[token for token in ends if token is not None], head=None if head is None else str(find_head(head)), runs=runs,
+            ends=[token for token in ends if token is not None], runs=runs,
+            head=None if head is None else readable(load_head(head, target), head, place),
         )  # fmt: skip
         for way in ways(peer, head):
             say(f"{way.name}: {len(parts)} x {len(parts[0])} prompts")
@@ -160,6 +162,17 @@ def by_peer(
             drafted_by = {"head": head if way.chain else None, "draft_model": None, "early_exit": None}
             for part, base, answer in zip(parts, bases, medians(found), strict=True):
                 yield row_of(part, way.name, drafted_by, answer, base, 0.0, tokenizer, runs) | told | {"prefill_ms": None}
+
+
+def readable(head: EagleHead, source: str, place: str) -> str:
+    """The folder of a head that other programs read: its own, or `place`, to which one is written out whose LM head the target lends."""
+    from fastspec.patches.assistants.heads import find_head
+    from fastspec.training.save import save_head, with_own_lm_head
+
+    if not head.config.target_rows:
+        return str(find_head(source))
+    save_head(with_own_lm_head(head), place, f"# {source}, with its LM head\n")
+    return place
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ class TrainConfig:
     falls along a cosine over it. `stop_after` ends one call after about so many minutes, to be taken up by the same call; `minutes`
     and `enlarge_minutes` count over all calls. Texts are saved every `shard_texts`, the training state every `checkpoint_minutes`
     (0: only at the end). `keep_features` is the memory of the target's device, in GiB, for what it says of texts that come again: so many
-    of them are read once and not once an epoch (0: none).
+    of them are read once and not once an epoch (0: none). Of several processes each takes as much, and its own share of the texts.
     """
 
     target: str
@@ -138,9 +138,8 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig.{name} belongs to block heads ({kinds}): leave it out with kind {self.kind!r}")
             if getattr(self, name) < 0:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be 0 (the default) or more")
-        if self.share_lm_head and (self.kind != "eagle3" or self.hidden_size):
-            raise ValueError('share_lm_head belongs to kind "eagle3" at the target\'s width: other kinds draft with the target\'s LM head '
-                             "unless they have one of their own")  # fmt: skip
+        if self.share_lm_head and self.kind != "eagle3":
+            raise ValueError(f'share_lm_head belongs to kind "eagle3": leave it out with kind {self.kind!r}')
         if block and self.hidden_size:
             raise ValueError("block heads have the target's width: leave out hidden_size")
         if self.kind == "dflash" and self.rank:

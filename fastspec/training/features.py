@@ -1,4 +1,5 @@
-"""What the target says of texts, kept in its device's memory: a text that comes again is not read again.
+"""What the target says of texts, kept in its device's memory: a text that comes again is not read again. Of several processes each keeps
+what it needs.
 
 Of a text of L tokens, J of them judged (see `Batch`), are kept: the features that the head reads [L, F], the states that the LM head reads
 [J, H], and of the LM head's logits the logarithm of their sum of exponentials and the most likely token. Distributions over the draft
@@ -22,34 +23,39 @@ SEED = 0
 
 
 class KeptFeatures:
-    """Reads teachers of batches for a `TargetReader`, of `texts` as many as fit `gib` GiB from memory when they come again.
+    """Reads teachers of batches for a `TargetReader`: of `mine` (places in `texts`) as many as fit `gib` GiB come from memory from the
+    second time on.
 
-    `kept` [N] bool says which these are; a batch of others, or of kept ones that were not read yet, is read from the target.
+    `kept` [N] bool says which these are; a batch of others, or of kept ones that were not read yet, is read from the target. Raises
+    `Unsupported` where no text fits, and where the device has less memory.
     """
 
-    def __init__(self, reader: TargetReader, texts: Texts, gib: float) -> None:
+    def __init__(self, reader: TargetReader, texts: Texts, gib: float, mine: np.ndarray) -> None:
         self.reader = reader
-        weight = reader.lm_head.weight
-        wide = max(1, len(reader.taps)) * reader.base.config.get_text_config().hidden_size
-        judged = _judged(texts)
-        bytes_of = texts.lengths.astype(np.int64) * wide * weight.itemsize + judged * (weight.shape[1] * weight.itemsize + 4 + 8)
-        order = np.random.default_rng(SEED).permutation(len(texts))
-        chosen = order[np.cumsum(bytes_of[order]) <= gib * GIB]
-        if not len(chosen):
-            raise Unsupported(f"keep_features is {gib:g} GiB and one text takes {bytes_of[order[0]] / GIB:.3g}: allow more, or 0 for none")
+        device = reader.lm_head.weight.device
+        few = torch.from_numpy(texts.tokens[:3].astype(np.int64))[None].to(device)
+        features, states, judged = reader.said(few, torch.ones(1, dtype=torch.int64, device=device))  # what sizes and dtypes there are
+        of_token, of_state = features.shape[-1] * features.itemsize, states.shape[-1] * states.itemsize
+        of_state += judged.whole.itemsize + judged.best.itemsize
+        self.lengths, self.judged = texts.lengths.astype(np.int64), _judged(texts)
+        size = self.lengths * of_token + self.judged * of_state
         self.kept = np.zeros(len(texts), dtype=bool)
-        self.kept[chosen] = True
-        self.lengths, self.judged = texts.lengths.astype(np.int64), judged
-        self.first, self.first_judged = (np.cumsum(np.where(self.kept, n, 0)) - n for n in (self.lengths, judged))
+        left = gib * GIB - reader.drafted_bytes
+        for text in np.random.default_rng(SEED).permutation(mine):
+            if size[text] <= left:
+                self.kept[text], left = True, left - size[text]
+        if not self.kept.any():
+            least = (size[mine].min() + reader.drafted_bytes) / GIB
+            raise Unsupported(f"keep_features is {gib:g} GiB, and the shortest text takes {least:.3g}: allow more, or 0 for none")
+        self.first, self.first_judged = (np.cumsum(np.where(self.kept, n, 0)) - n for n in (self.lengths, self.judged))
         self.read_before = np.zeros(len(texts), dtype=bool)
-        tokens, states, device = int(self.lengths[chosen].sum()), int(judged[chosen].sum()), weight.device
+        tokens, count = int(self.lengths[self.kept].sum()), int(self.judged[self.kept].sum())
         try:
-            self.features = torch.empty(tokens, wide, dtype=weight.dtype, device=device)
-            self.states = torch.empty(states, weight.shape[1], dtype=weight.dtype, device=device)
-        except torch.OutOfMemoryError as error:
+            self.features = features.new_empty(tokens, features.shape[-1])
+            self.states = states.new_empty(count, states.shape[-1])
+            self.whole, self.best = judged.whole.new_empty(count), judged.best.new_empty(count)
+        except RuntimeError as error:  # torch's OutOfMemoryError is one, and what its allocator on the CPU raises
             raise Unsupported(f"keep_features is {gib:g} GiB, more than {device} has free: {error}") from error
-        self.whole = torch.empty(states, dtype=torch.float32, device=device)
-        self.best = torch.empty(states, dtype=torch.int64, device=device)
 
     def read(self, batch: Batch) -> Teacher:
         """What the target says of a batch on its device, as `TargetReader.read` of its ids and its positions."""

@@ -14,7 +14,6 @@ from fastspec.training.config import TrainConfig
 from fastspec.training.data import Batch, Texts, batches, plan_batches
 from fastspec.training.losses import LOSSES
 from fastspec.training.target import TargetReader, head_for, start_from_features, start_from_target
-from fastspec.training.target_rows import share_lm_head
 from fastspec.training.ttt import Teacher, TrainingTimeTest, chain_lengths
 
 
@@ -55,8 +54,6 @@ def _started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterab
     head = EagleHead(shape)
     if config.kind == "eagle3":
         start_from_target(head, target, vocabulary)
-        if shape.target_rows:
-            share_lm_head(head, target)
     elif first is not None:
         start_from_features(head, target, first)
     head.bind(target.get_input_embeddings(), target.get_output_embeddings())

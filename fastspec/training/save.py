@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 
 from fastspec.generation.drafters.block.checkpoint import as_json, tensors_of
 from fastspec.generation.drafters.block.head import BlockHead
-from fastspec.generation.drafters.eagle.dialects import MAP, OWN
+from fastspec.generation.drafters.eagle.dialects import OWN
 from fastspec.generation.drafters.eagle.head import EagleHead
 
 
@@ -55,7 +56,7 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
     """The tensors under their original names: bf16 weights, and for EAGLE-3 `d2t` (int64 offsets) and `t2d` (bool)."""
     c = head.config
     eagle3 = c.kind == "eagle3"
-    plain = c.num_hidden_layers == 1 and (not eagle3 or (head.lm_head is not None and min(c.taps) > 0))
+    plain = c.num_hidden_layers == 1 and (not eagle3 or ((c.own_lm_head or c.target_rows) and min(c.taps) > 0))
     if not plain or c.attention_bias or c.mlp_bias or c.fc_bias or c.qk_norm or c.fc_norm or c.input_norm or c.norm_output:
         raise ValueError(f"the original formats hold one plain layer, EAGLE-3's with its own LM head; this head is {c}")
     if c.norm_before_residual:
@@ -63,7 +64,6 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, value in head.state_dict().items():
         if name != "d2t":
-            name = MAP if name == "lm_head.map" else name
             tensors[name.replace("layers.0.", "midlayer.") if eagle3 else name] = value.detach().to("cpu", torch.bfloat16).contiguous()
     if not eagle3:
         return tensors
@@ -71,6 +71,17 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
     t2d = torch.zeros(c.vocab_size, dtype=torch.bool)
     t2d[torch.arange(c.draft_vocab_size) + d2t] = True
     return {**tensors, "d2t": d2t.contiguous(), "t2d": t2d}
+
+
+def with_own_lm_head(head: EagleHead) -> EagleHead:
+    """A copy of a bound head whose LM head is its own, as other programs read it; the head itself where it has one or borrows the whole."""
+    if not head.config.target_rows:
+        return head
+    with torch.device("meta"):
+        twin = EagleHead(replace(head.config, own_lm_head=True, target_rows=False))
+    state = {name: value for name, value in head.state_dict().items() if name != "lm_head_map.weight"}
+    twin.load_state_dict(state | {"lm_head.weight": head.readout().weight}, assign=True)
+    return twin
 
 
 def save_head(head: EagleHead | BlockHead, directory: str | Path, card: str) -> None:

@@ -13,13 +13,10 @@ from torch import Tensor
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.block.checkpoint import load_block_head
 from fastspec.generation.drafters.block.head import BlockHead
-from fastspec.generation.drafters.eagle.checkpoint import read_checkpoint
-from fastspec.generation.drafters.eagle.dialects import MAP
 from fastspec.generation.drafters.eagle.head import EagleHead
-from fastspec.patches.assistants.heads import find_head, load_head
+from fastspec.patches.assistants.heads import load_head
 from fastspec.training.config import TrainConfig
 from fastspec.training.save import checkpoint_tensors
-from fastspec.training.target_rows import share_lm_head
 
 
 def opened(config: TrainConfig, target: Any) -> EagleHead | BlockHead | None:
@@ -39,8 +36,6 @@ def opened(config: TrainConfig, target: Any) -> EagleHead | BlockHead | None:
     if head.config.kind != config.kind:
         raise Unsupported(f"{config.start_from} is a head of kind {head.config.kind!r} and the run trains {config.kind!r}: give that kind")
     if isinstance(head, EagleHead):
-        if head.config.target_rows:
-            share_lm_head(head, target, read_checkpoint(find_head(config.start_from)).state[MAP])
         try:
             checkpoint_tensors(head)
         except ValueError as error:
@@ -59,8 +54,7 @@ def with_sizes_of(config: TrainConfig, head: EagleHead | BlockHead) -> TrainConf
         sizes |= {"draft_vocab_size": b.draft_vocab_size} if b.own_lm_head else {}
     elif head.config.kind == "eagle3":
         c = head.config
-        sizes |= {"draft_vocab_size": c.draft_vocab_size, "taps": c.taps, "share_lm_head": c.target_rows}
-        sizes |= {} if c.target_rows else {"hidden_size": c.hidden_size}
+        sizes |= {"draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "taps": c.taps, "share_lm_head": c.target_rows}
     left_out = {"taps": (), "mask_token": -1, "share_lm_head": False}
     other = [f"{name} {getattr(config, name)!r} (the head: {size!r})" for name, size in sizes.items()
              if getattr(config, name) not in (left_out.get(name, 0), size)]  # fmt: skip

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.layers.decoder import is_plain
 from fastspec.patches.hf.compat import stack_of
 from fastspec.training.data import Batch
 from fastspec.training.ttt import Teacher
@@ -38,12 +39,18 @@ def head_for(
     c = target.config.get_text_config()
     heads = c.num_attention_heads
     layers = c.num_hidden_layers
+    read = target.get_output_embeddings().weight.shape[1]
+    if target_rows and not (hidden_size or c.hidden_size) == c.hidden_size == read:
+        raise Unsupported(
+            f"share_lm_head needs one width: the target's states are {c.hidden_size} wide, its LM head reads {read}, and the head is to be "
+            f"{hidden_size or c.hidden_size}"
+        )
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", getattr(c, "rope_theta", 10000.0))
     if kind == "eagle3":
         taps = taps or tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)}))
     return HeadConfig(
         kind=kind,
-        own_lm_head=kind == "eagle3",
+        own_lm_head=kind == "eagle3" and not target_rows,
         target_rows=target_rows,
         hidden_size=hidden_size or c.hidden_size,
         intermediate_size=intermediate_size or c.intermediate_size,
@@ -81,14 +88,13 @@ def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
     c = head.config
     head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
     _random(head)
-    if head.lm_head is None or head.norm is None:
-        return
-    if c.hidden_size != c.target_hidden_size:
-        if c.target_rows:
-            raise Unsupported(f"the target's LM head reads states {c.target_hidden_size} wide, the head is {c.hidden_size} wide")
-        return
     weight = target.get_output_embeddings().weight
-    head.lm_head.weight.copy_(weight[vocabulary.to(weight.device)])
+    if head.norm is None or not c.hidden_size == c.target_hidden_size == weight.shape[1]:
+        return
+    if head.lm_head is not None:
+        head.lm_head.weight.copy_(weight[vocabulary.to(weight.device)])
+    if head.lm_head_map is not None:
+        nn.init.eye_(head.lm_head_map.weight)
     weight = getattr(final_norm(target), "weight", None)
     if isinstance(weight, Tensor) and weight.shape == head.norm.weight.shape:
         head.norm.weight.copy_(weight)
@@ -172,7 +178,7 @@ class TargetReader:
         parts = []
         for start in range(0, len(states), self.chunk):
             rows = states[start : start + self.chunk]
-            if known is None or len(self.vocabulary) == size:
+            if known is None or not self.drafted_bytes:
                 logits = self.lm_head(rows)
                 whole, best = logits.float().logsumexp(-1), logits.argmax(-1)
                 kept = logits if len(self.vocabulary) == size else logits[:, self.vocabulary]
@@ -183,8 +189,15 @@ class TargetReader:
             parts.append(Judged(kept.float().softmax(-1).to(rows.dtype), share.exp(), whole, best))
         return Judged(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
+    @property
+    def drafted_bytes(self) -> int:
+        """Of a copy of the LM head's rows for the draft vocabulary; 0 where none is made, since it is that of the whole or the LM head's
+        logits are not plainly those of its weight."""
+        part = len(self.vocabulary) < self.lm_head.weight.shape[0] and is_plain(self.lm_head)
+        return len(self.vocabulary) * self.lm_head.weight.shape[1] * self.lm_head.weight.itemsize if part else 0
+
     def _drafted(self, rows: Tensor) -> Tensor:
-        """Logits [M, V_d] of the draft vocabulary alone."""
+        """Logits [M, V_d] of the draft vocabulary alone, of a plain LM head."""
         if self._rows is None:
             bias = self.lm_head.bias
             self._rows = self.lm_head.weight[self.vocabulary], None if bias is None else bias[self.vocabulary]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
+from accelerate.utils import broadcast, gather
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.block.head import BlockHead
@@ -80,6 +80,8 @@ class Trainer:
         vocab = target.get_input_embeddings().weight.shape[0]
         self.identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY}
         self.identity |= {"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "processes": accelerator.num_processes}
+        if config.keep_features:  # what is kept hangs on it
+            self.identity["target_dtype"] = str(target.dtype)
         state = self._stored()
         if state is None and began is not None:
             vocabulary = vocabulary_of(began)
@@ -100,7 +102,8 @@ class Trainer:
             self.learner = EagleLearner(config, target, vocabulary, first, began if isinstance(began, EagleHead) else None)
         self.head, self.reader = self.learner.head, self.learner.reader
         if config.keep_features:
-            self.features = KeptFeatures(self.reader, self.texts, config.keep_features)
+            mine = np.arange(accelerator.process_index, len(self.texts), accelerator.num_processes)
+            self.features = KeptFeatures(self.reader, self.texts, config.keep_features, mine)
         self.vocabulary = vocabulary
         self.head.to(accelerator.device)
         optimizer = torch.optim.AdamW(self.head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -121,7 +124,7 @@ class Trainer:
             return None
         state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
         begun = {each.name: each.default for each in fields(TrainConfig)} | state["identity"]  # an older run lacks newer settings
-        other = [name for name, value in self.identity.items() if begun[name] != value]
+        other = [name for name, value in self.identity.items() if begun.get(name) != value]
         if other:
             was = ", ".join(f"{name} {begun[name]!r} (now {self.identity[name]!r})" for name in other)
             raise Unsupported(f"the run in {self.folder} has {was}: go on with the same, choose another output folder, or set resume=False")
@@ -129,19 +132,27 @@ class Trainer:
 
     def _plan(self, epoch: int) -> list[np.ndarray]:
         rng = np.random.default_rng((self.config.seed, epoch))
-        groups = self._groups(rng)
+        if self.features is not None:
+            return self._own_groups(self.features.kept, rng)
+        groups = plan_batches(self.texts.lengths, self.config.batch_tokens, self.config.length_multiple, rng)
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         return groups[: max(1, len(groups) // world) * world][rank::world] or groups
 
-    def _groups(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Batches of all texts; those that are kept in memory apart from the others, whose batches the target has to read."""
+    def _own_groups(self, kept: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        """Batches of this process's texts, in every epoch the same: those that are kept in memory apart from the others, whose batches the
+        target has to read. All processes have as many."""
         tokens, multiple, lengths = self.config.batch_tokens, self.config.length_multiple, self.texts.lengths
-        if self.features is None or self.features.kept.all():
-            return plan_batches(lengths, tokens, multiple, rng)
-        parts = (np.flatnonzero(self.features.kept), np.flatnonzero(~self.features.kept))
-        groups = [part[group] for part in parts for group in plan_batches(lengths[part], tokens, multiple, rng)]
-        rng.shuffle(groups)  # type: ignore[arg-type]  # a list of arrays is shuffled in place
-        return groups
+        mine = np.arange(len(lengths)) % self.accelerator.num_processes == self.accelerator.process_index
+        groups: list[np.ndarray] = []
+        for part in (np.flatnonzero(mine & kept), np.flatnonzero(mine & ~kept)):
+            before, more = len(groups), [part[group] for group in plan_batches(lengths[part], tokens, multiple, rng)]
+            groups += more
+            if before and more:
+                rng.shuffle(groups)  # type: ignore[arg-type]  # a list of arrays is shuffled in place
+        if self.accelerator.num_processes == 1:
+            return groups
+        counts = gather(torch.tensor([len(groups)], device=self.accelerator.device))
+        return groups[: int(counts.min())]
 
     def step(self, batch: Batch) -> dict[str, Any]:
         """One optimiser step; returns tensors, so that nothing waits for the device."""

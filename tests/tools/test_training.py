@@ -190,6 +190,7 @@ torch.set_num_threads(1)
 from helpers_training import small_target, small_tokenizer
 from test_training import whole_run
 from fastspec.training import train
+from fastspec.training.target import TargetReader
 from fastspec.training.trainer import Trainer
 seen, losses, step = [], [], Trainer.step
 def noted(self, batch):
@@ -199,24 +200,34 @@ def noted(self, batch):
     return self.last
 Trainer.step = noted
 folder = Path(sys.argv[2])
-found = train(whole_run(folder, "head"), target=small_target(1, peak=0.08), tokenizer=small_tokenizer())
+rows, said = [0], TargetReader.said
+def counted(self, ids, where):
+    rows[0] += len(ids)
+    return said(self, ids, where)
+TargetReader.said = counted
+config = whole_run(folder, "head", epochs=4.0, keep_features=float(sys.argv[3]))
+found = train(config, target=small_target(1, peak=0.08), tokenizer=small_tokenizer())
 trainer = noted.trainer
-torch.save([seen, losses, trainer.head.state_dict(), str(found)], folder / f"rank{trainer.rank}.pt")
+mine = len(range(trainer.accelerator.process_index, len(trainer.texts), 2))
+torch.save([seen, losses, trainer.head.state_dict(), str(found), rows[0], mine], folder / f"rank{trainer.rank}.pt")
 """
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_batches_and_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gib", [0.0, 0.5])
+def test_two_processes_share_the_batches_and_the_weights(tmp_path: Path, gib: float) -> None:
     (tmp_path / "two.py").write_text(TWO)
     whole_run(tmp_path, "head")  # writes the prompts before two processes do
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(tmp_path / "two.py"), str(Path(__file__).parents[1]), str(tmp_path)]
+    command = [*launch, str(tmp_path / "two.py"), str(Path(__file__).parents[1]), str(tmp_path), str(gib)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "ACCELERATE_USE_CPU": "true"})
     assert ended.returncode == 0, ended.stderr[-3000:]
-    (seen0, losses0, head0, _), (seen1, _, head1, where) = (torch.load(tmp_path / f"rank{i}.pt") for i in (0, 1))
+    (seen0, losses0, head0, _, *read0), (seen1, _, head1, where, *read1) = (torch.load(tmp_path / f"rank{i}.pt") for i in (0, 1))
     assert where == str(tmp_path / "head")
     assert len(seen0) == len(seen1) > 4
     half = len(seen0) // 2
     assert not [batch for batch in seen0[:half] if batch in seen1[:half]], "within one pass the processes see different batches"
     torch.testing.assert_close(head0, head1, rtol=0, atol=0)
+    for rows, mine in (read0, read1):  # validation and a look at the sizes come on top
+        assert rows < 2 * mine if gib else rows > 2.5 * mine, (rows, mine)
     assert sum(losses0[-3:]) < sum(losses0[:3])

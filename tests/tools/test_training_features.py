@@ -16,13 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 import fastspec
+from fastspec.bench.run import readable
 from fastspec.errors import CheckpointError, Unsupported
-from fastspec.generation.drafters.eagle.checkpoint import build_head, read_checkpoint
 from fastspec.patches.assistants.heads import inspect_head, load_head
 from fastspec.training.data import Batch, Texts, batches, plan_batches
 from fastspec.training.features import GIB, KeptFeatures
 from fastspec.training.target import TargetReader
-from fastspec.training.target_rows import TargetRows
 from fastspec.training.trainer import Trainer
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
@@ -62,7 +61,7 @@ def agree(one: Any, two: Any, batch: Batch, texts: Texts) -> None:
 
 
 @given(
-    taps=st.sampled_from([(), (1, 2, 4), (3,)]), vocabulary=st.integers(1, 128), gib=st.sampled_from([ALL, 2e-4, 5e-5]),
+    taps=st.sampled_from([(), (1, 2, 4), (3,)]), vocabulary=st.integers(1, 128), gib=st.sampled_from([ALL, 3e-4, 1.2e-4]),
     seed=st.integers(0, 99), chunk=st.sampled_from([50, 300, 4096]),
 )  # fmt: skip
 def test_recalled_teachers_are_the_targets_own(
@@ -71,7 +70,7 @@ def test_recalled_teachers_are_the_targets_own(
     model, texts, _ = material
     ids = torch.from_numpy(np.sort(np.random.default_rng(seed).choice(128, vocabulary, replace=False)))
     reader = TargetReader(model, taps, ids, chunk=chunk)
-    kept = KeptFeatures(reader, texts, gib)
+    kept = KeptFeatures(reader, texts, gib, np.arange(len(texts)))
     wide = max(1, len(taps)) * 64 * 4
     held = kept.features.nbytes + kept.states.nbytes + kept.whole.nbytes + kept.best.nbytes
     assert held <= gib * GIB and kept.features.shape[1] * 4 == wide
@@ -80,6 +79,24 @@ def test_recalled_teachers_are_the_targets_own(
         for batch in batches(texts, plan_batches(texts.lengths, 700, 16, np.random.default_rng((seed, epoch))), 16):
             agree(kept.read(batch), reader.read(batch.ids, batch.where), batch, texts)
     assert (kept.read_before == kept.kept).all()
+
+
+@pytest.mark.parametrize("change", ["hook", "class"])
+def test_an_lm_head_that_is_more_than_its_weight_is_asked_itself(material: Material, change: str) -> None:
+    class Halved(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 0.5
+
+    model, texts = small_target(), material[1]
+    if change == "hook":
+        model.lm_head.register_forward_hook(lambda module, given, out: out * 0.5)
+    else:
+        model.lm_head.__class__ = Halved
+    reader = TargetReader(model, (1, 2, 4), torch.arange(90), chunk=300)
+    kept = KeptFeatures(reader, texts, ALL, np.arange(len(texts)))
+    for _ in range(2):
+        for batch in batches(texts, plan_batches(texts.lengths, 700, 16, None), 16):
+            agree(kept.read(batch), reader.read(batch.ids, batch.where), batch, texts)
 
 
 def test_kept_texts_are_read_once(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +136,8 @@ def test_a_run_learns_the_same_from_memory(material: Material, tmp_path: Path, k
 
 def test_less_memory_than_a_text_takes_is_refused(material: Material) -> None:
     reader = TargetReader(material[0], (1, 2, 4), torch.arange(90))
-    with pytest.raises(Unsupported, match=r"keep_features is 1e-09 GiB and one text takes .*: allow more, or 0 for none"):
-        KeptFeatures(reader, material[1], 1e-9)
+    with pytest.raises(Unsupported, match=r"keep_features is 1e-09 GiB, and the shortest text takes .*: allow more, or 0 for none"):
+        KeptFeatures(reader, material[1], 1e-9, np.arange(60))
 
 
 @pytest.fixture(scope="module")
@@ -133,18 +150,15 @@ def shared(material: Material, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 def test_a_shared_lm_head_is_the_targets_rows(material: Material, shared: tuple[Trainer, Path]) -> None:
     (trainer, folder), model = shared, material[0]
-    rows, trained = model.lm_head.weight[trainer.vocabulary], trainer.head.lm_head
-    assert isinstance(trained, TargetRows)
-    torch.testing.assert_close(trained.rows, rows, rtol=0, atol=0)  # not trained
-    assert (trained.map - torch.eye(64)).abs().max() > 0.01  # but this
-    written = load_file(folder / "model.safetensors")
-    assert "lm_head.weight" not in written and not any("rows" in name for name in written)
-    assert not any("rows" in name for name in torch.load(folder / "state.pt", weights_only=True)["head"])
+    written, rows = load_file(folder / "model.safetensors"), model.lm_head.weight[trainer.vocabulary]
+    assert "lm_head.weight" not in written and trainer.head.lm_head is None
+    assert (written["lm_head_map.weight"].float() - torch.eye(64)).abs().max() > 0.01  # learned, from the identity
     head = load_head(folder, model)
-    assert head.config.target_rows and type(head.lm_head) is torch.nn.Linear
-    torch.testing.assert_close(head.lm_head.weight, rows @ written["lm_head_map.weight"].float())
+    read = head.readout()
+    assert head.config.target_rows and type(read) is torch.nn.Linear and head.readout() is read
+    torch.testing.assert_close(read.weight, rows @ written["lm_head_map.weight"].float())
     states = torch.randn(7, 64)
-    torch.testing.assert_close(head.lm_head(states), trained(states), rtol=0.02, atol=0.02)  # its file is bf16
+    torch.testing.assert_close(head.logits(states), read(head.norm(states)))
     assert ("target_rows", "True (weights)") in inspect_head(folder, model).rows()
     assert "`lm_head_map.weight`" in (folder / "README.md").read_text()
 
@@ -161,12 +175,12 @@ def test_a_run_goes_on_from_a_head_with_a_shared_lm_head(material: Material, sha
     sizes = {"draft_vocab_size": 0, "intermediate_size": 0}
     second = Trainer(settings(tmp_path, start_from=str(folder), epochs=0.5, **sizes), *material, Accelerator(cpu=True))
     assert second.config.share_lm_head and second.head.config == trainer.head.config
-    one, two = trainer.head.lm_head, second.head.lm_head
-    assert isinstance(one, TargetRows) and isinstance(two, TargetRows)
-    torch.testing.assert_close(two.map, one.map.bfloat16().float(), rtol=0, atol=0)
+    one, two = trainer.head.lm_head_map, second.head.lm_head_map
+    assert one is not None and two is not None
+    torch.testing.assert_close(two.weight, one.weight.bfloat16().float(), rtol=0, atol=0)
     assert second.validate()["accuracy"] == pytest.approx(trainer.validate()["accuracy"], abs=0.03)
     second.run()
-    assert torch.equal(two.rows, one.rows) and not torch.equal(two.map, one.map.bfloat16().float())
+    assert not torch.equal(two.weight, one.weight.bfloat16().float())
     with pytest.raises(Unsupported, match=r"other sizes than the run: share_lm_head True \(the head: False\)"):
         own = Trainer(settings(tmp_path / "own", epochs=0.1), *material, Accelerator(cpu=True))
         own.run()
@@ -178,9 +192,18 @@ def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shar
     model, folder = material[0], shared[1]
     weight = model.lm_head.weight
     try:
-        model.lm_head.weight = torch.nn.Parameter(torch.zeros(128, 32, dtype=torch.uint8), requires_grad=False)  # packed, as bitsandbytes'
-        with pytest.raises(CheckpointError, match=r"rows of the target's LM head .* no plain floating-point matrix"):
-            load_head(folder, model)
+        for wrong, told in (
+            (torch.zeros(128, 32, dtype=torch.uint8), "torch.uint8"),  # packed, as bitsandbytes'
+            (torch.zeros(128, 64).to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+            (torch.zeros(128, 64, device="meta"), "on the device meta"),
+            (torch.zeros(90, 64), r"of shape \[90, 64\]"),
+            (torch.zeros(128, 32), r"of shape \[128, 32\]"),
+        ):
+            model.lm_head.weight = torch.nn.Parameter(wrong, requires_grad=False)
+            with pytest.raises(CheckpointError, match=rf"drafts with rows \[64\] of the target's LM head.* that is {told}.*: load the"):
+                load_head(folder, model)
+            (reason,) = inspect_head(folder, model).misfits or ()
+            assert "rows [64]" in reason
     finally:
         model.lm_head.weight = weight
     for path in folder.iterdir():
@@ -193,12 +216,10 @@ def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shar
         save_file(tensors | more, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match=told):
             load_head(tmp_path, model)
-    with pytest.raises(CheckpointError, match="leaves its LM head to the target"):
-        build_head(read_checkpoint(folder))
     with pytest.raises(ValueError, match="share_lm_head belongs to kind"):
         settings(tmp_path, share_lm_head=True, kind="dspark")
-    with pytest.raises(ValueError, match="share_lm_head belongs to kind"):
-        settings(tmp_path, share_lm_head=True, hidden_size=32)
+    with pytest.raises(Unsupported, match="states are 64 wide, its LM head reads 64, and the head is to be 32"):
+        Trainer(settings(tmp_path / "narrow", share_lm_head=True, hidden_size=32), *material, Accelerator(cpu=True))
 
 
 @pytest.mark.gpu
@@ -222,3 +243,48 @@ def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path) -> 
         for fused in (None, False):
             assert torch.equal(model.generate(ids, assistant=fastspec.Eagle3(fused=fused), **options), plain)
             assert fastspec.report(model).last.acceptance_length > 1.2
+
+
+def test_other_programs_get_a_head_with_an_lm_head_of_its_own(material: Material, shared: tuple[Trainer, Path], tmp_path: Path) -> None:
+    model, folder = material[0], shared[1]
+    head, states = load_head(folder, model), torch.randn(7, 64)
+    assert readable(head, str(folder), str(tmp_path)) == str(tmp_path)
+    written = load_head(tmp_path, model)
+    assert written.config.own_lm_head and not written.config.target_rows and written.lm_head is not None
+    torch.testing.assert_close(written.logits(states), head.logits(states), rtol=0.02, atol=0.02)  # bf16
+    for name in ("fc.weight", "norm.weight", "d2t"):
+        assert torch.equal(written.state_dict()[name], head.state_dict()[name])
+    assert readable(written, str(tmp_path), "nowhere") == str(tmp_path)
+
+
+def test_a_shared_lm_head_follows_the_target(material: Material, shared: tuple[Trainer, Path]) -> None:
+    """A head that was loaded for one target and given to another, an LM head that is replaced, and one that is changed in place."""
+    folder, other = shared[1], small_target()
+    head = load_head(folder, material[0])
+    other.lm_head.weight.copy_(other.lm_head.weight.roll(1, 0))
+    given = load_head(head, other)
+    fresh, former = load_head(folder, other).readout(), head.readout()
+    moved = given.readout()
+    assert fresh is not None and former is not None and moved is not None
+    assert torch.equal(moved.weight, fresh.weight) and not torch.equal(moved.weight, former.weight)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    changed = given.readout()
+    assert changed is not None and torch.equal(changed.weight, 2 * fresh.weight)
+
+    ids = torch.arange(5, 15)[None]
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
+    model = small_target()
+    with fastspec.patched(model, eagle3=folder):
+        model.generate(ids, assistant="eagle3", **options)
+        length = fastspec.report(model).last.acceptance_length
+        order = torch.randperm(128, generator=torch.Generator().manual_seed(3))
+        embedding, lm_head = torch.nn.Embedding(128, 64), torch.nn.Linear(64, 128, bias=False)
+        embedding.weight.data, lm_head.weight.data = model.model.embed_tokens.weight[order], model.lm_head.weight[order]
+        model.set_input_embeddings(embedding)
+        model.set_output_embeddings(lm_head.requires_grad_(False))
+        prompt = torch.argsort(order)[ids]
+        out = model.generate(prompt, assistant="eagle3", **options)
+        again = fastspec.report(model).last.acceptance_length
+    assert torch.equal(out, model.generate(prompt, **options))
+    assert length > 1.2 and again > 1.0

@@ -186,7 +186,7 @@ def supports(config: Any) -> bool:
     size = config.head_dim
     widths = (config.hidden_size, config.target_hidden_size, config.intermediate_size)
     fits = size >= 16 and size & (size - 1) == 0 and all(width % 16 == 0 for width in widths)
-    return config.kind == "eagle3" and config.num_hidden_layers == 1 and config.own_lm_head and plain and fits
+    return config.kind == "eagle3" and config.num_hidden_layers == 1 and (config.own_lm_head or config.target_rows) and plain and fits
 
 
 def draft_weights(head: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
@@ -200,7 +200,7 @@ def draft_weights(head: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
     weights = DraftWeights(
         embed.weight.detach(), head.fc.weight.detach(), fc_norm, layer.input_layernorm.weight.detach(), layer.hidden_norm.weight.detach(),
         qkv, layer.self_attn.o_proj.weight.detach(), layer.post_attention_layernorm.weight.detach(), gate_up,
-        layer.mlp.down_proj.weight.detach(), head.norm.weight.detach(), head.lm_head.weight.detach(), head.d2t,
+        layer.mlp.down_proj.weight.detach(), head.norm.weight.detach(), head.readout().weight.detach(), head.d2t,
         c.num_attention_heads, c.num_key_value_heads, len(c.taps), c.rms_norm_eps, c.norm_before_residual, c.norm_output,
     )  # fmt: skip
     size, width = c.head_dim, c.hidden_size

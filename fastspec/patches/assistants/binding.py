@@ -44,7 +44,7 @@ def refreshed(head: EagleHead, target: PreTrainedModel) -> EagleHead:
         reasons.append(f"the head drafts tokens up to {last}")
     if own and held.weight.shape[0] < rows[1]:
         reasons.append(f"the head's own embedding has {held.weight.shape[0]} rows")
-    if borrowed is not None and rows[1] != head.config.draft_vocab_size:
+    if borrowed is not None and not head.config.target_rows and rows[1] != head.config.draft_vocab_size:
         reasons.append(f"the head drafts with the model's LM head, of {head.config.draft_vocab_size} tokens")
     wide = [each.weight.shape[1] for each in ((None if own else embedding), (None if borrowed is None else lm_head)) if each is not None]
     if any(each != head.config.hidden_size for each in wide):

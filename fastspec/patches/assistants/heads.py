@@ -33,10 +33,9 @@ from fastspec.generation.drafters.eagle.checkpoint import (
     override,
     read_checkpoint,
     with_taps,
-    with_target_rows,
 )
 from fastspec.generation.drafters.eagle.dialects import TRAINED_THETA, Flag
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig, no_rows
 from fastspec.patches.assistants.binding import BOUND_ROWS, OWN_EMBEDDING, rows_of
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.placement import check_borrowed
@@ -154,7 +153,7 @@ def _packaged_heads() -> dict[str, Path]:
 
 
 def _build(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> EagleHead:
-    head = build_head(with_target_rows(checkpoint, target.get_output_embeddings())).to(device_of(target), target.dtype)
+    head = build_head(checkpoint).to(device_of(target), target.dtype)
     if head.inv_freq is None:
         head.set_rope(*scaled_rope(head.config))
     embedding = _embedding(checkpoint, target)
@@ -165,7 +164,7 @@ def _build(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> EagleHead:
 
 
 def _bind(head: EagleHead, embedding: nn.Module, target: PreTrainedModel) -> None:
-    if head.lm_head is None:
+    if head.lm_head is None and head.lm_head_map is None:
         check_borrowed(target)
     head.bind(embedding, target.get_output_embeddings())
 
@@ -278,6 +277,9 @@ def inspect_head(
         sizes = Sizes.of(target)
         checkpoint = with_taps(checkpoint, sizes.num_layers)
         found = misfits(checkpoint.config, checkpoint.embedding, **sizes._asdict())
+        if checkpoint.config.target_rows and isinstance(target, PreTrainedModel):
+            reason = no_rows(target.get_output_embeddings(), checkpoint.state["d2t"], checkpoint.config.hidden_size)
+            found += () if reason is None else (reason,)
     return HeadReport(
         source=str(source),
         dialect=checkpoint.dialect,

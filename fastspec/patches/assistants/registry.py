@@ -117,7 +117,7 @@ def _share(program: HeadProgram, ops: Ops) -> None:
     embedding, lm_head = program.head.__dict__["_embed_tokens"], program.head.__dict__["_target_lm_head"]
     if embedding is not None and parallel_style(embedding) is not None:
         program.look_up = embedding_of(embedding, ops)
-    share = None if lm_head is None else share_of(lm_head)
+    share = None if lm_head is None or program.head.lm_head_map is not None else share_of(lm_head)
     if share is not None:
         program.vocabulary = share.run(ops)
 

@@ -15,23 +15,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.drafters.eagle.dialects import MAP, Description, Flag, describe, normalise_key
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.drafters.eagle.dialects import Description, Flag, describe, normalise_key
+from fastspec.generation.drafters.eagle.head import FLOATS, EagleHead, HeadConfig
 from fastspec.reading import parse_json
 
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadCheckpoint:
     """A head as read from disk.
 
-    `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; where `config.target_rows` is set it
-    holds the learned matrix (MAP) until `with_target_rows` makes `lm_head.weight` of it. `embedding` [V, H] is the head's own
+    `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; `embedding` [V, H] is the head's own
     embedding, if it brought one. Where `taps_known` is False the checkpoint leaves the taps to the target's depth: `config.taps` then
     only counts them, and `with_taps` fills them in. `flags` maps a switch to its value and what decided it; `notes` are for a person.
     """
@@ -143,7 +141,7 @@ def misfits(
         found.append(f"the head taps hidden_states{list(config.taps)}, the target has {num_layers} layers")
     if embedding is None and config.hidden_size != shared:
         found.append(f"the head is {config.hidden_size} wide and has no embedding of its own, the target's is {shared} wide")
-    if (config.kind == "eagle" or config.target_rows or not config.own_lm_head) and config.hidden_size != shared:
+    if (config.kind == "eagle" or not config.own_lm_head) and config.hidden_size != shared:
         found.append(f"the head is {config.hidden_size} wide and has no LM head of its own, the target's reads states {shared} wide")
     return tuple(found)
 
@@ -160,34 +158,10 @@ def check_fit(
         raise CheckpointError(f"{checkpoint.where} does not fit this target: {'; '.join(found)}. Use the head made for this target")
 
 
-def with_target_rows(checkpoint: HeadCheckpoint, lm_head: nn.Module | None) -> HeadCheckpoint:
-    """The checkpoint with an LM head, where it leaves that to the target: the rows of `lm_head` for the tokens that the head drafts times
-    the learned matrix, and all weights in the dtype of these rows.
-
-    Raises CheckpointError where the target has no such rows in plain floating point.
-    """
-    if not checkpoint.config.target_rows:
-        return checkpoint
-    weight = getattr(lm_head, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.is_meta or weight.ndim != 2:
-        raise CheckpointError(
-            f"{checkpoint.where} drafts with rows of the target's LM head ({MAP}), and that of this target is no plain "
-            "floating-point matrix: load the target without quantising or offloading its LM head"
-        )
-    state = {name: value.to(weight.dtype) if value.is_floating_point() else value for name, value in checkpoint.state.items()}
-    offsets = state["d2t"]
-    ids = (torch.arange(len(offsets)) + offsets.cpu()).to(weight.device)
-    rows = weight.detach()[ids].float() @ checkpoint.state[MAP].to(weight.device, torch.float32)
-    del state[MAP]
-    return replace(checkpoint, state=state | {"lm_head.weight": rows.to(offsets.device, weight.dtype)})
-
-
 def build_head(checkpoint: HeadCheckpoint) -> EagleHead:
     """The module, in the dtype of `fc.weight`, its parameters being the checkpoint's tensors; it still has to be bound."""
     if not checkpoint.taps_known:
         raise CheckpointError(f"{checkpoint.where} names no taps: call with_taps(checkpoint, num_layers) with the target's depth first")
-    if MAP in checkpoint.state:
-        raise CheckpointError(f"{checkpoint.where} leaves its LM head to the target: call with_target_rows(checkpoint, lm_head) first")
     with torch.device("meta"):
         head = EagleHead(checkpoint.config)
     head.load_state_dict(checkpoint.state, strict=True, assign=True)
@@ -357,9 +331,6 @@ def _fill_output_bias(config: HeadConfig, state: dict[str, Tensor], notes: list[
 def _check_keys(config: HeadConfig, state: dict[str, Tensor], where: str) -> None:
     with torch.device("meta"):
         expected = EagleHead(config).state_dict()
-    if config.target_rows:
-        rows = expected.pop("lm_head.weight")
-        expected[MAP] = rows.new_empty(rows.shape[1], rows.shape[1])
     missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if missing or unknown:
         parts = [f"missing {_some(missing)}"] * bool(missing) + [f"unknown {_some(unknown)}"] * bool(unknown)

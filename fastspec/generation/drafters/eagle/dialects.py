@@ -31,8 +31,6 @@ FIELD_KINDS = {
     "a positive number": ("rope_theta", "rms_norm_eps", "partial_rotary_factor", "original_max_position_embeddings", "factor"),
     "a name": ("model_type", "hidden_act", "rope_type", "type"),
 }
-MAP = "lm_head_map.weight"
-"""The matrix between a head's states and rows of the target's LM head, see `HeadConfig.target_rows`."""
 CHECKS: dict[str, Callable[[object], bool]] = {
     "a list of names": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
     "a list of layer numbers": lambda value: isinstance(value, list) and all(type(item) is int and item >= 0 for item in value),
@@ -295,8 +293,8 @@ def _switches_from_keys(state: Mapping[str, Tensor], sizes: Mapping[str, Any], f
         if declared is not None and declared.value is True and not switches[name]:
             switches[name], flags[name] = True, Flag(True, declared.source)
     like_target = sizes["draft_vocab_size"] == sizes["vocab_size"] and sizes["hidden_size"] == sizes["target_hidden_size"]
-    switches["target_rows"] = eagle3 and MAP in state
-    switches["own_lm_head"] = eagle3 and ("lm_head.weight" in state or not like_target or switches["target_rows"])
+    switches["target_rows"] = eagle3 and "lm_head_map.weight" in state
+    switches["own_lm_head"] = eagle3 and ("lm_head.weight" in state or not like_target) and not switches["target_rows"]
     flags |= {name: Flag(switches[name], "weights") for name in ("own_lm_head", "target_rows")}
     return switches
 

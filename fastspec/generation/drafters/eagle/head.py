@@ -20,6 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastspec.errors import CheckpointError
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -33,8 +36,8 @@ class HeadConfig:
 
     `kind` is "eagle3", or "eagle" for EAGLE-1/2 heads (the two share their weights). `taps` are indices into transformers'
     `hidden_states` (index i is the output of layer i - 1); for kind "eagle" they are empty: the feature is the last hidden state
-    after the target's final norm. `own_lm_head` is False for heads that use the target's LM head, whole; with `target_rows` the
-    head's LM head is a learned matrix [H, H] and then the target's rows of the tokens it drafts, which its checkpoint does not hold.
+    after the target's final norm. `own_lm_head` is False for heads that use the target's LM head: whole, or with `target_rows`
+    its rows of the drafted tokens, behind a matrix [H, H] of the head's own.
     """
 
     kind: str = "eagle3"
@@ -97,10 +100,11 @@ class HeadConfig:
             raise ValueError(f"taps is {self.taps}; give the indices into hidden_states that the head reads, such as (2, 16, 29)")
         if self.fc_norm and self.input_norm:
             raise ValueError("fc_norm and input_norm exclude each other")
-        if not self.own_lm_head and (self.draft_vocab_size != self.vocab_size or self.hidden_size != self.target_hidden_size):
+        whole = self.target_rows or self.draft_vocab_size == self.vocab_size
+        if not self.own_lm_head and not (whole and self.hidden_size == self.target_hidden_size):
             raise ValueError("own_lm_head=False uses the target's LM head: draft_vocab_size and hidden_size must be the target's")
-        if self.target_rows and not self.own_lm_head:
-            raise ValueError("target_rows=True gives the head an LM head: own_lm_head must be True")
+        if self.target_rows and self.own_lm_head:
+            raise ValueError("target_rows=True uses the target's LM head: own_lm_head must be False")
 
 
 class RMSNorm(nn.Module):
@@ -211,16 +215,24 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList(Layer(c, i) for i in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps) if eagle3 else None
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False) if eagle3 and c.own_lm_head else None
+        self.lm_head_map = nn.Linear(c.hidden_size, c.hidden_size, bias=False) if c.target_rows else None
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.inv_freq = rope_frequencies(c)
         self.rope_scale = 1.0
         self.__dict__["_embed_tokens"] = None
         self.__dict__["_target_lm_head"] = None
+        self.__dict__["_joined"] = None
 
     def bind(self, embed_tokens: nn.Module, lm_head: nn.Module | None) -> None:
-        """Take the target's embedding and, for heads without their own, its LM head. References are kept, nothing is copied."""
+        """Take the target's embedding and, for heads without their own, its LM head. References are kept, nothing is copied.
+
+        Raises CheckpointError where the head drafts with rows of the LM head and that has none to give.
+        """
         if self.lm_head is None and lm_head is None:
             raise ValueError("this head has no LM head of its own: call bind(embed_tokens, lm_head) with the target's LM head")
+        reason = no_rows(lm_head, self.d2t, self.config.hidden_size) if self.lm_head_map is not None else None
+        if reason is not None:
+            raise CheckpointError(f"{reason}: load the target without quantising or offloading its LM head, or use another head")
         self.__dict__["_embed_tokens"] = embed_tokens
         self.__dict__["_target_lm_head"] = lm_head if self.lm_head is None else None
 
@@ -269,8 +281,35 @@ class EagleHead(nn.Module):
         lm_head = self.lm_head if self.lm_head is not None else self.__dict__["_target_lm_head"]
         if lm_head is None:
             raise RuntimeError("the head is not bound to a target: call head.bind(embed_tokens, target.get_output_embeddings()) first")
+        if self.lm_head_map is not None:
+            mapped = self.lm_head_map(hidden)
+            return F.linear(mapped, self._rows(lm_head).to(mapped))
         logits: Tensor = lm_head(hidden)
         return logits
+
+    def readout(self) -> Any:
+        """The module that drafting reads logits with: the head's own LM head or the target's, or one made of the target's rows and the
+        head's matrix, which is kept until either is another. None where the head needs the target's and is not bound."""
+        lm_head: Any = self.__dict__["_target_lm_head"]
+        if self.lm_head_map is None or lm_head is None:
+            return lm_head if self.lm_head is None else self.lm_head
+        parts = (lm_head.weight, self.lm_head_map.weight)
+        made_of = [(id(each), each.data_ptr(), 0 if each.is_inference() else each._version, each.dtype, each.device) for each in parts]
+        if self.__dict__["_joined"] is None or self.__dict__["_joined"][0] != made_of:
+            with torch.no_grad():
+                rows = self._rows(lm_head)
+                joined = (rows.float() @ self.lm_head_map.weight.to(rows.device, torch.float32)).to(self.fc.weight)
+            made = nn.Linear(joined.shape[1], joined.shape[0], bias=False, device="meta")
+            made.weight = nn.Parameter(joined, requires_grad=False)
+            self.__dict__["_joined"] = made_of, made
+        return self.__dict__["_joined"][1]
+
+    def _rows(self, lm_head: Any) -> Tensor:
+        """The rows [V_d, H] of the target's LM head for the drafted tokens; of all processes that hold it together."""
+        weight = lm_head.weight.detach()
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        rows: Tensor = weight[self.to_target(torch.arange(len(self.d2t), device=self.d2t.device)).to(weight.device)]
+        return rows
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft ids -> the target's token ids; `d2t` holds offsets."""
@@ -290,6 +329,21 @@ class EagleHead(nn.Module):
         if self.inv_freq is not None and not self.fc.weight.is_meta:
             self.inv_freq = self.inv_freq.to(self.fc.weight.device)
         return self
+
+
+def no_rows(lm_head: nn.Module | None, d2t: Tensor, width: int) -> str | None:
+    """Why a target's LM head has no rows [width] in plain floating point for the tokens that `d2t` names, or None where it has."""
+    weight = getattr(lm_head, "weight", None)
+    if not isinstance(weight, Tensor) or not (type(weight) in (Tensor, nn.Parameter) or hasattr(weight, "full_tensor")):
+        found = type(lm_head if weight is None else weight).__name__
+    elif weight.is_meta or weight.dtype not in FLOATS:
+        found = "on the device meta, without values" if weight.is_meta else str(weight.dtype)
+    else:
+        last = int((d2t + torch.arange(len(d2t), device=d2t.device)).max())
+        if weight.ndim == 2 and weight.shape[0] > last and weight.shape[1] == width:
+            return None
+        found = f"of shape {list(weight.shape)}"
+    return f"the head drafts with rows [{width}] of the target's LM head, in plain floating point, and that is {found}"
 
 
 def _of_layer(attend: Attend, index: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

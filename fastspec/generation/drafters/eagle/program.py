@@ -37,8 +37,7 @@ class HeadProgram:
         self.whole = WholeLayers([replace(self.layers[0], input_norm=None), *self.layers[1:]], ops)  # `feed` norms what the first reads
         self.fc = product(ops, (head.fc,))
         self.norm = None if head.norm is None else self._norm(head.norm)
-        target_head = head.__dict__["_target_lm_head"]
-        self.vocabulary = head.lm_head if head.lm_head is not None else target_head
+        self.vocabulary = head.readout()
         plain = self.vocabulary is not None and is_plain(self.vocabulary) and self.vocabulary.bias is None
         self.weight = self.vocabulary.weight.detach() if plain else None
         if cut is not None and cut.lm_head is not None:
