@@ -141,22 +141,19 @@ def run_demo(
         import transformers  # noqa: F401
 
     device = use_device(device)
-    if max_new_tokens is None:
-        max_new_tokens = NEW_TOKENS_ON_CUDA if device.startswith("cuda") else NEW_TOKENS
+    count = max_new_tokens or (NEW_TOKENS_ON_CUDA if device.startswith("cuda") else NEW_TOKENS)
     target, tokenizer = load_model(model, device)
     texts = prompts or [text for _, text in PROMPTS]
     labels = [""] * len(texts) if prompts else [category for category, _ in PROMPTS]
     inputs = [encode(tokenizer, text, device) for text in texts]
     result = Result(model, device, str(target.dtype).removeprefix("torch."), texts)
 
-    count = max_new_tokens
-
     def timed(method: str) -> list[Run]:
         say(f"[dim]timing {method}: one warm-up, then {len(inputs)} prompts[/]")  # a spinner's thread would take time from the runs
         _generate(target, inputs[0], method, min(count, WARM_UP) if method == BASELINE else count)
         return [_generate(target, batch, method, count) for batch in inputs]
 
-    say(f"{model} on {device}, {result.dtype}, {torch.get_num_threads()} threads, greedy, {max_new_tokens} new tokens at most")
+    say(f"{model} on {device}, {result.dtype}, {torch.get_num_threads()} threads, greedy, {count} new tokens at most")
     result.runs[BASELINE] = timed(BASELINE)  # before the patch: this is the model as transformers made it
     fastspec.patch(target, eagle3=head or SMOLLM2, backend=backend)
     try:
@@ -164,7 +161,7 @@ def run_demo(
             say("\nEAGLE-3 answers. [bold green]Green[/]: drafted by the head and accepted. Plain: the model's own token of each round.")
             for label, text, batch in zip(labels, texts, inputs, strict=True):
                 say(f"\n[bold]{label or 'prompt'}[/] [dim]{_escape(text)}[/]")
-                _generate(target, batch, "eagle3", max_new_tokens, MarkedStreamer(tokenizer, console))
+                _generate(target, batch, "eagle3", count, MarkedStreamer(tokenizer, console))
             say()
         for method in METHODS[1:]:
             result.runs[method] = timed(method)

@@ -64,6 +64,13 @@ class Texts:
         tokens = self.tokens.astype(np.uint16 if small else np.int32)
         np.savez_compressed(path, tokens=tokens, lengths=self.lengths, answer=np.packbits(self.answer), greedy=self.greedy, **more)
 
+    @property
+    def answer_starts(self) -> np.ndarray:
+        """Place of each conversation's first token by the target, [N] int64; its length where there is none."""
+        places = np.append(np.flatnonzero(self.answer), len(self.answer))
+        offsets = self.offsets
+        return np.minimum(places[np.searchsorted(places, offsets[:-1])], offsets[1:]) - offsets[:-1]
+
     def text(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, answer mask) of one conversation."""
         start = int(self.lengths[:index].sum())
@@ -142,26 +149,31 @@ class Batch:
 
     Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer. `anchors` [B, N] are
     the positions that blocks are drafted behind, -1 for none, where the head drafts blocks; `texts` [B] are the rows' places in the texts.
+    No position u < `first` carries a loss in any row.
     """
 
     ids: Tensor
     where: Tensor
     anchors: Tensor | None = None
     texts: np.ndarray | None = None
+    first: int = 0
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`; through pinned memory, so that the host does not wait for the device."""
         pinned = device.type == "cuda"
         parts = (self.ids, self.where, self.anchors)
         ids, where, anchors = (None if x is None else (x.pin_memory() if pinned else x).to(device, non_blocking=pinned) for x in parts)
-        return Batch(ids, where, anchors, self.texts)  # type: ignore[arg-type]
+        return Batch(ids, where, anchors, self.texts, self.first)  # type: ignore[arg-type]
 
 
-def plan_batches(lengths: np.ndarray, tokens: int, multiple: int, rng: np.random.Generator | None) -> list[np.ndarray]:
-    """Index groups of like length, each of at most `tokens` padded tokens; shuffled when `rng` is given."""
+def plan_batches(
+    lengths: np.ndarray, tokens: int, multiple: int, rng: np.random.Generator | None, starts: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Index groups of like length, each of at most `tokens` padded tokens; shuffled when `rng` is given. Of one padded length those go
+    together whose `starts` are alike."""
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
     padded = -(-lengths[order] // multiple) * multiple
-    order = order[np.argsort(padded, kind="stable")]
+    order = order[np.argsort(padded, kind="stable") if starts is None else np.lexsort((starts[order], padded))]
     groups, start = [], 0
     while start < len(order):
         end, width = start, 0
@@ -189,4 +201,5 @@ def batches(texts: Texts, groups: Sequence[np.ndarray], multiple: int) -> Iterat
             ids[row, :n], answer[row, :n] = texts.tokens[a : a + n], texts.answer[a : a + n]
         judged = np.zeros_like(answer)
         judged[:, 1:-1] = answer[:, 2:]
-        yield Batch(torch.from_numpy(ids), torch.from_numpy(np.flatnonzero(judged)), texts=group)
+        first = int(judged.any(0).argmax())
+        yield Batch(torch.from_numpy(ids), torch.from_numpy(np.flatnonzero(judged)), texts=group, first=first)

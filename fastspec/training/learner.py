@@ -29,7 +29,7 @@ class Learner(Protocol):
         """A batch on the CPU with what is drawn at random added; equal keys draw the same."""
         ...
 
-    def inputs(self, batch: Batch, teacher: Teacher) -> tuple[Tensor | Teacher, ...]:
+    def inputs(self, batch: Batch, teacher: Teacher) -> tuple[Tensor | Teacher | int, ...]:
         """What `module` is called with for a prepared batch on the device."""
         ...
 

@@ -33,8 +33,8 @@ class EagleLearner:
     def prepared(self, batch: Batch, key: tuple[int, ...]) -> Batch:
         return batch
 
-    def inputs(self, batch: Batch, teacher: Teacher) -> tuple[Tensor | Teacher, ...]:
-        return batch.ids, teacher
+    def inputs(self, batch: Batch, teacher: Teacher) -> tuple[Tensor | Teacher | int, ...]:
+        return batch.ids, teacher, 1, batch.first
 
     def acceptance(self, texts: Texts, limit: int) -> dict[str, Any]:
         return acceptance(self.head, self.reader, texts, steps=self.steps, limit=limit)
@@ -80,7 +80,7 @@ def acceptance(
         for batch in batches(chosen, plan_batches(chosen.lengths, 16384, 64, None), 64):
             batch = batch.to(device)
             teacher = reader.read(batch.ids, batch.where)
-            _, _, hits = unrolled(batch.ids, teacher, rank)
+            _, _, hits = unrolled(batch.ids, teacher, rank, batch.first)
             alive, rows = chain_lengths(hits, teacher.where, batch.ids.shape)
             counts += alive
             right += hits.sum(1)

@@ -186,7 +186,7 @@ class TargetReader:
                 whole, best = (each[start : start + self.chunk] for each in known)
                 kept = self._drafted(rows)
             share = torch.zeros_like(whole) if len(self.vocabulary) == size else kept.float().logsumexp(-1) - whole
-            parts.append(Judged(kept.float().softmax(-1).to(rows.dtype), share.exp(), whole, best))
+            parts.append(Judged(kept.float().softmax(-1).to(rows.dtype), share.clamp(max=0).exp(), whole, best))
         return Judged(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
     @property

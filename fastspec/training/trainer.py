@@ -75,6 +75,7 @@ class Trainer:
         self.config, self.accelerator = config, accelerator
         self.texts = _usable(texts, config.max_length)
         self.heldout = _usable(heldout, config.max_length)
+        self.starts = self.texts.answer_starts
         self.folder = Path(config.output)
         self.progress = Progress()
         vocab = target.get_input_embeddings().weight.shape[0]
@@ -134,7 +135,7 @@ class Trainer:
         rng = np.random.default_rng((self.config.seed, epoch))
         if self.features is not None:
             return self._own_groups(self.features.kept, rng)
-        groups = plan_batches(self.texts.lengths, self.config.batch_tokens, self.config.length_multiple, rng)
+        groups = plan_batches(self.texts.lengths, self.config.batch_tokens, self.config.length_multiple, rng, self.starts)
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         return groups[: max(1, len(groups) // world) * world][rank::world] or groups
 
@@ -145,7 +146,7 @@ class Trainer:
         mine = np.arange(len(lengths)) % self.accelerator.num_processes == self.accelerator.process_index
         groups: list[np.ndarray] = []
         for part in (np.flatnonzero(mine & kept), np.flatnonzero(mine & ~kept)):
-            before, more = len(groups), [part[group] for group in plan_batches(lengths[part], tokens, multiple, rng)]
+            before, more = len(groups), [part[group] for group in plan_batches(lengths[part], tokens, multiple, rng, self.starts[part])]
             groups += more
             if before and more:
                 rng.shuffle(groups)  # type: ignore[arg-type]  # a list of arrays is shuffled in place

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers_models import tiny_head
 from helpers_training import VOCAB, settings, small_target, small_texts, small_tokenizer, write_prompts
 from hypothesis import given
 from hypothesis import settings as limits
@@ -126,12 +127,38 @@ def test_loss_equals_drafting_row_by_row(data: st.DataObject) -> None:
     head, ids = made_head(model, seed + 1), torch.randint(2, VOCAB, (1, length))
     padded = torch.cat((ids, ids.new_zeros(1, data.draw(st.integers(0, 4)))), 1)
     teacher = TargetReader(model, (), torch.arange(VOCAB), chunk=3).read(padded, torch.tensor(where))
-    total, losses, hits = TrainingTimeTest(head, steps, 0.7)(padded, teacher)
+    total, losses, hits = TrainingTimeTest(head, steps, 0.7)(padded, teacher, 1, data.draw(st.integers(0, where[0])))
     expected, right = row_by_row(head, model, ids[0], where, steps)
     # Sums of a few hundred fp32 terms of size 1 to 10, in another order.
     torch.testing.assert_close(losses.tolist(), expected, rtol=2e-4, atol=2e-4)
     assert hits.tolist() == right
     assert float(total) == pytest.approx(sum(0.7**i * loss for i, loss in enumerate(expected)), rel=2e-4, abs=2e-4)
+
+
+@limits(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_rows_before_every_answer_may_be_left_out(data: st.DataObject) -> None:
+    """Of a batch with GQA, right-padded: the loss, what hits, and every gradient."""
+    steps, first = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
+    model = small_target(data.draw(st.integers(0, 9)))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    head = tiny_head(model, taps=(1, 3), num_key_value_heads=data.draw(st.sampled_from([1, 2, 4])))
+    head.requires_grad_(True).bind(model.get_input_embeddings(), None)
+    ids = torch.randint(2, VOCAB, (3, 18))
+    judged = torch.zeros(3, 18, dtype=torch.bool)
+    for row, end in enumerate((17, 14, 16)):
+        judged[row, first + row % 2 : end] = True
+    where = judged.flatten().nonzero().flatten()
+    teacher = TargetReader(model, (1, 3), torch.arange(head.config.draft_vocab_size)).read(ids, where)
+    unrolled = TrainingTimeTest(head, steps, 0.8)
+    found = []
+    for least in (0, first):
+        head.zero_grad()
+        loss, losses, hits = unrolled(ids, teacher, 1, least)
+        loss.backward()
+        found.append([loss.detach(), losses, hits, *[parameter.grad for parameter in head.parameters() if parameter.grad is not None]])
+    for whole, less in zip(*found, strict=True):
+        torch.testing.assert_close(less, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_start_is_the_best_linear_guess() -> None:

@@ -235,7 +235,17 @@ def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path) -> 
     assert trainer.features.read_before.all() and trainer.validate()["top1"] > before + 0.5
     for batch in batches(trainer.texts, plan_batches(trainer.texts.lengths, 900, 16, None), 16):
         batch = batch.to(model.device)
-        agree(trainer.features.read(batch), trainer.reader.read(batch.ids, batch.where), batch, trainer.texts)
+        teacher = trainer.features.read(batch)
+        agree(teacher, trainer.reader.read(batch.ids, batch.where), batch, trainer.texts)
+        found = []
+        for first in (0, batch.first):  # rows of prompts take part in the first step alone
+            trainer.head.zero_grad()
+            loss, losses, _ = trainer.learner.module(batch.ids, teacher, 1, first)
+            loss.backward()
+            found.append((losses, trainer.head.fc.weight.grad, trainer.head.layers[0].self_attn.k_proj.weight.grad))
+        assert batch.first > 4
+        for whole, less in zip(*found, strict=True):  # attention is in bf16 on CUDA
+            assert (less - whole).norm() < 0.02 * whole.norm()
     ids = torch.arange(5, 15, device=model.device)[None]
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
     plain = model.generate(ids, **options)

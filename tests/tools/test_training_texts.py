@@ -11,7 +11,7 @@ from helpers_training import END, VOCAB, settings, small_target, small_texts, sm
 
 from fastspec.errors import Unsupported
 from fastspec.training.config import TrainConfig
-from fastspec.training.data import Texts, draft_vocabulary, join_answers, plan_batches
+from fastspec.training.data import Texts, batches, draft_vocabulary, join_answers, plan_batches
 from fastspec.training.enlarge import Enlarger, candidates, follow_up
 from fastspec.training.regenerate import answer, end_tokens, split_rows
 from fastspec.training.shards import Clock, OutOfTime, Shards
@@ -177,6 +177,21 @@ def test_plan_covers_every_text_once() -> None:
     for group in groups:
         width = -(-lengths[group].max() // 64) * 64
         assert len(group) == 1 or width * len(group) <= 1024
+
+
+def test_texts_of_one_length_whose_answers_start_alike_go_together() -> None:
+    rng = np.random.default_rng(3)
+    pairs = [([5] * n, [False] * a + [True] * (n - a)) for n, a in zip(rng.integers(65, 129, 90), rng.integers(0, 60, 90), strict=True)]
+    texts = Texts.of([*pairs, ([5] * 70, [False] * 70), ([], [])])
+    starts = texts.answer_starts
+    assert starts.tolist() == [mask.index(True) if any(mask) else len(mask) for _, mask in [*pairs, ([], [False] * 70), ([], [])]]
+    texts, starts = texts.select(texts.lengths > 70), starts[texts.lengths > 70]
+    groups = plan_batches(texts.lengths, 1024, 64, np.random.default_rng(0), starts)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(texts)))
+    spans = [(starts[group].min(), starts[group].max()) for group in groups]
+    assert all(one[1] <= two[0] for one, two in zip(sorted(spans), sorted(spans)[1:], strict=False))
+    for group, batch in zip(groups, batches(texts, groups, 64), strict=True):
+        assert batch.first == max(1, starts[group].min() - 1)
 
 
 @pytest.mark.parametrize(
