@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from helpers_training import settings, small_target, small_texts
 from hypothesis import given
+from hypothesis import settings as limits
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
@@ -60,6 +61,7 @@ def agree(one: Any, two: Any, batch: Batch, texts: Texts) -> None:
     assert torch.equal(one.where, two.where) and torch.equal(one.best, two.best)
 
 
+@limits(max_examples=20, deadline=None)
 @given(
     taps=st.sampled_from([(), (1, 2, 4), (3,)]), vocabulary=st.integers(1, 128), gib=st.sampled_from([ALL, 3e-4, 1.2e-4]),
     seed=st.integers(0, 99), chunk=st.sampled_from([50, 300, 4096]),
