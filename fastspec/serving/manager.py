@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
@@ -66,10 +67,47 @@ class Watch:
             log.error("%s failed", self.asked.request_id, exc_info=future.exception())
 
 
+class Mail:
+    """Brings what the batch's thread says to the event loop: all that waits in one wake-up, texts to one reader as one."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.waiting: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self.called = False
+
+    def post(self, queue: asyncio.Queue[Any], item: Any) -> None:
+        """From any thread; what one thread posts to a queue keeps its order."""
+        self.waiting.append((queue, item))
+        if not self.called:
+            self.called = True
+            self.loop.call_soon_threadsafe(self._bring)
+
+    def _bring(self) -> None:
+        self.called = False  # before looking: who posts from now on calls again
+        texts: dict[asyncio.Queue[Any], list[str]] = {}
+        while self.waiting:
+            queue, item = self.waiting.popleft()
+            if type(item) is str:
+                texts.setdefault(queue, []).append(item)
+                continue
+            if queue in texts:
+                queue.put_nowait("".join(texts.pop(queue)))
+            queue.put_nowait(item)
+        for queue, parts in texts.items():
+            queue.put_nowait("".join(parts))
+
+
 class Stream(DirectStreamer):
     """The text of an answer as it comes; `cancel` lets go of the prompt, also while it waits."""
 
     future: Future[Tensor] | None = None
+
+    def __init__(self, processor: Any, mail: Mail, queue: asyncio.Queue[Any], response_parser: Any) -> None:
+        super().__init__(processor._tokenizer, mail.loop, queue, response_parser=response_parser)
+        self.mail = mail
+
+    def _enqueue(self, item: Any) -> None:
+        self.mail.post(self._queue, item)
 
     def cancel(self) -> None:
         """The client has gone."""
@@ -82,20 +120,23 @@ class BatchManager(BaseGenerateManager):
 
     def __init__(self, batch: Continuous, limits: Limits, metrics: Metrics) -> None:
         self.batch, self.limits, self.metrics = batch, limits, metrics
+        self.mail: Mail | None = None
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Stream]:  # fmt: skip
         """See `BaseGenerateManager`. Raises HTTPException for a request that is not taken."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        stream = Stream(processor._tokenizer, loop, queue, response_parser=response_parser)
+        if self.mail is None or self.mail.loop is not loop:
+            self.mail = Mail(loop)
+        mail, stream = self.mail, Stream(processor, self.mail, queue, response_parser)
         stream.future = self._submit(processor, inputs, gen_config, stream)
 
         def failed(future: Future[Tensor]) -> None:
             error = None if future.cancelled() else future.exception()
             if future.cancelled() or error is not None:
                 text = " ".join(str(error).replace('"', "'").replace("\\", "/").split())  # transformers writes it between quotes
-                loop.call_soon_threadsafe(queue.put_nowait, _StreamError(text) if error is not None else None)
+                mail.post(queue, _StreamError(text) if error is not None else None)
 
         stream.future.add_done_callback(failed)
         return queue, stream
