@@ -14,6 +14,8 @@ from torch import Tensor
 from fastspec.errors import Unsupported
 from fastspec.jsonl import read_jsonl
 
+BAND = 32
+"""Tokens by which the starts of answers in one batch may differ, and no matter."""
 Row = dict[str, Any]
 
 
@@ -170,10 +172,14 @@ def plan_batches(
     lengths: np.ndarray, tokens: int, multiple: int, rng: np.random.Generator | None, starts: np.ndarray | None = None
 ) -> list[np.ndarray]:
     """Index groups of like length, each of at most `tokens` padded tokens; shuffled when `rng` is given. Of one padded length those go
-    together whose `starts` are alike."""
+    together whose `starts` lie in one band."""
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
     padded = -(-lengths[order] // multiple) * multiple
-    order = order[np.argsort(padded, kind="stable") if starts is None else np.lexsort((starts[order], padded))]
+    if starts is None:
+        order = order[np.argsort(padded, kind="stable")]
+    else:  # bands that lie otherwise in every plan, so that the same texts do not always meet
+        shift = 0 if rng is None else int(rng.integers(BAND))
+        order = order[np.lexsort(((starts[order] + shift) // BAND, padded))]
     groups, start = [], 0
     while start < len(order):
         end, width = start, 0
@@ -201,5 +207,5 @@ def batches(texts: Texts, groups: Sequence[np.ndarray], multiple: int) -> Iterat
             ids[row, :n], answer[row, :n] = texts.tokens[a : a + n], texts.answer[a : a + n]
         judged = np.zeros_like(answer)
         judged[:, 1:-1] = answer[:, 2:]
-        first = int(judged.any(0).argmax())
+        first = int(judged.any(0).argmax()) if judged.any() else 0
         yield Batch(torch.from_numpy(ids), torch.from_numpy(np.flatnonzero(judged)), texts=group, first=first)

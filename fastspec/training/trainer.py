@@ -32,6 +32,7 @@ STATE = "state.pt"
 LOG = "log.jsonl"
 DRAFT_VOCABULARY = 10240  # of an EAGLE-3 head, unless said otherwise
 START_BATCHES = 4  # that an EAGLE-1/2 head's start is solved from
+PLAN = 2  # how texts become batches: a run that was begun otherwise has no place in this plan
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
 IDENTITY = (
     "batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps",
@@ -81,6 +82,7 @@ class Trainer:
         vocab = target.get_input_embeddings().weight.shape[0]
         self.identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY}
         self.identity |= {"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "processes": accelerator.num_processes}
+        self.identity["plan"] = PLAN
         if config.keep_features:  # what is kept hangs on it
             self.identity["target_dtype"] = str(target.dtype)
         state = self._stored()
@@ -103,8 +105,7 @@ class Trainer:
             self.learner = EagleLearner(config, target, vocabulary, first, began if isinstance(began, EagleHead) else None)
         self.head, self.reader = self.learner.head, self.learner.reader
         if config.keep_features:
-            mine = np.arange(accelerator.process_index, len(self.texts), accelerator.num_processes)
-            self.features = KeptFeatures(self.reader, self.texts, config.keep_features, mine)
+            self.features = self._kept()
         self.vocabulary = vocabulary
         self.head.to(accelerator.device)
         optimizer = torch.optim.AdamW(self.head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -127,7 +128,7 @@ class Trainer:
         begun = {each.name: each.default for each in fields(TrainConfig)} | state["identity"]  # an older run lacks newer settings
         other = [name for name, value in self.identity.items() if begun.get(name) != value]
         if other:
-            was = ", ".join(f"{name} {begun[name]!r} (now {self.identity[name]!r})" for name in other)
+            was = ", ".join(f"{name} {begun.get(name)!r} (now {self.identity[name]!r})" for name in other)
             raise Unsupported(f"the run in {self.folder} has {was}: go on with the same, choose another output folder, or set resume=False")
         return state
 
@@ -138,6 +139,22 @@ class Trainer:
         groups = plan_batches(self.texts.lengths, self.config.batch_tokens, self.config.length_multiple, rng, self.starts)
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         return groups[: max(1, len(groups) // world) * world][rank::world] or groups
+
+    def _kept(self) -> KeptFeatures:
+        """This process's features. Raises `Unsupported` in all processes where one of them can keep none."""
+        world, error = self.accelerator.num_processes, None
+        mine = np.arange(self.accelerator.process_index, len(self.texts), world)
+        if len(self.texts) < world:
+            raise Unsupported(f"keep_features gives each of {world} processes its own texts, and there are {len(self.texts)}")
+        try:
+            kept = KeptFeatures(self.reader, self.texts, self.config.keep_features, mine)
+        except Unsupported as raised:
+            error = raised
+        if world > 1 and bool(gather(torch.tensor([int(error is not None)], device=self.accelerator.device)).any()):
+            raise error or Unsupported("keep_features: another process can keep no text, see what it says")
+        if error is not None:
+            raise error
+        return kept
 
     def _own_groups(self, kept: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
         """Batches of this process's texts, in every epoch the same: those that are kept in memory apart from the others, whose batches the

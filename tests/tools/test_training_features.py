@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, cpu_offload
+from helpers_captured import stand_in
 from helpers_training import settings, small_target, small_texts
 from hypothesis import given
 from hypothesis import settings as limits
@@ -20,6 +22,7 @@ import fastspec
 from fastspec.bench.run import readable
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.patches.assistants.heads import inspect_head, load_head
+from fastspec.patches.session import session_of
 from fastspec.training.data import Batch, Texts, batches, plan_batches
 from fastspec.training.features import GIB, KeptFeatures
 from fastspec.training.target import TargetReader
@@ -142,6 +145,19 @@ def test_less_memory_than_a_text_takes_is_refused(material: Material) -> None:
         KeptFeatures(reader, material[1], 1e-9, np.arange(60))
 
 
+def test_a_run_that_kept_nothing_does_not_begin_to(material: Material, tmp_path: Path) -> None:
+    Trainer(settings(tmp_path), *material, Accelerator(cpu=True)).run(limit=1e-6)
+    with pytest.raises(Unsupported, match=r"keep_features 0\.0 \(now 1\.0\)"):
+        Trainer(settings(tmp_path, keep_features=ALL), *material, Accelerator(cpu=True))
+
+
+def test_processes_without_a_text_are_refused(material: Material, tmp_path: Path) -> None:
+    texts = material[1].select(np.arange(60) < 2)
+    stand: Any = SimpleNamespace(accelerator=SimpleNamespace(num_processes=3, process_index=0), texts=texts, config=settings(tmp_path))
+    with pytest.raises(Unsupported, match="each of 3 processes its own texts, and there are 2"):
+        Trainer._kept(stand)
+
+
 @pytest.fixture(scope="module")
 def shared(material: Material, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
     folder = tmp_path_factory.mktemp("shared")
@@ -257,6 +273,18 @@ def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path) -> 
             assert fastspec.report(model).last.acceptance_length > 1.2
 
 
+def test_a_shared_lm_head_drafts_on_where_the_target_s_is_offloaded_later(shared: tuple[Trainer, Path]) -> None:
+    model, ids = small_target(), torch.arange(5, 15)[None]
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
+    plain = model.generate(ids, **options)
+    with fastspec.patched(model, eagle3=shared[1]):
+        for offload in (True, False):
+            assert torch.equal(model.generate(ids, assistant="eagle3", **options), plain)
+            assert fastspec.report(model).last.acceptance_length > 1.2
+            if offload:
+                cpu_offload(model.lm_head, torch.device("cpu"))
+
+
 def test_other_programs_get_a_head_with_an_lm_head_of_its_own(material: Material, shared: tuple[Trainer, Path], tmp_path: Path) -> None:
     model, folder = material[0], shared[1]
     head, states = load_head(folder, model), torch.randn(7, 64)
@@ -269,7 +297,10 @@ def test_other_programs_get_a_head_with_an_lm_head_of_its_own(material: Material
     assert readable(written, str(tmp_path), "nowhere") == str(tmp_path)
 
 
-def test_a_shared_lm_head_follows_the_target(material: Material, shared: tuple[Trainer, Path]) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_shared_lm_head_follows_the_target(
+    material: Material, shared: tuple[Trainer, Path], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A head that was loaded for one target and given to another, an LM head that is replaced, and one that is changed in place."""
     folder, other = shared[1], small_target()
     head = load_head(folder, material[0])
@@ -277,19 +308,30 @@ def test_a_shared_lm_head_follows_the_target(material: Material, shared: tuple[T
     given = load_head(head, other)
     fresh, former = load_head(folder, other).readout(), head.readout()
     moved = given.readout()
-    assert fresh is not None and former is not None and moved is not None
     assert torch.equal(moved.weight, fresh.weight) and not torch.equal(moved.weight, former.weight)
-    with torch.no_grad():
-        other.lm_head.weight.mul_(2)
-    changed = given.readout()
-    assert changed is not None and torch.equal(changed.weight, 2 * fresh.weight)
+    other.lm_head.weight.data.copy_(other.lm_head.weight.data.roll(3, 0))  # without a word to torch's counter of versions
+    assert torch.equal(given.readout().weight, fresh.weight)
+    given.renew()
+    assert given.readout() is moved and torch.equal(moved.weight, load_head(folder, other).readout().weight)
+    assert torch.equal(former.weight, head.readout().weight) and not torch.equal(former.weight, moved.weight)
 
     ids = torch.arange(5, 15)[None]
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
     model = small_target()
+    if captured:
+        stand_in(monkeypatch)
     with fastspec.patched(model, eagle3=folder):
-        model.generate(ids, assistant="eagle3", **options)
+        for _ in range(2):
+            model.generate(ids, assistant="eagle3", **options)
         length = fastspec.report(model).last.acceptance_length
+        session = session_of(model)
+        assert session is not None
+        kept = session.resources["eagle3"].readout()
+        model.lm_head.weight.data.mul_(-1)  # as a fused optimiser or a copy of weights does it
+        out = model.generate(ids, assistant="eagle3", **options)
+        assert torch.equal(out, model.generate(ids, **options))
+        assert torch.equal(kept.weight, load_head(folder, model).readout().weight)  # in place: what is captured reads it
+        model.lm_head.weight.data.mul_(-1)
         order = torch.randperm(128, generator=torch.Generator().manual_seed(3))
         embedding, lm_head = torch.nn.Embedding(128, 64), torch.nn.Linear(64, 128, bias=False)
         embedding.weight.data, lm_head.weight.data = model.model.embed_tokens.weight[order], model.lm_head.weight[order]

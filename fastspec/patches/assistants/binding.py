@@ -37,6 +37,7 @@ def refreshed(head: EagleHead, target: PreTrainedModel) -> EagleHead:
     own = head.__dict__[OWN_EMBEDDING]
     rows = rows_of(target)
     if rows == head.__dict__[BOUND_ROWS] and (own or held is embedding) and borrowed in (None, lm_head):
+        head.renew()
         return head
     reasons = []
     last = int(head.to_target(torch.arange(len(head.d2t), device=head.d2t.device)).max())

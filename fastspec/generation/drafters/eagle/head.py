@@ -23,6 +23,9 @@ from torch.nn import functional as F
 from fastspec.errors import CheckpointError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+READABLE = "load the target without quantising or offloading its LM head, or use another head"
+SAME = 0.01
+"""Relative distance up to which a product in half precision is taken for the one that it was made of."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -232,7 +235,9 @@ class EagleHead(nn.Module):
             raise ValueError("this head has no LM head of its own: call bind(embed_tokens, lm_head) with the target's LM head")
         reason = no_rows(lm_head, self.d2t, self.config.hidden_size) if self.lm_head_map is not None else None
         if reason is not None:
-            raise CheckpointError(f"{reason}: load the target without quantising or offloading its LM head, or use another head")
+            raise CheckpointError(f"{reason}: {READABLE}")
+        if lm_head is not self.__dict__["_target_lm_head"]:
+            self.__dict__["_joined"] = None
         self.__dict__["_embed_tokens"] = embed_tokens
         self.__dict__["_target_lm_head"] = lm_head if self.lm_head is None else None
 
@@ -289,20 +294,43 @@ class EagleHead(nn.Module):
 
     def readout(self) -> Any:
         """The module that drafting reads logits with: the head's own LM head or the target's, or one made of the target's rows and the
-        head's matrix, which is kept until either is another. None where the head needs the target's and is not bound."""
+        head's matrix. None where the head needs the target's and is not bound."""
         lm_head: Any = self.__dict__["_target_lm_head"]
         if self.lm_head_map is None or lm_head is None:
             return lm_head if self.lm_head is None else self.lm_head
-        parts = (lm_head.weight, self.lm_head_map.weight)
-        made_of = [(id(each), each.data_ptr(), 0 if each.is_inference() else each._version, each.dtype, each.device) for each in parts]
-        if self.__dict__["_joined"] is None or self.__dict__["_joined"][0] != made_of:
-            with torch.no_grad():
-                rows = self._rows(lm_head)
-                joined = (rows.float() @ self.lm_head_map.weight.to(rows.device, torch.float32)).to(self.fc.weight)
-            made = nn.Linear(joined.shape[1], joined.shape[0], bias=False, device="meta")
-            made.weight = nn.Parameter(joined, requires_grad=False)
-            self.__dict__["_joined"] = made_of, made
-        return self.__dict__["_joined"][1]
+        made, like = self.__dict__["_joined"], self.fc.weight
+        if made is None or (made.weight.device, made.weight.dtype) != (like.device, like.dtype):
+            weight = self._product(lm_head)
+            made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            made.weight = nn.Parameter(weight, requires_grad=False)
+            self.__dict__["_joined"] = made
+        return made
+
+    @torch.no_grad()
+    def renew(self, *, exactly: bool = False) -> None:
+        """Make what `readout` is made of anew, in place, where the target's rows or the head's matrix have changed since: what they make of
+        one vector tells, unless it is to be exact. Where the target's LM head cannot be read any more it stays as it is."""
+        made, lm_head, between = self.__dict__["_joined"], self.__dict__["_target_lm_head"], self.lm_head_map
+        if made is None or between is None or no_rows(lm_head, self.d2t, self.config.hidden_size) is not None:
+            return
+        if not exactly:
+            rows = self._rows(lm_head).float()
+            probe = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows.device)
+            now = rows @ (between.weight.to(rows.device, torch.float32) @ probe)
+            far = (made.weight.float() @ probe.to(made.weight.device)).to(now.device) - now
+            if float(far.norm()) <= SAME * float(now.norm()):
+                return
+        made.weight.copy_(self._product(lm_head))
+
+    @torch.no_grad()
+    def _product(self, lm_head: Any) -> Tensor:
+        reason = no_rows(lm_head, self.d2t, self.config.hidden_size)
+        if reason is not None:
+            raise CheckpointError(f"{reason}: {READABLE}")
+        rows = self._rows(lm_head).float()
+        assert self.lm_head_map is not None
+        product: Tensor = (rows @ self.lm_head_map.weight.to(rows.device, torch.float32)).to(self.fc.weight)
+        return product
 
     def _rows(self, lm_head: Any) -> Tensor:
         """The rows [V_d, H] of the target's LM head for the drafted tokens; of all processes that hold it together."""
