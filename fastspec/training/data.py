@@ -15,7 +15,7 @@ from fastspec.errors import Unsupported
 from fastspec.jsonl import read_jsonl
 
 BAND = 32
-"""Tokens by which the starts of answers in one batch may differ, and no matter."""
+"""Width, in tokens, of the bands that texts of one length are sorted by."""
 Row = dict[str, Any]
 
 
@@ -171,13 +171,13 @@ class Batch:
 def plan_batches(
     lengths: np.ndarray, tokens: int, multiple: int, rng: np.random.Generator | None, starts: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Index groups of like length, each of at most `tokens` padded tokens; shuffled when `rng` is given. Of one padded length those go
-    together whose `starts` lie in one band."""
+    """Index groups of like length, each of at most `tokens` padded tokens; shuffled when `rng` is given. Texts of one padded length are
+    sorted by bands of their `starts`, where these are given."""
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
     padded = -(-lengths[order] // multiple) * multiple
     if starts is None:
         order = order[np.argsort(padded, kind="stable")]
-    else:  # bands that lie otherwise in every plan, so that the same texts do not always meet
+    else:  # the bands are shifted anew in every plan: else the same texts would meet in every epoch
         shift = 0 if rng is None else int(rng.integers(BAND))
         order = order[np.lexsort(((starts[order] + shift) // BAND, padded))]
     groups, start = [], 0

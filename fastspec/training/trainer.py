@@ -32,7 +32,7 @@ STATE = "state.pt"
 LOG = "log.jsonl"
 DRAFT_VOCABULARY = 10240  # of an EAGLE-3 head, unless said otherwise
 START_BATCHES = 4  # that an EAGLE-1/2 head's start is solved from
-PLAN = 2  # how texts become batches: a run that was begun otherwise has no place in this plan
+PLAN = 2  # version of how texts become batches; a run of another version is not taken up
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
 IDENTITY = (
     "batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps",
@@ -150,10 +150,9 @@ class Trainer:
             kept = KeptFeatures(self.reader, self.texts, self.config.keep_features, mine)
         except Unsupported as raised:
             error = raised
-        if world > 1 and bool(gather(torch.tensor([int(error is not None)], device=self.accelerator.device)).any()):
-            raise error or Unsupported("keep_features: another process can keep no text, see what it says")
-        if error is not None:
-            raise error
+        failed = torch.tensor([int(error is not None)], device=self.accelerator.device)
+        if bool((gather(failed) if world > 1 else failed).any()):
+            raise error or Unsupported("keep_features: another process can keep no text; its error says why")
         return kept
 
     def _own_groups(self, kept: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:

@@ -53,14 +53,14 @@ def counted(reader: TargetReader, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return passes
 
 
-def agree(one: Any, two: Any, batch: Batch, texts: Texts) -> None:
+def agree(one: Any, two: Any, batch: Batch, texts: Texts, **tolerance: float) -> None:
     """Two teachers of a batch say the same, of the padding too where a head could see it: nowhere."""
     assert batch.texts is not None
     for row, index in enumerate(batch.texts):
         n = texts.lengths[index]
-        torch.testing.assert_close(one.features[row, :n], two.features[row, :n], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one.features[row, :n], two.features[row, :n], **tolerance)
     for name in ("probs", "inside"):
-        torch.testing.assert_close(getattr(one, name), getattr(two, name), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(getattr(one, name), getattr(two, name), **tolerance)
     assert torch.equal(one.where, two.where) and torch.equal(one.best, two.best)
 
 
@@ -254,7 +254,7 @@ def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path) -> 
     for batch in batches(trainer.texts, plan_batches(trainer.texts.lengths, 900, 16, None), 16):
         batch = batch.to(model.device)
         teacher = trainer.features.read(batch)
-        agree(teacher, trainer.reader.read(batch.ids, batch.where), batch, trainer.texts)
+        agree(teacher, trainer.reader.read(batch.ids, batch.where), batch, trainer.texts, rtol=1e-4, atol=1e-5)
         found = []
         for first in (0, batch.first):  # rows of prompts take part in the first step alone
             trainer.head.zero_grad()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from fastspec.errors import CheckpointError
@@ -335,7 +336,7 @@ class EagleHead(nn.Module):
     def _rows(self, lm_head: Any) -> Tensor:
         """The rows [V_d, H] of the target's LM head for the drafted tokens; of all processes that hold it together."""
         weight = lm_head.weight.detach()
-        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
         rows: Tensor = weight[self.to_target(torch.arange(len(self.d2t), device=self.d2t.device)).to(weight.device)]
         return rows
 
@@ -362,7 +363,7 @@ class EagleHead(nn.Module):
 def no_rows(lm_head: nn.Module | None, d2t: Tensor, width: int) -> str | None:
     """Why a target's LM head has no rows [width] in plain floating point for the tokens that `d2t` names, or None where it has."""
     weight = getattr(lm_head, "weight", None)
-    if not isinstance(weight, Tensor) or not (type(weight) in (Tensor, nn.Parameter) or hasattr(weight, "full_tensor")):
+    if not isinstance(weight, Tensor) or type(weight) not in (Tensor, nn.Parameter, DTensor):
         found = type(lm_head if weight is None else weight).__name__
     elif weight.is_meta or weight.dtype not in FLOATS:
         found = "on the device meta, without values" if weight.is_meta else str(weight.dtype)
