@@ -2,7 +2,7 @@
 
     python benchmarks/plot.py benchmarks/results/bench_cpu.jsonl --out benchmarks/results/bench_cpu.png
 
-A file may hold several runs, told apart by their date; the last one is drawn. Needs matplotlib
+A file may hold several runs, told apart by their date; the last one is drawn, and of several batch sizes the first. Needs matplotlib
 (`pip install "fastspec-transformers[bench]"`).
 """
 
@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from fastspec.bench.report import OVERALL, summarise
+from fastspec.bench.report import OVERALL, by_size, summarise
 
 COLOURS = {
     "transformers": "#7f7f7f", "prompt-lookup": "#b8b8b8", "assisted": "#dedede", "static-compile": "#4a4a4a",
@@ -51,6 +51,7 @@ def main() -> None:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Both pictures of one run, one above the other."""
+    rows = by_size(rows)[0]
     summary, where = summarise(rows), rows[0]
     categories = list(dict.fromkeys(row["category"] for row in summary))
     found = {row["method"] for row in summary}

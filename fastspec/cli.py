@@ -156,7 +156,9 @@ def bench(
     dtype: Dtype = None,
     device: Device = None,
     backend: Backend = "auto",
-    batch: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Prompts answered together, 1 by default; given several times, one after another.")
+    ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Timed answers to every prompt; the one of median time makes the row.")] = 1,
     warmup: Annotated[int | None, typer.Option(min=0, help="Untimed answers before; else 2 on CUDA for what compiles.")] = None,
     peer: Annotated[
@@ -194,9 +196,9 @@ def bench(
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), writer(out) as write:
         rows = run_bench(
             prompts=prompts or (), texts=prompt or (), model=model, heads=head or None, draft_model=draft_model, early_exit=early_exit,
-            methods=names, each=each, max_new_tokens=max_new_tokens, dtype=dtype, device=device, backend=backend, batch=batch, runs=runs,
-            warmup=warmup, peers=engines, on_failure=failures.append, on_row=write, on_profile=profiles.__setitem__ if profile else None,
-            say=lambda line: console.print(line, style="dim", markup=False),
+            methods=names, each=each, max_new_tokens=max_new_tokens, dtype=dtype, device=device, backend=backend,
+            batch=batch or 1, runs=runs, warmup=warmup, peers=engines, on_failure=failures.append, on_row=write,
+            on_profile=profiles.__setitem__ if profile else None, say=lambda line: console.print(line, style="dim", markup=False),
         )  # fmt: skip
     if as_json:
         print_differences(rows, console)

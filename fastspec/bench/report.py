@@ -36,14 +36,21 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """One row per method and category, and one per method over all (`OVERALL`, first): quantiles of each figure over the prompts, None
-    where no row has it; medians of the phases; acceptance by position over all rounds; how many answers were identical."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    """One row per batch size, method and category, and one per size and method over all (`OVERALL`, first): quantiles of each figure over
+    the prompts, None where no row has it; medians of the phases; acceptance by position over all rounds; how many were identical."""
+    groups: dict[tuple[int | None, str, str], list[Row]] = {}
     for category in (OVERALL, *dict.fromkeys(row["category"] for row in rows)):
         for row in rows:
             if category in (OVERALL, row["category"]):
-                groups.setdefault((row["method"], category), []).append(row)
-    return [{"method": method, "category": category, **_summary(group)} for (method, category), group in groups.items()]
+                groups.setdefault((row.get("batch_size"), row["method"], category), []).append(row)
+    named = ("batch_size", "method", "category")
+    return [{**dict(zip(named, key, strict=True)), **_summary(group)} for key, group in groups.items()]
+
+
+def by_size(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of every batch size, in the order in which the sizes came; those of older runs, which do not say it, as one."""
+    sizes = dict.fromkeys(row.get("batch_size") for row in rows)
+    return [[row for row in rows if row.get("batch_size") == size] for size in sizes]
 
 
 def _summary(group: list[Row]) -> Row:
@@ -100,21 +107,23 @@ def differing(rows: Iterable[Row], peers: bool = False) -> list[Row]:
 
 
 def print_report(rows: Sequence[Row], console: Console) -> None:
-    """Differing answers first, then the tables: speed by method, a round by method, speed by category."""
+    """Differing answers first, then for every batch size the tables: speed by method, a round by method, speed by category."""
     print_differences(rows, console)
-    summary, where = summarise(rows), rows[0]
-    device = f"{where['device']}, {where['dtype']}, threads: {where['threads']}, batch: {where['batch']}"
-    console.print(f"\n{where['model']}, {device}", style="bold", markup=False)
-    whole = [row for row in summary if row["category"] == OVERALL]
-    for table in (speed_table(whole), round_table(whole), *category_tables(summary)):
-        console.print(table)
+    for group in by_size(rows):
+        summary, where = summarise(group), group[0]
+        batch = where.get("batch_size", where["batch"])
+        device = f"{where['device']}, {where['dtype']}, threads: {where['threads']}, batch: {batch}"
+        console.print(f"\n{where['model']}, {device}", style="bold", markup=False)
+        whole = [row for row in summary if row["category"] == OVERALL]
+        for table in (speed_table(whole), round_table(whole), *category_tables(summary)):
+            console.print(table)
     drafters = [f"{row['method']}: {said}" for row in {row["method"]: row for row in rows}.values() if (said := drafter_of(row))]
     if drafters:
         console.print(f"drafted by: {'; '.join(drafters)}", style="dim", markup=False, highlight=False)
     console.print(
         "20, 50, 80: quantiles over the prompts; every other figure is a median. by position: share of rounds that accepted draft 1, 2, 3. "
         "floor: reading "
-        f"{where['weight_bytes'] / 1e6:.0f} MB of weights at {where['read_gb_per_s']} GB/s over the time of a round.",
+        f"{rows[0]['weight_bytes'] / 1e6:.0f} MB of weights at {rows[0]['read_gb_per_s']} GB/s over the time of a round.",
         style="dim",
     )
 

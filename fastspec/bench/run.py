@@ -45,7 +45,7 @@ def run_bench(
     dtype: str | None = None,
     device: str | None = None,
     backend: str = "auto",
-    batch: int = 1,
+    batch: int | Sequence[int] = 1,
     runs: int = 1,
     warmup: int | None = None,
     peers: Sequence[Peer] = (),
@@ -60,7 +60,8 @@ def run_bench(
     (`BUNDLED`). The first `each` prompts of every category are taken. `model`, `heads` and `draft_model` are names as in `load_model` and
     `fastspec.patch`; without `heads` those that ship for the model are taken. A head serves the assistants that read its kind.
     `speculative`, and transformers' `assisted` beside it, draft with `draft_model`, of any tokenizer, or with the target's first
-    `early_exit` layers. `methods` are names of assistants and of `PEERS`; without them all that have what they need. "transformers" is
+    `early_exit` layers. `batch` prompts of a category are answered together; of several such numbers one after another (`batch_size` of a
+    row). `methods` are names of assistants and of `PEERS`; without them all that have what they need. "transformers" is
     always measured. `dtype` ("float32", "bfloat16", "float16") defaults to fp32 on the CPU and bf16 on CUDA, `device` to CUDA where there
     is one; `backend` is `fastspec.patch`'s. `say` is told of what is left out, and `on_row` is given every row as it comes. `on_profile` is
     given the name of every assistant among the methods and the times of its rounds, from one more call on the first batch of prompts after
@@ -77,7 +78,9 @@ def run_bench(
     one warm-up call per method, on the longest prompts, are not timed. Raises Unsupported for bad arguments, an unknown method and one that
     was named and lacks its resource, two heads of one kind, and whatever loading and patching raise.
     """
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch", batch), ("each", 1 if each is None else each), ("runs", runs)):
+    sizes = [batch] if isinstance(batch, int) else list(dict.fromkeys(batch))
+    counts = [("max_new_tokens", max_new_tokens), ("each", 1 if each is None else each), ("runs", runs)]
+    for name, value in (*counts, *(("batch", size) for size in sizes or [0])):
         if value < 1:
             raise Unsupported(f"{name} must be at least 1, not {value}")
     say = say or (lambda line: None)
@@ -92,28 +95,30 @@ def run_bench(
     target, tokenizer = load_model(model, device, getattr(torch, dtype) if dtype else None)
     plain = twin(target)  # before the patch
     drafters = read_drafters(heads, draft_model, early_exit, model, target, tokenizer)
-    parts = make_batches(encode_rows(asked, tokenizer, target, each, max_new_tokens, say), batch)
+    encoded = encode_rows(asked, tokenizer, target, each, max_new_tokens, say)
+    parts = {size: make_batches(encoded, size) for size in sizes}
     fastspec.patch(target, **drafters.resources, backend=backend)
     bases: list[Answer] = []
     try:
-        chosen = choose(methods, plain, target, drafters, batch, say)
+        chosen = {size: choose(methods, plain, target, drafters, size, say) for size in sizes}
         floor = Floor.of(target)
         where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | floor.row
-        say(f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}: {len(parts)} x {batch} prompts, greedy")
-        warm_up(chosen, parts, min(max_new_tokens, WARM_UP_TOKENS), say)
         rows, untimed = [], UNTIMED if target.device.type == "cuda" else 0
-        for number, part in enumerate(parts, 1):
-            say(f"{number}/{len(parts)}: {part[0].category}")
-            for row in on_part(part, chosen, tokenizer, max_new_tokens, floor.milliseconds, untimed, warmup, runs, bases):
-                rows.append(row | where)
-                if on_row is not None:
-                    on_row(rows[-1])
+        for size in sizes:
+            say(f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}: {len(parts[size])} x {size} prompts, greedy")
+            warm_up(chosen[size], parts[size], min(max_new_tokens, WARM_UP_TOKENS), say)
+            for number, part in enumerate(parts[size], 1):
+                say(f"{number}/{len(parts[size])}: {part[0].category}")
+                for row in on_part(part, chosen[size], tokenizer, max_new_tokens, floor.milliseconds, untimed, warmup, runs, bases):
+                    rows.append(row | {"batch_size": size} | where)
+                    if on_row is not None:
+                        on_row(rows[-1])
         if on_profile is not None:
-            for method in chosen:
+            for method in chosen[sizes[0]]:
                 if not method.peer:
                     say(f"profile: {method.name}")
                     with fastspec.profile(target) as profile:
-                        ask(method, parts[0], max_new_tokens)
+                        ask(method, parts[sizes[0]][0], max_new_tokens)
                     on_profile(method.name, profile)
     finally:
         fastspec.unpatch(target)
@@ -134,10 +139,10 @@ def run_bench(
 
 
 def by_peer(
-    peer: Peer, name: str, target: Any, tokenizer: Any, drafters: Drafters, parts: list[list[Prompt]], bases: list[Answer],
+    peer: Peer, name: str, target: Any, tokenizer: Any, drafters: Drafters, sized: dict[int, list[list[Prompt]]], bases: list[Answer],
     max_new_tokens: int, runs: int, say: Say,
 ) -> Iterator[Row]:  # fmt: skip
-    """The rows of an engine, which has the device to itself: the model goes to the CPU."""
+    """The rows of an engine, which has the device to itself: the model goes to the CPU. `sized` are the batches of each size."""
     import torch
 
     if not peer.is_installed():
@@ -149,19 +154,21 @@ def by_peer(
     from fastspec.patches.assistants.heads import load_head
 
     head, config = drafters.heads.get("eagle3"), target.generation_config
+    parts = [(size, part) for size, group in sized.items() for part in group]
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     with saved(name, target, tokenizer) as folder, tempfile.TemporaryDirectory() as place:
         job = Job(
-            folder, str(target.dtype).removeprefix("torch."), [ids_of(part) for part in parts], max_new_tokens,
+            folder, str(target.dtype).removeprefix("torch."), [ids_of(part) for _, part in parts], max_new_tokens,
             ends=[token for token in ends if token is not None], runs=runs,
             head=None if head is None else readable(load_head(head, target), head, place),
         )  # fmt: skip
         for way in ways(peer, head):
-            say(f"{way.name}: {len(parts)} x {len(parts[0])} prompts")
+            say(f"{way.name}: {', '.join(f'{len(group)} x {size}' for size, group in sized.items())} prompts")
             told, found = answers(peer, job, way)
             drafted_by = {"head": head if way.chain else None, "draft_model": None, "early_exit": None}
-            for part, base, answer in zip(parts, bases, medians(found), strict=True):
-                yield row_of(part, way.name, drafted_by, answer, base, 0.0, tokenizer, runs) | told | {"prefill_ms": None}
+            for (size, part), base, answer in zip(parts, bases, medians(found), strict=True):
+                row = row_of(part, way.name, drafted_by, answer, base, 0.0, tokenizer, runs)
+                yield row | told | {"prefill_ms": None, "batch_size": size}
 
 
 def readable(head: EagleHead, source: str, place: str) -> str:

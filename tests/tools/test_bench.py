@@ -212,6 +212,24 @@ def test_batches_hold_one_category_and_are_compared_row_by_row(saved: Path) -> N
     assert all(row["identical"] and row["batch"] == 2 and row["acceptance_length"] == 1.0 for row in rows)
 
 
+def test_several_batch_sizes_are_measured_and_summarised_apart(saved: Path) -> None:
+    done = bench(saved, "--batch", "1", "--batch", "2", "--methods", "autoregressive", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [(row["batch_size"], row["ids"]) for row in found["rows"] if row["method"] == "autoregressive"] == [
+        (1, ["p0"]), (1, ["p1"]), (1, ["p2"]), (1, ["p3"]), (2, ["p0", "p1"]), (2, ["p2", "p3"]),
+    ]  # fmt: skip
+    whole = [row for row in found["summary"] if row["category"] == "overall"]
+    assert [(row["batch_size"], row["method"], row["count"], row["identical"]) for row in whole] == [
+        (size, method, count, count) for size, count in ((1, 4), (2, 2)) for method in ("transformers", "autoregressive")
+    ]
+    printed = bench(saved, "--batch", "1", "--batch", "2", "--methods", "transformers").output
+    assert printed.count("over all prompts") == 2 and "batch: 1" in printed and "batch: 2" in printed
+    for none in (0, []):
+        with pytest.raises(Unsupported, match="batch must be at least 1"):
+            run_bench(model="none", batch=none)
+
+
 def test_methods_that_compile_answer_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are of the last call; transformers' own methods, of which all but one compile nothing, are asked once."""
     asked: list[str] = []

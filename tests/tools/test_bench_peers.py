@@ -124,6 +124,17 @@ def test_an_engine_answers_the_same_prompts_plainly_and_with_chains_of_the_head(
     assert summary["vllm-eagle3-3"]["acceptance_length"][1] == 2.5 and summary["vllm"]["prefill_ms"] is None
 
 
+def test_an_engine_starts_once_for_several_batch_sizes(saved: Path, engine: Path) -> None:
+    rows = run_bench(
+        prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), heads=[str(saved / "head")], methods=["transformers"],
+        max_new_tokens=6, batch=(2, 1), peers=[Peer("vllm")],
+    )  # fmt: skip
+    theirs = [(row["method"], row["batch_size"], row["ids"]) for row in rows if row["method"].startswith("vllm")]
+    ways = ("vllm", "vllm-eagle3-3", "vllm-eagle3-5")
+    assert theirs == [(name, size, ids) for name in ways for size, ids in ((2, ["p0", "p1"]), (1, ["p0"]), (1, ["p1"]))]
+    assert sum("model" in each for each in read(engine)) == len(ways)
+
+
 def test_the_table_names_the_engine_and_what_is_missing_is_told(saved: Path, tmp_path: Path) -> None:
     arguments = ["bench", "--model", str(saved / "model"), "--prompts", str(saved / "prompts.jsonl"), "--max-new-tokens", "4"]
     arguments += ["--methods", "autoregressive", "--peer", "vllm"]
