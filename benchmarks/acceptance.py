@@ -3,12 +3,14 @@
     python benchmarks/acceptance.py --prompts mt_bench.jsonl gsm8k.jsonl --batch 40 --tokens 256 --dtype float32 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 8 --no-plain --no-end --dtype bfloat16 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 40 --rows 8 --no-plain --dtype bfloat16 --out rows.jsonl
+    python benchmarks/acceptance.py --prompts mt_bench.jsonl --no-plain --head one another --tree 60,7,10 60,9,10 --out rows.jsonl
 
 A prompt file has `prompt` or `turns` (the first is asked) in each row. Every batch is answered greedily by transformers' own generate and
 by the assistants, and compared token by token; before that the assistants answer every batch twice with a few tokens, untimed, and
 transformers the first batch. With --no-end no token ends an answer: all are as long as --tokens, and a batch of any size has as much to do
 a row as any other. With --rows a call decodes so many of its batch's prompts at a time, each ended one of which gives its place to the
-next (`fastspec.ContinuousBatch`). A row holds
+next (`fastspec.ContinuousBatch`). Several heads and trees of `eagle3` answer a batch one after another, so that a machine's slow spell hits
+all of them; each head has an instance of the model, which share its weights. A row holds
 
 - `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls, a call being one batch;
 - `rounds`, summed over the calls, `rows`, those of a round, and `rows_running`: the share of them that had not ended in a round;
@@ -39,6 +41,7 @@ from torch import Tensor
 import fastspec
 from fastspec.bench.device import environment
 from fastspec.bench.measure import first_difference
+from fastspec.bench.methods import twin
 from fastspec.bench.report import quantiles
 from fastspec.generation.stats import Stats
 from fastspec.models import SMOLLM2, load_model
@@ -57,6 +60,15 @@ ASSISTANTS = {
     "speculative, shared vocabulary": OwnLayers(fastspec.Speculative(gamma=3), 24, renamed=True),
 }
 PLAIN = "transformers"
+
+
+@dataclass(slots=True)
+class Way:
+    """Who answers: an instance of the model, its assistant (None: transformers), and what a row says of both."""
+
+    model: Any
+    assistant: Any = None
+    said: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -83,7 +95,7 @@ class Tally:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=SMOLLM2)
-    parser.add_argument("--head", default=SMOLLM2)
+    parser.add_argument("--head", nargs="+", default=[SMOLLM2], help="of `eagle3`, a row each")
     parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; random weights without one, whose drafts are mostly wrong")
     parser.add_argument("--prompts", nargs="+", required=True, type=Path, help="jsonl files")
     parser.add_argument("--each", type=int, default=80, help="prompts to take from each file")
@@ -105,79 +117,90 @@ def main(arguments: list[str] | None = None) -> None:
     if options.no_end:
         model.generation_config.eos_token_id = None
     chosen = {name: ASSISTANTS[name] for name in options.assistants}
-    trees = {f"eagle3 {text}": text if text == "auto" else [int(size) for size in text.split(",")] for text in options.tree}
-    heads = {"eagle3": options.head} | dict.fromkeys(("eagle", "eagle2"), options.eagle_head or "random weights")
-    heads = {name: source for name, source in heads.items() if name in chosen}
-    if chosen.pop("eagle3", None) is not None:
-        for name, sizes in trees.items():
-            shape = dict(zip(("total_tokens", "depth", "top_k"), ["auto"] if sizes == "auto" else sizes, strict=False))
-            chosen[name] = fastspec.Eagle3(**shape, fused=FUSED[options.drafter])
-    untrained = None if options.eagle_head else untrained_head(model)
-    fastspec.patch(model, **{name: source if name == "eagle3" else options.eagle_head or untrained for name, source in heads.items()})
+    of_eagle = options.eagle_head or untrained_head(model)
+    heads = {name: of_eagle for name in ("eagle", "eagle2") if name in chosen}
+    models = [model, *(twin(model) for _ in options.head[1:])]  # before the patch
+    for each, source in zip(models, options.head, strict=True):
+        fastspec.patch(each, **heads, **({"eagle3": source} if "eagle3" in chosen else {}))
     where = environment(model) | {"backend": fastspec.report(model).backend}
-    chosen = {name: on(assistant, model, tokenizer) for name, assistant in chosen.items()}
+    ways = {}
+    for name, assistant in chosen.items():
+        if name == "eagle3":
+            ways |= eagle3_ways(models, options)
+        else:
+            head = (options.eagle_head or "random weights") if name in heads else None
+            ways[name] = Way(model, on(assistant, model, tokenizer), {"assistant": name, "head": head})
     if options.rows:
-        chosen = {name: fastspec.ContinuousBatch(assistant, options.rows) for name, assistant in chosen.items()}
+        for way in ways.values():
+            way.assistant = fastspec.ContinuousBatch(way.assistant, options.rows)
     for path in options.prompts:
         prompts = encode_prompts(tokenizer, read_prompts(path))
         prompts = [prompt for prompt in prompts if len(prompt) <= options.longest][: options.each]
         shared = {
             "prompts": path.stem, "count": len(prompts), "batch": options.batch, "max_new_tokens": options.tokens, "no_end": options.no_end,
         }  # fmt: skip
-        for row in on_file(model, prompts, chosen, options):
-            sizes = trees.get(row["assistant"])
-            row["assistant"] = row["assistant"] if sizes is None else "eagle3"
-            row = shared | row | {"head": heads.get(row["assistant"])} | where
-            if sizes is not None:
-                row["tree"] = sizes
-            if sizes == "auto":
-                row["choices"] = [asdict(choice) for choice in fastspec.report(model).trees.values()]
+        for name, row in on_file(model, prompts, ways, options).items():
+            row = shared | ways[name].said | row | where
+            if row.get("tree") == "auto":
+                row["choices"] = [asdict(choice) for choice in fastspec.report(ways[name].model).trees.values()]
             print(json.dumps(row), flush=True)
             if options.out:
                 with options.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
 
 
-def on_file(model: Any, prompts: list[list[int]], chosen: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Acceptance, speed and equality of every assistant over one file."""
+def eagle3_ways(models: list[Any], options: argparse.Namespace) -> dict[str, Way]:
+    """Every tree with every head, each head on its instance of the model."""
+    ways = {}
+    for text in options.tree:
+        sizes: Any = "auto" if text == "auto" else [int(size) for size in text.split(",")]
+        shape = dict(zip(("total_tokens", "depth", "top_k"), ["auto"] if sizes == "auto" else sizes, strict=False))
+        for model, source in zip(models, options.head, strict=True):
+            assistant = fastspec.Eagle3(**shape, fused=FUSED[options.drafter])
+            ways[f"eagle3 {text} {source}"] = Way(model, assistant, {"assistant": "eagle3", "head": source, "tree": sizes})
+    return ways
+
+
+def on_file(model: Any, prompts: list[list[int]], chosen: dict[str, Way], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Acceptance, speed and equality of every way over one file, by its name."""
     pad = model.generation_config.pad_token_id or 0
-    ways = ({} if options.no_plain else {PLAIN: None}) | chosen
+    ways = ({} if options.no_plain else {PLAIN: Way(model)}) | chosen
     tallies = {name: Tally() for name in ways}
     parts = [prompts[start : start + options.batch] for start in range(0, len(prompts), options.batch)]
     few = min(16, options.tokens)
-    for name, assistant in ways.items():  # untimed: the first run of a length compiles, the second captures
+    for name, way in ways.items():  # untimed: the first run of a length compiles, the second captures
         for part in parts[:1] if name == PLAIN else (*parts, *parts):
-            generate(model, part, assistant, few, pad)
+            generate(way.model, part, way.assistant, few, pad)
     for number, part in enumerate(parts):
         answers: dict[str, list[list[int]]] = {}
-        for name, assistant in ways.items():
+        for name, way in ways.items():
             tally, began = tallies[name], time.perf_counter()
-            answers[name] = generate(model, part, assistant, options.tokens, pad)
+            answers[name] = generate(way.model, part, way.assistant, options.tokens, pad)
             tally.seconds.append(time.perf_counter() - began)
             tally.tokens.append(sum(map(len, answers[name])))
             tally.answers += answers[name]
             if name in chosen:
-                tally.stats.append(fastspec.report(model).last)
+                tally.stats.append(fastspec.report(way.model).last)
         for name in () if options.no_plain else chosen:
             both = zip(part, answers[PLAIN], answers[name], strict=True)
             tallies[name].differences += [
                 {"prompt": number * options.batch + place} | difference(model, prompt, plain, ours)
                 for place, (prompt, plain, ours) in enumerate(both) if plain != ours
             ]  # fmt: skip
-    return [row_of(name, tallies[name], tallies.get(PLAIN), len(prompts)) for name in chosen]
+    return {name: row_of(tallies[name], tallies.get(PLAIN), len(prompts), "tree" in way.said) for name, way in chosen.items()}
 
 
-def row_of(name: str, mine: Tally, plain: Tally | None, count: int) -> dict[str, Any]:
+def row_of(mine: Tally, plain: Tally | None, count: int, eagle3: bool = False) -> dict[str, Any]:
     """The figures of an assistant, beside transformers' where that was asked."""
     running, room = sum(each.row_rounds for each in mine.stats), sum(each.rows * each.rounds for each in mine.stats)
     row: dict[str, Any] = {
-        "assistant": name, "acceptance_length": round(sum(each.round_tokens for each in mine.stats) / running, 3) if running else None,
+        "acceptance_length": round(sum(each.round_tokens for each in mine.stats) / running, 3) if running else None,
         "tokens_per_second": mine.speed, "tokens_per_second_quantiles": mine.speeds,
         "rounds": sum(each.rounds for each in mine.stats), "rows": mine.stats[0].rows,
         "rows_running": round(running / room, 3) if room else None,
         "answers_sha256": hashlib.sha256(json.dumps(mine.answers).encode()).hexdigest(),
     }  # fmt: skip
-    if name.startswith("eagle3 "):
+    if eagle3:
         row["drafter"] = "fused" if any(each.fused for each in mine.stats) else "kernels"
     if plain is not None:
         gaps = sorted(each["gap"] for each in mine.differences if each["gap"] is not None)

@@ -123,6 +123,21 @@ def test_a_row_says_which_tree_was_measured_and_chosen(script, saved: Path) -> N
     assert all(each["identical"] == each["count"] for each in rows) and {each.get("head") for each in rows[1:]} == {str(saved / "head")}
 
 
+def test_several_heads_are_measured_in_one_run_as_by_themselves(script, saved: Path) -> None:
+    target = small_target(10, peak=0.2)
+    other = saved / "other"
+    other.mkdir(exist_ok=True)
+    config, state = as_eagle3(tiny_head(target, seed=5), target.get_input_embeddings().weight.detach().clone())
+    write(other, config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state)
+    heads, shared = [str(saved / "head"), str(other)], ["--assistants", "autoregressive", "eagle3", "--tree", "6,2,3"]
+    plain, *both = rows_of(script, saved, *shared, "--head", *heads)
+    assert plain["assistant"] == "autoregressive" and [row["head"] for row in both] == heads
+    assert all(row["identical"] == row["count"] for row in both)
+    alone = [rows_of(script, saved, *shared, "--head", head)[1] for head in heads]
+    assert [row["rounds"] for row in both] == [row["rounds"] for row in alone]
+    assert both[0]["rounds"] != both[1]["rounds"]  # so that one could not stand for the other
+
+
 @pytest.mark.parametrize("end", ["cut", "changed"])
 def test_an_answer_that_differs_is_listed_and_no_near_tie(script, saved: Path, monkeypatch, end: str) -> None:
     """A planted wrong token, and an answer that stops early, of the fourth prompt."""
@@ -149,7 +164,7 @@ def test_an_answer_that_differs_is_listed_and_no_near_tie(script, saved: Path, m
 def test_counts_of_gaps_at_both_sides_of_the_bound(script) -> None:
     gaps = [(0.0, 0.1), (0.1, 0.1), (0.1001, 0.1), (None, None), (float("nan"), 0.1)]
     mine = script.Tally([1.0], [7], [Stats(rows=1)], differences=[{"gap": gap, "bound": bound} for gap, bound in gaps])
-    row = script.row_of("nasd", mine, script.Tally([2.0], [7]), 9)
+    row = script.row_of(mine, script.Tally([2.0], [7]), 9)
     assert (row["near_ties"], row["other"], row["identical"]) == (2, 3, 4)
     assert row["acceptance_length"] is row["rows_running"] is None  # every answer came with the prefill
 
