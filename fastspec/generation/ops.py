@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fastspec.kernels.linear.reference import Parts
@@ -69,6 +70,8 @@ class Ops:
     """The most children of a node that `topk_expand` takes; None: any number."""
     most_candidates: int | None = None
     """The most candidates that `tree_build` takes; None: any number."""
+    drafts_in: torch.dtype | None = None
+    """The dtype in which an EAGLE head drafts for a model in fp32; None: the model's."""
     captures: bool = False
     """Whether passes and rounds are captured as CUDA graphs."""
     packs: bool = False

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastspec.devices import made_current
 from fastspec.errors import PatchConflict, Unsupported
+from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.layers.packing import is_packed, unpack
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Profile
@@ -147,6 +148,8 @@ class PatchSession:
             use_tuned(device)
         with made_current(device):
             self_check(ops, model.dtype, device)
+            if ops.drafts_in is not None and any(isinstance(each, EagleHead) for each in self.resources.values()):
+                self_check(ops, ops.drafts_in, device)
         return counted(ops, self.kernels)
 
     def why_torch(self, model: Any, mode: Mode) -> str | None:

@@ -23,7 +23,7 @@ from fastspec.kernels.linear.reference import Parts, joined
 from fastspec.patches.backends import triton_ops
 
 SMALL = [PartsLaunch(16, 16, 3, 4, 3), PartsLaunch(32, 32, 1, 4, 2), PartsLaunch(16, 32, 2, 4, 4), PartsLaunch(32, 16, 100, 4, 2)]
-SHAPES = [(4096, 4096), (4096, 14336), (1536, 8960), (576, 1536), (1000, 4096)]
+SHAPES = [(4096, 4096), (4096, 14336), (1536, 8960), (576, 1536), (1000, 4096), (576, 5184)]
 
 
 def check(x, weight, bias, launch) -> None:
@@ -122,10 +122,18 @@ def test_what_has_no_launch_goes_to_linear(monkeypatch):
     assert [len(operands) for operands in seen] == [3] * len(calls)
 
 
+def test_a_depth_that_is_no_multiple_of_128_is_cut_into_steps_of_64():
+    """Else a narrow, deep product, such as a head's down-projection 576 by 5,184, is left to nine programs."""
+    launch = parts_launch_for(10, 576, 5184, torch.bfloat16)
+    assert launch == PartsLaunch(64, 64, 14, 4, 6) and parts_launch_for(10, 576, 5160, torch.bfloat16) is None
+    torch.manual_seed(0)
+    check(*drawn(10, 576, 5184, torch.float16, "cpu", False), launch)
+
+
 @pytest.mark.parametrize("rows", range(1, 66))
 def test_the_parts_of_a_table_fill_the_device_once(rows):
     for channels in (64, 576, 1536, 4096, 8192, 14336):
-        for depth in (128, 576, 1536, 4096, 8960, 14336):
+        for depth in (128, 576, 1536, 4096, 5184, 8960, 14336):
             launch = parts_launch_for(rows, channels, depth, torch.bfloat16)
             if launch is not None:
                 assert 1 <= launch.parts * -(-channels // launch.channels) <= MULTIPROCESSORS and depth % launch.depth == 0

@@ -183,11 +183,11 @@ def experts_launch_for(tokens: int, dtype: torch.dtype, turned: bool = False) ->
 
 def parts_launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype) -> PartsLaunch | None:
     """The launch of x [rows, depth] times `channels` output channels in parts; None: `linear` is as good, or what it does is not known."""
-    tiles = -(-channels // 64)
+    tiles, step = -(-channels // 64), 64 if depth % 128 else 128
     deep = depth >= 4096 or (rows > 16 and depth > 2 * channels)
-    if dtype == torch.float32 or not 1 < rows <= 64 or depth % 128 or not deep or 2 * tiles > MULTIPROCESSORS:
+    if dtype == torch.float32 or not 1 < rows <= 64 or depth % step or not deep or 2 * tiles > MULTIPROCESSORS:
         return None
-    return PartsLaunch(64, 128, min(depth // 128, MULTIPROCESSORS // tiles), 4, 6 if rows <= 16 else 4)
+    return PartsLaunch(64, step, min(depth // step, MULTIPROCESSORS // tiles), 4, 6 if rows <= 16 else 4)
 
 
 def _few_weights(rows: int, channels: int, depth: int, swiglu: bool = False) -> bool:

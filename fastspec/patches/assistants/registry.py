@@ -17,6 +17,7 @@ from fastspec.generation.drafters.eagle.cut import Cut, cut_over
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.eagle.fused import why_separate
 from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.lowered import lowered
 from fastspec.generation.drafters.eagle.program import HeadProgram
 from fastspec.generation.drafters.eagle.static import StaticDrafter
 from fastspec.generation.drafters.ngram.drafter import NasdDecoding, check_tokens
@@ -80,7 +81,8 @@ class EagleDecoding(Decoding):
         """The drafter of one call. Raises Unsupported where it is to draft in one launch and cannot."""
         shape = self.shape if self.batched is None or rows < MANY_ROWS else self.batched
         shape = self.cpp if self.cpp is not None and ops.name == "cpp" else shape
-        drafter = EagleDrafter(self.head, shape, rows=rows, capacity=capacity, ops=ops, fused=bool(self.fused), cut=self.cut)
+        head = self.head if self.cut is not None else lowered(self.head, ops.drafts_in)
+        drafter = EagleDrafter(head, shape, rows=rows, capacity=capacity, ops=ops, fused=bool(self.fused), cut=self.cut)
         _share(drafter.program, ops)
         if self.fused and (reason := why_separate(drafter, shape)) is not None:
             raise Unsupported(f"assistant {self.name!r} cannot draft in one launch, which fused=True asks for: {reason}")

@@ -91,7 +91,7 @@ def _run(ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, st
     from fastspec.patches.checks.compare import launcher, problems
 
     new = "" if device.type == "cpu" else ", which they were not tested on"
-    notice(f"checking the kernels on {about['device']}{new}, once for this machine")
+    notice(f"checking the kernels on {about['device']} in {about['dtype']}{new}, once for this machine")
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]), torch.no_grad():  # what a user's seed draws must not change
         if ops.name == "triton":

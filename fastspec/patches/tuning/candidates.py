@@ -104,7 +104,7 @@ def _of_rows(op: str, rows: int, channels: int, depth: int, on_hopper: bool) -> 
 def _of_parts(rows: int, channels: int, depth: int, on_hopper: bool) -> list[Any]:
     """Launches that part the depth; a part has a step at least."""
     found: list[Any] = []
-    for deep, count in product((64, 128), (2, 3, 4, 6, 8)):
+    for deep, count in product((64, 128), (2, 3, 4, 6, 8, 14)):
         if depth % deep == 0 and depth // deep >= 2 * count and rows > 1:
             found += [PartsLaunch(64, deep, count, 4, stages) for stages in (4, 6)]
             found += [HopperLaunch(64, deep, min(4, depth // deep // count), 2, count)] if on_hopper else []

@@ -39,11 +39,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+SETTINGS = {"name", "fused", "most_children", "most_candidates", "captures", "packs", "drafts_in"}
+
+
 def test_every_op_that_has_a_kernel_has_a_row():
     ops = triton_ops()
     wanted = {name for name in OPS if has_kernel(ops, name)} - OTHERS_NEEDED | {"stack", "topk_logprobs"}  # of the C++ kernels alone
     assert {check.op for check in CHECKS} == wanted and len(wanted) > 25
-    assert {field.name for field in fields(ops)} - set(OPS) == {"name", "fused", "most_children", "most_candidates", "captures", "packs"}
+    assert {field.name for field in fields(ops)} - set(OPS) == SETTINGS
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 

@@ -25,8 +25,8 @@ from fastspec.errors import CheckpointError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 READABLE = "load the target without quantising or offloading its LM head, or use another head"
-SAME = 0.01
-"""Relative distance up to which a product in half precision is taken for the one that it was made of."""
+SAME, EACH = 0.01, 8
+"""Relative distance up to which a product in half precision is taken for the one that it was made of, by every EACH-th row."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -315,10 +315,10 @@ class EagleHead(nn.Module):
         if made is None or between is None or no_rows(lm_head, self.d2t, self.config.hidden_size) is not None:
             return
         if not exactly:
-            rows = self._rows(lm_head).float()
+            rows = self._rows(lm_head, EACH).float()
             probe = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows.device)
             now = rows @ (between.weight.to(rows.device, torch.float32) @ probe)
-            far = (made.weight.float() @ probe.to(made.weight.device)).to(now.device) - now
+            far = (made.weight[::EACH].float() @ probe.to(made.weight.device)).to(now.device) - now
             if float(far.norm()) <= SAME * float(now.norm()):
                 return
         made.weight.copy_(self._product(lm_head))
@@ -333,11 +333,11 @@ class EagleHead(nn.Module):
         product: Tensor = (rows @ self.lm_head_map.weight.to(rows.device, torch.float32)).to(self.fc.weight)
         return product
 
-    def _rows(self, lm_head: Any) -> Tensor:
-        """The rows [V_d, H] of the target's LM head for the drafted tokens; of all processes that hold it together."""
+    def _rows(self, lm_head: Any, each: int = 1) -> Tensor:
+        """The rows [V_d, H] of the target's LM head for the drafted tokens, or every so many of them; of all processes that hold it."""
         weight = lm_head.weight.detach()
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        rows: Tensor = weight[self.to_target(torch.arange(len(self.d2t), device=self.d2t.device)).to(weight.device)]
+        rows: Tensor = weight[self.to_target(torch.arange(0, len(self.d2t), each, device=self.d2t.device)).to(weight.device)]
         return rows
 
     def to_target(self, draft_ids: Tensor) -> Tensor:

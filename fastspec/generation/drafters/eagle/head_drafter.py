@@ -11,6 +11,7 @@ from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.drafters.base import Drafter, Place, Traits
 from fastspec.generation.drafters.eagle.cut import Cut
 from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.lowered import follow
 from fastspec.generation.drafters.eagle.program import HeadProgram
 from fastspec.generation.layers.mixers import EVERYTHING, Nodes, Rotary
 from fastspec.generation.ops import Ops
@@ -53,6 +54,7 @@ class HeadDrafter(Drafter):
 
     def open(self, capacity: int) -> None:
         """Begin another call of the same rows."""
+        follow(self.head)
         self.state.open(capacity)
 
     def reserve(self, committed: int) -> int:
