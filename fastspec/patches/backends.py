@@ -107,7 +107,7 @@ def cpp_ops() -> Ops:
     return replace(
         TORCH, name="cpp", linear=native.linear, linears=native.linears, gate_up=native.gate_up, rms_norm=native.rms_norm,
         rope_cache=native.rope_cache, tree_attention=native.tree_attention, pick=native.pick, topk_logprobs=native.topk_logprobs,
-        topk_expand=native.topk_expand, stack=native.stack, packs=True, drafts_in=torch.bfloat16 if native.pairs else None,
+        topk_expand=native.topk_expand, stack=native.stack, packs=True, drafts_in=torch.bfloat16,
     )  # fmt: skip
 
 
