@@ -129,7 +129,7 @@ def test_several_heads_are_measured_in_one_run_as_by_themselves(script, saved: P
     other.mkdir(exist_ok=True)
     config, state = as_eagle3(tiny_head(target, seed=5), target.get_input_embeddings().weight.detach().clone())
     write(other, config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state)
-    heads, shared = [str(saved / "head"), str(other)], ["--assistants", "autoregressive", "eagle3", "--tree", "6,2,3"]
+    heads, shared = [str(saved / "head"), str(other)], ["--assistants", "autoregressive", "eagle3", "--tree", "20,3,6"]
     plain, *both = rows_of(script, saved, *shared, "--head", *heads)
     assert plain["assistant"] == "autoregressive" and [row["head"] for row in both] == heads
     assert all(row["identical"] == row["count"] for row in both)
