@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastspec.devices import made_current
-from fastspec.errors import PatchConflict, Unsupported
+from fastspec.errors import FastSpecError, PatchConflict, Unsupported
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.layers.packing import is_packed, unpack
 from fastspec.generation.ops import Ops
@@ -148,9 +148,17 @@ class PatchSession:
             use_tuned(device)
         with made_current(device):
             self_check(ops, model.dtype, device)
-            if ops.drafts_in is not None and any(isinstance(each, EagleHead) for each in self.resources.values()):
-                self_check(ops, ops.drafts_in, device)
+            if ops.drafts_in is not None and self._drafts():
+                try:
+                    self_check(ops, ops.drafts_in, device)
+                except FastSpecError as error:
+                    warnings.warn(f"heads draft in the model's dtype: {error}", RuntimeWarning, stacklevel=2)
+                    ops = replace(ops, drafts_in=None)
         return counted(ops, self.kernels)
+
+    def _drafts(self) -> bool:
+        """Whether an EAGLE-3 head may draft, the only kind that does so in a dtype of its own."""
+        return any(isinstance(each, EagleHead) and each.config.kind == "eagle3" for each in self.resources.values())
 
     def why_torch(self, model: Any, mode: Mode) -> str | None:
         """Why backend="auto" runs a model on the CPU without the C++ kernels, or None."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -13,7 +14,7 @@ from helpers_models import tiny_head, tiny_model
 from torch import nn
 
 import fastspec
-from fastspec.generation.drafters.eagle import lowered as module
+from fastspec.errors import FastSpecError
 from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
 from fastspec.generation.drafters.eagle.lowered import follow, lowered
 from fastspec.kernels.native import build
@@ -67,18 +68,93 @@ def test_a_twin_follows_its_head():
     follow(head)  # no twin: nothing happens
 
 
-def test_another_binding_makes_another_twin_and_a_head_that_is_gone_leaves_none():
+def test_another_binding_makes_another_twin():
     head = bound_head()
     twin = lowered(head, BF16)
     head.bind(nn.Embedding(97, 64), None)
     other = lowered(head, BF16)
-    assert other is not twin and module._twins[head] is other
-    follow(twin)
-    gone = weakref.ref(other)
-    del head, other
+    assert other is not twin and lowered(head, BF16) is other and lowered(head, None) is head
+
+
+def test_a_model_and_its_head_are_freed_though_the_embedding_reaches_the_model():
+    model = tiny_model()
+    head = bound_head(model)
+    model.get_input_embeddings().register_forward_hook(lambda *_, model=model, head=head: None)
+    gone = weakref.ref(lowered(head, BF16)), weakref.ref(model)
+    del model, head
     gc.collect()
-    assert gone() is None
-    follow(twin)  # its head is gone: it stays as it was
+    assert [each() for each in gone] == [None, None]
+
+
+def test_copies_have_no_twin_and_make_their_own():
+    head = bound_head()
+    twin = lowered(head, BF16)
+    for other in (copy.copy(head), copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+        assert other.__dict__["_lowered"] is None and lowered(other, BF16) is not twin
+    assert lowered(head, BF16) is twin
+
+
+@torch.no_grad()
+def test_a_twin_follows_what_is_no_weight():
+    head = bound_head()
+    twin = lowered(head, BF16)
+    head.d2t = head.d2t + 1
+    head.set_rope(torch.arange(1, 9).float() * 0.3, 1.5)
+    assert lowered(head, BF16) is twin and twin.d2t is head.d2t
+    assert twin.inv_freq is head.inv_freq and twin.rope_scale == 1.5
+
+
+@torch.no_grad()
+def test_a_head_of_other_modules_gets_a_twin_of_them_or_drafts_itself():
+    head = bound_head()
+    twin = lowered(head, BF16)
+    head.lm_head, head.d2t = nn.Linear(64, 80, bias=False), head.d2t[:80]
+    smaller = lowered(head, BF16)
+    assert smaller is not twin and smaller.lm_head.weight.shape == (80, 64) and not follow(twin)
+    head.layers[0].self_attn.q_proj.bias = nn.Parameter(torch.ones(64))
+    assert torch.equal(lowered(head, BF16).layers[0].self_attn.q_proj.bias, torch.ones(64, dtype=BF16))
+    head.layers[0].input_layernorm.weight = head.layers[0].hidden_norm.weight  # one for both
+    head.layers[0].hidden_norm.weight.fill_(3)
+    assert float(lowered(head, BF16).layers[0].input_layernorm.weight.mean()) == 3
+    hook = head.fc.register_forward_hook(lambda *_: None)
+    assert lowered(head, BF16) is head
+    hook.remove()
+    assert lowered(head, BF16) is not head
+    torch.nn.utils.parametrizations.weight_norm(head.fc)
+    assert lowered(head, BF16) is head
+
+
+@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_twin_that_was_made_in_inference_mode_is_good_outside(rows):
+    plain, model = tiny_model(), tiny_model()
+    over = {"own_lm_head": False, "target_rows": True, "draft_vocab_size": 40} if rows else {}
+    fastspec.patch(model, eagle3=tiny_head(model, **over), backend="cpp")
+    options = {**prompts(9), "max_new_tokens": 12, "do_sample": False}
+    want = plain.generate(**options)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(**options, assistant=TREE), want)
+    assert torch.equal(model.generate(**options, assistant=TREE), want)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(-1)
+    assert torch.equal(model.generate(**options, assistant=TREE), model.generate(**options))
+
+
+@pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+def test_a_machine_whose_bfloat16_kernels_fail_drafts_in_fp32(monkeypatch):
+    def check(ops, dtype, device):
+        if dtype is BF16:
+            raise FastSpecError("they differ")
+
+    monkeypatch.setattr("fastspec.patches.session.self_check", check)
+    seen: list[EagleHead] = []
+    real = registry.EagleDrafter
+    monkeypatch.setattr(registry, "EagleDrafter", lambda head, *args, **options: seen.append(head) or real(head, *args, **options))
+    model = tiny_model()
+    fastspec.patch(model, eagle3=tiny_head(model), backend="cpp")
+    with pytest.warns(RuntimeWarning, match="they differ"):
+        model.generate(**prompts(9), max_new_tokens=6, do_sample=False, assistant=TREE)
+    assert seen[0].fc.weight.dtype is torch.float32
 
 
 @torch.no_grad()

@@ -25,8 +25,8 @@ from fastspec.errors import CheckpointError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 READABLE = "load the target without quantising or offloading its LM head, or use another head"
-SAME, EACH = 0.01, 8
-"""Relative distance up to which a product in half precision is taken for the one that it was made of, by every EACH-th row."""
+SAME = 0.01
+"""Relative distance up to which a product in half precision is taken for the one that it was made of."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -315,14 +315,15 @@ class EagleHead(nn.Module):
         if made is None or between is None or no_rows(lm_head, self.d2t, self.config.hidden_size) is not None:
             return
         if not exactly:
-            rows = self._rows(lm_head, EACH).float()
+            rows = self._rows(lm_head).float()
             probe = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows.device)
             now = rows @ (between.weight.to(rows.device, torch.float32) @ probe)
-            far = (made.weight[::EACH].float() @ probe.to(made.weight.device)).to(now.device) - now
+            far = (made.weight.float() @ probe.to(made.weight.device)).to(now.device) - now
             if float(far.norm()) <= SAME * float(now.norm()):
                 return
         made.weight.copy_(self._product(lm_head))
 
+    @torch.inference_mode(False)  # what is made in one call is written to in others
     @torch.no_grad()
     def _product(self, lm_head: Any) -> Tensor:
         reason = no_rows(lm_head, self.d2t, self.config.hidden_size)
@@ -333,11 +334,11 @@ class EagleHead(nn.Module):
         product: Tensor = (rows @ self.lm_head_map.weight.to(rows.device, torch.float32)).to(self.fc.weight)
         return product
 
-    def _rows(self, lm_head: Any, each: int = 1) -> Tensor:
-        """The rows [V_d, H] of the target's LM head for the drafted tokens, or every so many of them; of all processes that hold it."""
+    def _rows(self, lm_head: Any) -> Tensor:
+        """The rows [V_d, H] of the target's LM head for the drafted tokens; of all processes that hold it together."""
         weight = lm_head.weight.detach()
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        rows: Tensor = weight[self.to_target(torch.arange(0, len(self.d2t), each, device=self.d2t.device)).to(weight.device)]
+        rows: Tensor = weight[self.to_target(torch.arange(len(self.d2t), device=self.d2t.device)).to(weight.device)]
         return rows
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
@@ -351,6 +352,10 @@ class EagleHead(nn.Module):
             raise RuntimeError(f"rope_type {kind!r} needs its frequencies: call head.set_rope(inv_freq, scale) first")
         angle = positions[..., None, None].to(torch.float32) * self.inv_freq
         return angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the twin that drafts for it (`lowered`), which copies make anew."""
+        return self.__dict__ | {"_lowered": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EagleHead:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own is untyped

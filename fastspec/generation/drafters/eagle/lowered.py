@@ -6,53 +6,90 @@ the CPU a draft pass takes as long as reading the head's weights, and half as ma
 
 from __future__ import annotations
 
-import copy
-import weakref
-from collections.abc import Hashable
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
 
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.drafters.eagle.head import EagleHead, RMSNorm
+from fastspec.generation.layers.decoder import is_plain
 
-_twins: weakref.WeakKeyDictionary[EagleHead, EagleHead] = weakref.WeakKeyDictionary()
-"""Head -> the twin that drafts for it; a twin knows its head by a weak reference, so that neither keeps the other."""
-SOURCE, BOUND = "_lowered_from", "_lowered_with"  # set on a twin: its head, and what that reads beside its own weights
+SOURCE = "_lowered_from"  # set on a twin: its head
+READS = "_embed_tokens", "_target_lm_head"
 
 
 def lowered(head: EagleHead, dtype: torch.dtype | None) -> EagleHead:
-    """What drafts for an fp32 head where a backend drafts in `dtype`: a twin with weights of that dtype, kept for as long as the head.
+    """What drafts for an fp32 head where a backend drafts in `dtype`: a twin with weights of that dtype, which the head keeps.
 
-    The head itself for None, for a head of another dtype, and for one that drafts with the target's whole LM head, which stays as it is.
+    The head itself for None, for a head of another dtype, for one that drafts with the target's whole LM head, and for one of whose modules
+    any is more than its weights (hooks, parametrizations, other classes).
     """
-    if dtype is None or head.fc.weight.dtype is not torch.float32 or (head.lm_head is None and head.lm_head_map is None):
+    borrows = head.lm_head is None and head.lm_head_map is None
+    if dtype is None or head.fc.weight.dtype is not torch.float32 or borrows or not _is_weights(head):
+        head.__dict__["_lowered"] = None
         return head
-    twin = _twins.get(head)
-    if twin is None or twin.fc.weight.dtype is not dtype or twin.__dict__[BOUND] != _bound(head):
-        twin = _twins[head] = _twin(head, dtype)
-    else:
-        follow(twin)
-    return twin
+    twin: EagleHead | None = head.__dict__.get("_lowered")
+    if twin is None or twin.fc.weight.dtype is not dtype or any(twin.__dict__[name] is not head.__dict__[name] for name in READS):
+        twin = None
+    if twin is None or not follow(twin):
+        twin = head.__dict__["_lowered"] = _twin(head, dtype)
+    return head if twin is None else twin
 
 
 @torch.no_grad()
-def follow(twin: EagleHead) -> None:
+def follow(twin: EagleHead) -> bool:
     """Give a twin its head's weights anew, in place: the head may have been trained since, which nothing tells reliably, and 12 million
-    take 3 ms. Nothing where the head is no twin, or its own head is gone."""
-    head = twin.__dict__[SOURCE]() if SOURCE in twin.__dict__ else None
+    take 3 ms. Nothing, and False, where the head's weights have other shapes than the twin's; nothing for a head that is no twin."""
+    head = twin.__dict__.get(SOURCE)
     if head is None:
-        return
-    for mine, theirs in zip(twin.parameters(), head.parameters(), strict=True):
-        mine.copy_(theirs)
+        return True
+    mine, theirs = dict(_weights(twin)), dict(_weights(head))
+    if {name: each.shape for name, each in mine.items()} != {name: each.shape for name, each in theirs.items()}:
+        return False
+    for name, weight in mine.items():
+        weight.copy_(theirs[name])
+    _take(twin, head)
     twin.renew()
+    return True
 
 
-def _twin(head: EagleHead, dtype: torch.dtype) -> EagleHead:
-    borrowed = [part for part in (head.__dict__["_embed_tokens"], head.__dict__["_target_lm_head"]) if part is not None]
-    kept = {id(part): part for part in borrowed} | {id(head.__dict__["_joined"]): None}  # which the twin makes in its own dtype
-    twin = copy.deepcopy(head, kept).to(dtype)
-    twin.__dict__.update({SOURCE: weakref.ref(head), BOUND: _bound(head)})
-    return twin
+@torch.inference_mode(False)
+@torch.no_grad()
+def _twin(head: EagleHead, dtype: torch.dtype) -> EagleHead | None:
+    """A twin, or None where a head lacks what its configuration names."""
+    with torch.device("meta"):
+        twin = EagleHead(head.config)
+    for name, weight in _weights(head):
+        place, _, attribute = name.rpartition(".")
+        setattr(twin.get_submodule(place), attribute, nn.Parameter(weight.detach().to(dtype), requires_grad=False))
+    if any(weight.is_meta for weight in twin.parameters()):
+        return None
+    for name in READS:
+        twin.__dict__[name] = head.__dict__[name]
+    twin.__dict__[SOURCE] = head
+    _take(twin, head)
+    return twin.eval()
 
 
-def _bound(head: EagleHead) -> Hashable:
-    return id(head.__dict__["_embed_tokens"]), id(head.__dict__["_target_lm_head"]), id(head.inv_freq), head.rope_scale
+def _take(twin: EagleHead, head: EagleHead) -> None:
+    """What is no weight, and the same for both."""
+    twin.d2t, twin.inv_freq, twin.rope_scale = head.d2t, head.inv_freq, head.rope_scale
+
+
+def _is_weights(head: EagleHead) -> bool:
+    """Whether what a head computes follows from its class and its weights."""
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            if not is_plain(module):
+                return False
+        elif isinstance(module, RMSNorm):
+            if type(module.weight) is not nn.Parameter or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                return False
+        elif any(True for _ in module.parameters(recurse=False)):
+            return False
+    return True
+
+
+def _weights(head: EagleHead) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by its name, one that two modules share under both."""
+    return head.named_parameters(remove_duplicate=False)
