@@ -120,6 +120,13 @@ def test_a_head_of_other_modules_gets_a_twin_of_them_or_drafts_itself():
     assert lowered(head, BF16) is head
     hook.remove()
     assert lowered(head, BF16) is not head
+    head.extra = nn.Linear(2, 2)  # a module that no configuration names
+    assert lowered(head, BF16) is head
+    del head.extra
+    norm, head.norm = head.norm, None
+    assert lowered(head, BF16) is head
+    head.norm = norm
+    assert lowered(head, BF16) is not head
     torch.nn.utils.parametrizations.weight_norm(head.fc)
     assert lowered(head, BF16) is head
 

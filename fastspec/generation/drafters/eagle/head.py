@@ -315,10 +315,14 @@ class EagleHead(nn.Module):
         if made is None or between is None or no_rows(lm_head, self.d2t, self.config.hidden_size) is not None:
             return
         if not exactly:
-            rows = self._rows(lm_head).float()
-            probe = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows.device)
-            now = rows @ (between.weight.to(rows.device, torch.float32) @ probe)
-            far = (made.weight.float() @ probe.to(made.weight.device)).to(now.device) - now
+            probe = torch.randn(made.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(made.weight)
+            mapped, whole = between.weight.float() @ probe.to(between.weight.device).float(), lm_head.weight.detach()
+            if whole.dtype is torch.float32 and not isinstance(whole, DTensor):  # rows are gathered in three times the time of a product
+                now = (whole @ mapped.to(whole.device))[self._drafted().to(whole.device)]
+            else:
+                rows = self._rows(lm_head).float()
+                now = rows @ mapped.to(rows.device)
+            far = (made.weight @ probe).to(now.device, torch.float32) - now
             if float(far.norm()) <= SAME * float(now.norm()):
                 return
         made.weight.copy_(self._product(lm_head))
@@ -338,8 +342,12 @@ class EagleHead(nn.Module):
         """The rows [V_d, H] of the target's LM head for the drafted tokens; of all processes that hold it together."""
         weight = lm_head.weight.detach()
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        rows: Tensor = weight[self.to_target(torch.arange(len(self.d2t), device=self.d2t.device)).to(weight.device)]
+        rows: Tensor = weight[self._drafted().to(weight.device)]
         return rows
+
+    def _drafted(self) -> Tensor:
+        """The target's ids [V_d] of the drafted tokens."""
+        return self.to_target(torch.arange(len(self.d2t), device=self.d2t.device))
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft ids -> the target's token ids; `d2t` holds offsets."""

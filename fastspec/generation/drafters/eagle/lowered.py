@@ -29,17 +29,15 @@ def lowered(head: EagleHead, dtype: torch.dtype | None) -> EagleHead:
         head.__dict__["_lowered"] = None
         return head
     twin: EagleHead | None = head.__dict__.get("_lowered")
-    if twin is None or twin.fc.weight.dtype is not dtype or any(twin.__dict__[name] is not head.__dict__[name] for name in READS):
-        twin = None
-    if twin is None or not follow(twin):
+    fits = twin is not None and twin.fc.weight.dtype is dtype and all(twin.__dict__[name] is head.__dict__[name] for name in READS)
+    if twin is None or not fits or not follow(twin):
         twin = head.__dict__["_lowered"] = _twin(head, dtype)
     return head if twin is None else twin
 
 
 @torch.no_grad()
 def follow(twin: EagleHead) -> bool:
-    """Give a twin its head's weights anew, in place: the head may have been trained since, which nothing tells reliably, and 12 million
-    take 3 ms. Nothing, and False, where the head's weights have other shapes than the twin's; nothing for a head that is no twin."""
+    """Give a twin its head's weights anew, in place: the head may have been trained since, which nothing tells reliably. Nothing, and False, where the head's weights have other shapes than the twin's; nothing for a head that is no twin."""
     head = twin.__dict__.get(SOURCE)
     if head is None:
         return True
@@ -56,12 +54,15 @@ def follow(twin: EagleHead) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _twin(head: EagleHead, dtype: torch.dtype) -> EagleHead | None:
-    """A twin, or None where a head lacks what its configuration names."""
+    """A twin, or None where a head has other modules than its configuration names."""
     with torch.device("meta"):
         twin = EagleHead(head.config)
+    modules = dict(twin.named_modules())
     for name, weight in _weights(head):
         place, _, attribute = name.rpartition(".")
-        setattr(twin.get_submodule(place), attribute, nn.Parameter(weight.detach().to(dtype), requires_grad=False))
+        if place not in modules:
+            return None
+        setattr(modules[place], attribute, nn.Parameter(weight.detach().to(dtype), requires_grad=False))
     if any(weight.is_meta for weight in twin.parameters()):
         return None
     for name in READS:
