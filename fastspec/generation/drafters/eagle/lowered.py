@@ -37,7 +37,8 @@ def lowered(head: EagleHead, dtype: torch.dtype | None) -> EagleHead:
 
 @torch.no_grad()
 def follow(twin: EagleHead) -> bool:
-    """Give a twin its head's weights anew, in place: the head may have been trained since, which nothing tells reliably. Nothing, and False, where the head's weights have other shapes than the twin's; nothing for a head that is no twin."""
+    """Give a twin its head's weights anew, in place: the head may have been trained since, which nothing tells reliably. False, and nothing
+    has happened, where the head's weights have other shapes than the twin's. A head that is no twin is left as it is."""
     head = twin.__dict__.get(SOURCE)
     if head is None:
         return True
