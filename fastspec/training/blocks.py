@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,8 +28,8 @@ MASK_ELEMENTS = 1 << 26
 """Most (query, key) pairs of one attention call; more texts or blocks than that go in pieces."""
 MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Of CUDA's attention kernels those that take any mask."""
-LOGITS = 1 << 27
-"""Most logits of one piece of the loss, which is computed again in the backward pass."""
+LOGITS = 1 << 28
+"""Most logits of one piece of the loss. Where there are several, each is computed again in the backward pass."""
 
 
 def draw_anchors(where: np.ndarray, shape: tuple[int, int], count: int, rng: np.random.Generator | None) -> np.ndarray:
@@ -135,7 +136,7 @@ class BlockTraining(nn.Module):
         super().__init__()
         self.head, self.loss, self.decay = head, loss, decay
         self.register_buffer("draft_id", draft_id, persistent=False)
-        self.rows = torch.compile(row_losses, dynamic=True) if compile else row_losses
+        self.rows = torch.compile(judged_rows, dynamic=True) if compile else judged_rows
 
     def forward(self, ids: Tensor, teacher: Teacher, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """ids [R, T] right-padded, anchors [R, N] -> the loss; losses of each slot [D]; whether the draft's first choice is the target's
@@ -170,32 +171,48 @@ class BlockTraining(nn.Module):
         """What `_piece` gives for every prediction, each [R, N, D], a bounded number of logits at a time."""
         flat = (states.flatten(0, 2), *(x.flatten() for x in (places.previous, places.truth, places.teacher, places.known)))
         size = max(1, LOGITS // self.head.config.draft_vocab_size)
-        parts = [
-            checkpoint(self._piece, *piece, teacher, use_reentrant=False, preserve_rng_state=False)
-            for piece in zip(*(x.split(size) for x in flat), strict=True)
-        ]  # fmt: skip
+        run = partial(checkpoint, self._piece, use_reentrant=False, preserve_rng_state=False) if len(flat[0]) > size else self._piece
+        parts = [run(teacher, *piece) for piece in zip(*(x.split(size) for x in flat), strict=True)]
         return [torch.cat(column).view(places.used.shape) for column in zip(*parts, strict=True)]
 
-    def _piece(self, states: Tensor, previous: Tensor, truth: Tensor, at: Tensor, known: Tensor, teacher: Teacher) -> tuple[Tensor, ...]:
-        """Of Q predictions: loss, the draft's probability of the truth, hit, the loss of what stands behind the head, its weight."""
-        head = self.head
-        probs, inside, best = teacher.probs[at], teacher.inside[at], teacher.best[at]
-        unary = head.unary(states)
-        scores, ids = head.edges(unary, states, previous[:, None])
-        logits = scores.squeeze(1)
-        if ids is not None:
-            loss, _ = self.rows(self.loss, unary, probs, inside, truth)
-            there = torch.eq(ids, truth[:, None])
-            chosen = there.any(-1) & known
-            extra = -(logits.log_softmax(-1) * there).sum(-1)
-            right = (logits.detach().softmax(-1) * there).sum(-1)
-            hit = ids.gather(-1, logits.argmax(-1, keepdim=True)).squeeze(-1) == best
-            return loss, right, hit.float(), extra, chosen.float()
+    def _piece(self, teacher: Teacher, states: Tensor, previous: Tensor, truth: Tensor, at: Tensor, known: Tensor) -> tuple[Tensor, ...]:
+        """Of Q predictions: loss, the draft's probability of the truth (zero where nothing asks for it), hit, the loss of what stands
+        behind the head, its weight."""
+        head, best = self.head, teacher.best[at]
         judged = head.confidence_head is not None
-        loss, alpha = self.rows(self.loss, logits, probs, inside, truth, overlap=judged)
-        right = (logits.detach().gather(-1, truth[:, None]).squeeze(-1) - logits.detach().logsumexp(-1)).exp()
+        unary, said = head.unary(states), (teacher.probs, teacher.inside, at)
+        added = None if head.markov_head is None else head.markov_head(previous)
+        loss, alpha, right, choice = self.rows(self.loss, unary, added, said, truth, overlap=judged)
+        if head.candidate_selector is not None:
+            scores, ids = head.edges(unary, states, previous[:, None])
+            assert ids is not None
+            scores = scores.squeeze(1)
+            there = torch.eq(ids, truth[:, None])
+            extra = -(scores.log_softmax(-1) * there).sum(-1)
+            right = (scores.detach().softmax(-1) * there).sum(-1)
+            hit = ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1) == best
+            return loss, right, hit.float(), extra, (there.any(-1) & known).float()
         extra = torch.zeros_like(loss)
         if judged:
             sure = head.confidence(states, previous).float()
             extra = F.binary_cross_entropy_with_logits(sure, alpha.detach().clamp(max=1), reduction="none")
-        return loss, right, (logits.argmax(-1) == best).float(), extra, torch.ones_like(loss)
+        return loss, right, (choice == best).float(), extra, torch.ones_like(loss)
+
+
+def judged_rows(
+    loss: Loss, logits: Tensor, added: Tensor | None, said: tuple[Tensor, Tensor, Tensor], truth: Tensor, *, overlap: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of logits [Q, V_d], with `added` [Q, V_d] on top where there is something: loss and alpha as `row_losses` has them, the probability
+    of `truth` [Q] for a loss that weighs slots by it, else zeros, and the first choices [Q]. One function, so that it compiles as one.
+
+    `said` is the target's: probs [M, V_d], inside [M], and which of these rows each prediction has [Q].
+    """
+    wide = logits.float() if added is None else logits.float() + added.float()
+    probs, inside, at = said
+    if loss.compares or overlap:
+        probs, inside = probs[at], inside[at]
+    found, alpha = row_losses(loss, wide, probs, inside, truth, overlap=overlap)
+    right = torch.zeros_like(found)
+    if loss.dpace:
+        right = (wide.detach().gather(-1, truth[:, None]).squeeze(-1) - wide.detach().logsumexp(-1)).exp()
+    return found, alpha, right, wide.detach().argmax(-1)

@@ -34,8 +34,9 @@ class BlockLearner:
         """`began` is a head to go on from."""
         self.anchors, self.multiple = config.anchors, config.length_multiple
         self.head = began or _started(config, target, vocabulary, texts)
-        self.reader = TargetReader(target, self.head.config.taps, vocabulary)
         loss = LOSSES[config.loss_name]
+        compared = loss.compares or self.head.confidence_head is not None
+        self.reader = TargetReader(target, self.head.config.taps, vocabulary, distributions=compared)
         self.module = BlockTraining(self.head, loss, config.slot_decay, self.reader.draft_id, compile=config.compile)
 
     def prepared(self, batch: Batch, key: tuple[int, ...]) -> Batch:

@@ -42,6 +42,11 @@ class Loss:
         """Whether a term needs alpha."""
         return bool(self.tv or self.nla or self.hybrid)
 
+    @property
+    def compares(self) -> bool:
+        """Whether a term needs p."""
+        return bool(self.overlaps or self.soft or self.l1)
+
 
 LOSSES = {
     "ce": Loss(hard=1.0),
@@ -71,7 +76,8 @@ def row_losses(
     """(the loss of each row [M] fp32, alpha [M] fp32, which is zero where neither the loss nor `overlap` asks for it).
 
     logits [M, V_d]; probs [M, V_d] the target's distribution, renormalised over the draft vocabulary, and inside [M] its share of the
-    whole; truth [M] draft ids of the text's tokens, for `hard`.
+    whole, neither looked at where neither the loss `compares` nor `overlap` is asked for; truth [M] draft ids of the text's tokens, for
+    `hard`.
     """
     wide = logits.float()
     whole = wide.logsumexp(-1)

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3Model
 
 from fastspec.generation.drafters.block.config import BlockConfig
 from fastspec.generation.drafters.block.draft import BlockDrafter
-from fastspec.generation.drafters.block.head import BlockHead, CandidateSelector, DynamicConvolution, MarkovHead
+from fastspec.generation.drafters.block.head import BlockHead, CandidateSelector, DynamicConvolution, MarkovHead, best_ids
 from fastspec.training.blocks import BlockAttention
 
 VOCAB, WIDTH = 40, 32
@@ -144,6 +144,21 @@ def test_the_selector_scores_the_best_of_a_slot_and_nothing_else() -> None:
         assert set(ids[slot].tolist()) == set(unary[slot].topk(6).indices.tolist())
     added = head.candidate_selector(states, previous, ids)
     torch.testing.assert_close(scores, unary.gather(-1, ids)[:, None] + added, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [130, 256, 1000, 4096, 12_288, 32_000, 49_152])
+def test_the_best_of_a_vocabulary_are_topks(size: int) -> None:
+    """By parts where the size divides; with ties the logits are the same, and no place comes twice."""
+    torch.manual_seed(size)
+    logits = torch.randn(3, 5, size)
+    logits[0, 0] = torch.arange(size).flip(0)  # all of the best in one part
+    logits[0, 1] = torch.arange(size) % 61  # and one in every part
+    found = best_ids(logits[1:], 16)
+    assert torch.equal(found, logits[1:].topk(16, -1).indices)
+    for ties in (logits, logits.bfloat16()):
+        found = best_ids(ties, 16)
+        assert torch.equal(ties.gather(-1, found), ties.topk(16, -1).values)
+        assert all(len(set(row)) == 16 for row in found.flatten(0, 1).tolist())
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from fastspec.generation.drafters.block.head import BlockHead
 from fastspec.training import TrainConfig, blocks
 from fastspec.training.blocks import BlockTraining, draw_anchors, places_of
 from fastspec.training.data import Texts, batches
+from fastspec.training.features import KeptFeatures
 from fastspec.training.learner_block import block_for, default_taps, start_block, unused_token
 from fastspec.training.losses import LOSSES, row_losses
 from fastspec.training.target import TargetReader
@@ -207,6 +208,46 @@ def test_the_loss_is_the_weighted_mean_of_single_predictions(material: Material,
         assert torch.isnan(hits).T.reshape(3, 4, -1).equal(~places.used)
         wanted = sum(value / mass for value, mass in sums.values() if mass)
         assert float(total) == pytest.approx(wanted, rel=1e-4) and len(losses) == head.config.drafts
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("kind", "name"), [("dspark", "kl+l1"), ("dflash", "dpace"), ("dflash2", "ce")])
+def test_pieces_and_compilation_change_no_gradient(material: Material, kind: str, name: str, compiled: bool) -> None:
+    """A whole batch at once against pieces of three predictions, which are computed again in the backward pass."""
+    model = material[0]
+    ids, where, anchors = batch_of(5)
+    found = []
+    for logits, compile in ((1 << 20, compiled), (3, False)):
+        head, vocabulary = made_head(model, kind)
+        reader = TargetReader(model, head.config.taps, vocabulary)
+        training = BlockTraining(head, LOSSES[name], 0.7, reader.draft_id, compile=compile)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blocks, "LOGITS", logits * head.config.draft_vocab_size)
+            total, losses, hits = training(ids, reader.read(ids, where), anchors)
+            total.backward()
+        found.append([total.detach(), losses, hits, *(p.grad for p in head.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) > 20
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_losses_of_the_texts_tokens_need_no_distributions(material: Material, kind: str) -> None:
+    """What the learner reads for `ce`, against a reader of distributions: the same losses, fresh and from what is kept."""
+    model, texts, _ = material
+    head, vocabulary = made_head(model, kind)
+    bare = TargetReader(model, head.config.taps, vocabulary, distributions=False)
+    whole = TargetReader(model, head.config.taps, vocabulary)
+    training = BlockTraining(head, LOSSES["ce"], 0.7, bare.draft_id)
+    kept = KeptFeatures(bare, texts, 1.0, np.arange(len(texts)))
+    batch = next(batches(texts, [np.arange(5)], 16))
+    anchors = torch.from_numpy(draw_anchors(batch.where.numpy(), tuple(batch.ids.shape), 4, np.random.default_rng(0)))
+    wanted = training(batch.ids, whole.read(batch.ids, batch.where), anchors)
+    for _ in range(2):
+        teacher = kept.read(batch)
+        assert teacher.probs.shape == (len(batch.where), 0) and not kept.read_before.all()
+        for mine, theirs in zip(training(batch.ids, teacher, anchors), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, equal_nan=True)
 
 
 @torch.no_grad()
