@@ -265,6 +265,7 @@ def train(
     draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that a head can draft; 10240 by default for EAGLE-3.")] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Width of the head's MLP; the target's by default.")] = None,
     share_lm_head: Annotated[bool | None, typer.Option(help="EAGLE-3: the target's LM head behind a matrix; not written.")] = None,
+    norms: Annotated[bool | None, typer.Option(help="EAGLE-3: the norms of EAGLE-3.1.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of a block head; 2 by default.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Rows of a block, the anchor's among them; 8 by default.")] = None,
     anchors: Annotated[int | None, typer.Option(help="Blocks of a text in one step; 64 by default.")] = None,

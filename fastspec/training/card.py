@@ -31,6 +31,8 @@ def model_card(
     taps = f"taps (`hidden_states`) | {', '.join(map(str, head.taps))}" if eagle3 else "feature | the last hidden state, after the norm"
     vocabulary = f"{head.draft_vocab_size} of {head.vocab_size}, {coverage:.1%} of the answers' tokens"
     form = "the original EAGLE-3 one (`midlayer.*`, `d2t` as offsets)" if eagle3 else "the original EAGLE-1 and EAGLE-2 one"
+    if head.norm_output:
+        form += "; with EAGLE-3.1's norms (`fc_norm`, `norm_output`)"
     if head.target_rows:
         form += "; for an LM head the target's rows of the drafted tokens behind `lm_head_map.weight`, which only fastspec reads"
     lines = [

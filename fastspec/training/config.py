@@ -21,7 +21,8 @@ class TrainConfig:
     `start_from` (a folder, a hub id or the name of a head that ships) goes on from a head that exists: sizes, taps, vocabulary and
     weights are its own, and may be left out. `share_lm_head` gives an EAGLE-3 head the target's rows of the tokens that it drafts as its LM
     head, behind a learned matrix: the rows are not trained and not written, so that the head's bytes are its layer's, and only fastspec
-    reads it.
+    reads it. `norms` gives an EAGLE-3 head those of EAGLE-3.1: each of the target's features is normed by itself before they are fused, and
+    the head feeds its states back to itself as its LM head reads them, behind its final norm.
     "dspark", "dflash" and "dflash2" draft `block_size` rows in one pass, of the target's width: `layers` of them, a correction of `rank`
     (dflash has none), up to `anchors` blocks of a text in one step, and the target's LM head unless `draft_vocab_size` is given, which
     dflash2 has none of. `mask_token` stands in the rows to be drafted, -1 for the last token that no text holds.
@@ -64,6 +65,7 @@ class TrainConfig:
     rank: int = 0
     mask_token: int = -1
     share_lm_head: bool = False
+    norms: bool = False
     loss: str = ""
     start_from: str = ""
 
@@ -138,8 +140,9 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig.{name} belongs to block heads ({kinds}): leave it out with kind {self.kind!r}")
             if getattr(self, name) < 0:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be 0 (the default) or more")
-        if self.share_lm_head and self.kind != "eagle3":
-            raise ValueError(f'share_lm_head belongs to kind "eagle3": leave it out with kind {self.kind!r}')
+        for name in ("share_lm_head", "norms"):
+            if getattr(self, name) and self.kind != "eagle3":
+                raise ValueError(f'{name} belongs to kind "eagle3": leave it out with kind {self.kind!r}')
         if block and self.hidden_size:
             raise ValueError("block heads have the target's width: leave out hidden_size")
         if self.kind == "dflash" and self.rank:

@@ -50,6 +50,7 @@ def _started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterab
         intermediate_size=config.intermediate_size or None,
         taps=config.taps,
         target_rows=config.share_lm_head,
+        norms=config.norms,
     )
     head = EagleHead(shape)
     if config.kind == "eagle3":

@@ -19,7 +19,8 @@ from fastspec.generation.drafters.eagle.head import EagleHead
 def checkpoint_config(head: EagleHead) -> dict[str, Any]:
     """The config.json of a head: Llama's field names, and the taps both as indices into
     `hidden_states` (top level, what speculators and vLLM read) and as 0-based layer outputs (nested, what SpecForge and SGLang read).
-    A head without taps has instead `bias`, which the EAGLE repository takes for true where it is absent."""
+    A head with EAGLE-3.1's norms says so under the names that speculators has for them. One without taps has `bias`, which the EAGLE
+    repository takes for true where it is absent."""
     c = head.config
     eagle3 = c.kind == "eagle3"
     shared = {
@@ -46,7 +47,8 @@ def checkpoint_config(head: EagleHead) -> dict[str, Any]:
     }
     if not eagle3:
         return {name: value for name, value in shared.items() if name != "draft_vocab_size"} | {"bias": False}
-    return shared | {
+    normed = {"fc_norm": True, "norm_output": True, "norm_before_residual": False} if c.norm_output else {}
+    return shared | normed | {
         "eagle_aux_hidden_state_layer_ids": list(c.taps),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps], "use_aux_hidden_state": True},
     }
@@ -57,8 +59,11 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
     c = head.config
     eagle3 = c.kind == "eagle3"
     plain = c.num_hidden_layers == 1 and (not eagle3 or ((c.own_lm_head or c.target_rows) and min(c.taps) > 0))
-    if not plain or c.attention_bias or c.mlp_bias or c.fc_bias or c.qk_norm or c.fc_norm or c.input_norm or c.norm_output:
-        raise ValueError(f"the original formats hold one plain layer, EAGLE-3's with its own LM head; this head is {c}")
+    if not plain or c.attention_bias or c.mlp_bias or c.fc_bias or c.qk_norm or c.input_norm or c.fc_norm != c.norm_output:
+        raise ValueError(
+            "the original formats hold one plain layer, EAGLE-3's with its own LM head, and both of EAGLE-3.1's norms or neither; "
+            f"this head is {c}"
+        )
     if c.norm_before_residual:
         raise ValueError("the original EAGLE-3 format has no norm_before_residual")
     tensors = {}

@@ -54,8 +54,9 @@ def with_sizes_of(config: TrainConfig, head: EagleHead | BlockHead) -> TrainConf
         sizes |= {"draft_vocab_size": b.draft_vocab_size} if b.own_lm_head else {}
     elif head.config.kind == "eagle3":
         c = head.config
-        sizes |= {"draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "taps": c.taps, "share_lm_head": c.target_rows}
-    left_out = {"taps": (), "mask_token": -1, "share_lm_head": False}
+        sizes |= {"draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "taps": c.taps}
+        sizes |= {"share_lm_head": c.target_rows, "norms": c.norm_output}
+    left_out = {"taps": (), "mask_token": -1, "share_lm_head": False, "norms": False}
     other = [f"{name} {getattr(config, name)!r} (the head: {size!r})" for name, size in sizes.items()
              if getattr(config, name) not in (left_out.get(name, 0), size)]  # fmt: skip
     if other:

@@ -33,9 +33,10 @@ def freeze(target: Any) -> Any:
 
 def head_for(
     target: Any, *, draft_vocab_size: int, hidden_size: int | None, intermediate_size: int | None, taps: tuple[int, ...],
-    kind: str = "eagle3", target_rows: bool = False,
+    kind: str = "eagle3", target_rows: bool = False, norms: bool = False,
 ) -> HeadConfig:  # fmt: skip
-    """A head with the target's attention shape; for EAGLE-3, `taps` empty means hidden_states[2], [L // 2] and [L - 3], as published."""
+    """A head with the target's attention shape; for EAGLE-3, `taps` empty means hidden_states[2], [L // 2] and [L - 3], as published, and
+    `norms` are those of EAGLE-3.1."""
     c = target.config.get_text_config()
     heads = c.num_attention_heads
     layers = c.num_hidden_layers
@@ -52,6 +53,8 @@ def head_for(
         kind=kind,
         own_lm_head=kind == "eagle3" and not target_rows,
         target_rows=target_rows,
+        fc_norm=norms,
+        norm_output=norms,
         hidden_size=hidden_size or c.hidden_size,
         intermediate_size=intermediate_size or c.intermediate_size,
         num_attention_heads=heads,

@@ -36,7 +36,7 @@ PLAN = 2  # version of how texts become batches; a run of another version is not
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
 IDENTITY = (
     "batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps",
-    "layers", "block_size", "anchors", "rank", "mask_token", "loss", "start_from", "keep_features", "share_lm_head",
+    "layers", "block_size", "anchors", "rank", "mask_token", "loss", "start_from", "keep_features", "share_lm_head", "norms",
 )  # fmt: skip
 """Settings that a resumed run must share with the one it takes up."""
 

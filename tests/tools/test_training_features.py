@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from fastspec.training.data import Batch, Texts, batches, plan_batches
 from fastspec.training.features import GIB, KeptFeatures
 from fastspec.training.target import TargetReader
 from fastspec.training.trainer import Trainer
+from fastspec.training.ttt import UnrolledAttention
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
 ALL = 1.0
@@ -204,6 +206,47 @@ def test_a_run_goes_on_from_a_head_with_a_shared_lm_head(material: Material, sha
         own.run()
         third = settings(tmp_path / "third", start_from=str(tmp_path / "own"), share_lm_head=True, **sizes)
         Trainer(third, *material, Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["own LM head", "shared LM head"])
+def test_a_head_with_the_norms_of_eagle_3_1(material: Material, tmp_path: Path, rows: bool) -> None:
+    """It learns, is written and read as what it is, drafts, and is gone on from; heads without them, and other kinds, are told apart."""
+    model = material[0]
+    config = settings(tmp_path / "one", epochs=6.0, norms=True, share_lm_head=rows, taps=(1, 2, 4), keep_features=ALL)
+    trainer = Trainer(config, *material, Accelerator(cpu=True))
+    before = trainer.validate()["top1"]
+    trainer.run()
+    assert trainer.validate()["top1"] > before + 0.2
+    written = load_file(tmp_path / "one" / "model.safetensors")
+    assert all((written[f"fc_norm.{tap}.weight"].float() - 1).abs().max() > 0.01 for tap in range(3))  # learned, from one
+    head = load_head(tmp_path / "one", model)
+    assert head.config.fc_norm and head.config.norm_output and not head.config.norm_before_residual
+    described = inspect_head(tmp_path / "one", model)
+    assert ("norm_output", "True (config)") in described.rows() and not described.notes
+    assert "`norm_output`" in (tmp_path / "one" / "README.md").read_text()
+    ids, features, positions = torch.arange(3, 9)[None], torch.randn(1, 6, 192), torch.arange(6)[None]
+    causal = UnrolledAttention()
+    fused = head.fc(torch.cat([norm(part) for norm, part in zip(head.fc_norm, features.chunk(3, -1), strict=True)], -1))
+    torch.testing.assert_close(head.fuse(features), fused)
+    fed = head.step(ids, fused, positions, causal)
+    assert fed.pow(2).mean(-1).sqrt().sub(head.norm.weight.pow(2).mean().sqrt()).abs().max() < 0.5  # normed
+    torch.testing.assert_close(head.logits(fed), head.readout()(fed))
+
+    plain = model.generate(ids, max_new_tokens=40, do_sample=False)
+    with fastspec.patched(model, eagle3=tmp_path / "one"):
+        assert torch.equal(model.generate(ids, max_new_tokens=40, do_sample=False, assistant="eagle3"), plain)
+        assert fastspec.report(model).last.acceptance_length > 1.2
+    sizes = {"draft_vocab_size": 0, "intermediate_size": 0}
+    second = settings(tmp_path / "two", start_from=str(tmp_path / "one"), epochs=0.1, **sizes)
+    assert Trainer(second, *material, Accelerator(cpu=True)).config.norms
+    own = Trainer(settings(tmp_path / "own", epochs=0.1), *material, Accelerator(cpu=True))
+    own.run()
+    with pytest.raises(Unsupported, match=r"other sizes than the run: norms True \(the head: False\)"):
+        Trainer(settings(tmp_path / "three", start_from=str(tmp_path / "own"), norms=True, **sizes), *material, Accelerator(cpu=True))
+    with pytest.raises(Unsupported, match="has norms"):
+        Trainer(replace(config, norms=False), *material, Accelerator(cpu=True))
+    with pytest.raises(ValueError, match="norms belongs to kind"):
+        settings(tmp_path, norms=True, kind="dspark")
 
 
 def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shared: tuple[Trainer, Path], tmp_path: Path) -> None:

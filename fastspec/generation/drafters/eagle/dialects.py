@@ -312,7 +312,7 @@ def _switches_from_config(fields: Fields, dialect: str, flags: dict[str, Flag], 
     elif dialect == "specforge" and output.value:
         # SpecForge's field says that the norm is applied before the LM head at all; what it feeds back stays un-normed.
         output = Flag(False, "SpecForge feeds back the hidden state before the norm")
-    elif output.value and dialect != "speculators":
+    elif output.value and dialect not in ("speculators", OWN):
         notes.append("norm_output is read as speculators and vLLM do (the normed hidden state is fed back); SpecForge means otherwise")
     flags["norm_before_residual"], flags["norm_output"] = before, output
     return {"norm_before_residual": bool(before.value), "norm_output": bool(output.value)}
