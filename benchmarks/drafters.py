@@ -11,7 +11,7 @@ answers are kept in `--answers` and read from there the next time. For each head
 - `chain 4`, `chain 8`: the head's first choices one after another;
 - `tree 32`, `tree 60`: so many nodes, root counted, the best by the product of their edges' probabilities; `--width` best nodes of every
   depth are expanded, by as many children each: 16 for block heads, 10 for EAGLE-3, which pays for them. Trees of block heads are as deep
-  as a block, EAGLE-3's eight, as decoded by default;
+  as a block, EAGLE-3's `--depth`, eight by default;
 - `tree 60, marginals`: the same with every slot's own distribution on all of its edges (block heads);
 - `chain 8, drawn` (T = 1): tokens drawn from the head's distribution, accepted with min(1, p / q).
 
@@ -48,8 +48,6 @@ from fastspec.patches.assistants.heads import load_head
 from fastspec.training.data import encode_prompts, read_prompts
 from fastspec.training.regenerate import end_tokens
 
-EAGLE_DEPTH = 8
-
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -63,6 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0], choices=(0.0, 1.0))
     parser.add_argument("--batch", type=int, default=40, help="prompts that the target answers at a time")
     parser.add_argument("--width", type=int, default=0, help="nodes of a depth that are expanded; 0: 16, and 10 for EAGLE-3")
+    parser.add_argument("--depth", type=int, default=8, help="of EAGLE-3's trees; chains are no longer")
     parser.add_argument("--anchors", type=int, default=ANCHORS, help="positions of a text whose trees grow at once; fewer take less memory")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--check", type=int, default=0, help="prompts of each file to decode round by round as well")
@@ -86,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
                     "head": Path(source).name, "kind": head.config.kind, "prompts": name, "count": len(prompts), "temperature": temperature,
                     "max_new_tokens": options.tokens,
                 }  # fmt: skip
-                ways = ways_of(head, options.width, temperature)
+                ways = ways_of(head, options.width, options.depth, temperature)
                 pairs = list(zip(prompts, answers, strict=True))
                 for row in on_texts(model, head, pairs, ways, options.anchors):
                     seconds = round(time.perf_counter() - began, 1)
@@ -109,10 +108,10 @@ def opened(source: str, model: Any) -> Head:
     return found
 
 
-def ways_of(head: Head, width: int, temperature: float) -> list[Way]:
-    """What is measured of a head; chains no longer than its block."""
+def ways_of(head: Head, width: int, eagle_depth: int, temperature: float) -> list[Way]:
+    """What is measured of a head; chains no longer than its block, or than EAGLE-3's trees are deep."""
     block = isinstance(head, BlockHead)
-    depth = head.config.drafts if isinstance(head, BlockHead) else EAGLE_DEPTH
+    depth = head.config.drafts if isinstance(head, BlockHead) else eagle_depth
     width = width or (16 if block else 10)
     ways = [Way(name=f"chain {n}", depth=min(n, depth)) for n in (4, 8)]
     ways += [Way(name=f"tree {n}", depth=depth, width=width, nodes=n) for n in (32, 60)]

@@ -1,10 +1,12 @@
 """What a round of each way would take, from measured parts of rounds and the bytes that a draft pass reads. For drafters.py.
 
 Measured, from `results/redesign_h200.jsonl` (`code` "after", full_size.py, batch 1, bf16, one H200): scoring one node and scoring 60, every
-pass of EAGLE-3's draft phase, and choosing, committing and feeding the accepted pairs. Between 1 and 60 nodes the time of scoring grows as
-that of a stack of the same layers does in `results/stack_nodes_h200.jsonl` (stack.py at 1, 5, 9, 32 and 60 nodes, another H200). A block
-head's pass was never measured: its floor is its bytes over the read bandwidth of the same rows, its estimate adds what a layer of that
-target takes beyond its own floor, per layer of the head, and LINK for each slot of a correction.
+pass of EAGLE-3's draft phase, and choosing, committing and feeding the accepted pairs. The head measured there is as wide as the target's
+layers and drafts MEASURED_VOCABULARY tokens; of a head that has the target's width the bytes that it reads more or less are counted in.
+Between 1 and 60 nodes the time of scoring grows as that of a stack of the same layers does in `results/stack_nodes_h200.jsonl` (stack.py at
+1, 5, 9, 32 and 60 nodes, another H200). A block head's pass was never measured: its floor is its bytes over the read bandwidth of the
+same rows, its estimate adds what a layer of that target takes beyond its own floor, per layer of the head, and LINK for each slot of a
+correction.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ STACK = Path(__file__).parent / "results" / "stack_nodes_h200.jsonl"
 LINK = 0.002
 """Milliseconds of one slot's correction inside one small kernel: 10 to 20 us are expected of eight slots."""
 BYTES = 2
+MEASURED_VOCABULARY = 32_000
+"""Tokens that the measured EAGLE-3 heads draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,14 @@ def block_bytes(config: BlockConfig, shape: Shape) -> int:
     return BYTES * (len(config.taps) * s.hidden**2 + config.num_hidden_layers * layer + vocabulary * s.hidden + correction)
 
 
+def more_bytes(config: HeadConfig, shape: Shape) -> int:
+    """What a pass of an EAGLE-3 head reads beyond the one that was measured on a shape; 0 for a head of another target's width."""
+    if config.hidden_size != shape.hidden:
+        return 0
+    layer = 3 * (config.intermediate_size - shape.intermediate)
+    return BYTES * shape.hidden * (layer + config.draft_vocab_size - min(MEASURED_VOCABULARY, shape.vocabulary))
+
+
 def predicted(config: BlockConfig | HeadConfig, acceptance: float, drafts: int, nodes: int) -> dict[str, dict[str, Any]]:
     """By shape: milliseconds of drafting and scoring and of a round, and tokens per second at this acceptance length.
 
@@ -124,7 +136,7 @@ def predicted(config: BlockConfig | HeadConfig, acceptance: float, drafts: int, 
             links = LINK * drafts if config.kind != "dflash" else 0.0
             draft = {"floor": floor, "estimate": floor + overhead * config.num_hidden_layers + links}
         else:
-            draft = {"measured": sum(m.passes[:drafts])}
+            draft = {"measured": sum(m.passes[:drafts]) + drafts * m.reading(more_bytes(config, shape))}
         found[shape.name] = {"score_ms": round(score, 4)}
         for name, spent in draft.items():
             whole = spent + score + m.other + m.feed

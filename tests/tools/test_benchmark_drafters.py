@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -304,7 +305,11 @@ def test_predicted_times_are_read_from_the_rows(scripts: Any) -> None:
     # The parts of the measured round, which is 6.548 ms and overlaps with the host: within 3 %.
     assert found["round_ms_measured"] == pytest.approx(6.548, rel=0.03)
     assert found["tokens_per_second_measured"] == pytest.approx(4000 / found["round_ms_measured"], rel=1e-3)
-    shape = scripts.time.SHAPES[1]
+    small, shape = scripts.time.SHAPES
+    wide = replace(eagle, hidden_size=576, intermediate_size=1536 + 100, vocab_size=49_152, draft_vocab_size=32_000 - 60)
+    assert scripts.time.more_bytes(wide, small) == 2 * 576 * (300 - 60) and scripts.time.more_bytes(wide, shape) == 0
+    spent = [scripts.time.predicted(each, 4.0, 8, 60)["smollm2-135m"]["draft_ms_measured"] for each in (eagle, wide)]
+    assert spent[1] - spent[0] == pytest.approx(8 * 2 * 576 * 240 / scripts.time.Measured.of("smollm2-135m").gb_per_s / 1e6, abs=2e-4)
     # Two layers of 218.1 M parameters, fc over two taps, 32,000 rows of the LM head and of a Markov matrix of rank 8.
     layer = 4096 * 128 * (32 + 32 + 8 + 8) + 3 * 4096 * 14336
     assert scripts.time.block_bytes(block, shape) == 2 * (2 * layer + len(block.taps) * 4096**2 + 32000 * (4096 + 8))

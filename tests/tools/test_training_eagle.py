@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
@@ -25,7 +28,8 @@ from fastspec.errors import Unsupported
 from fastspec.generation.drafters.eagle.checkpoint import read_checkpoint
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.patches.assistants.heads import load_head
-from fastspec.training.data import Batch, Texts
+from fastspec.training.data import Batch, Texts, batches
+from fastspec.training.losses import LOSSES
 from fastspec.training.target import TargetReader, head_for, start_from_features
 from fastspec.training.trainer import Trainer
 from fastspec.training.ttt import FEATURE_LOSS, TrainingTimeTest
@@ -159,6 +163,37 @@ def test_rows_before_every_answer_may_be_left_out(data: st.DataObject) -> None:
         found.append([loss.detach(), losses, hits, *[parameter.grad for parameter in head.parameters() if parameter.grad is not None]])
     for whole, less in zip(*found, strict=True):
         torch.testing.assert_close(less, whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3, shared LM head, norms", "eagle"])
+def test_compilation_changes_neither_loss_nor_gradients(kind: str, tmp_path: Path) -> None:
+    """Over batches of several shapes: parts are compiled once for any number of rows, and a second time for a first diagonal and for a
+    batch whose prompts' rows are left out."""
+    model = small_target()
+    more = {"eagle": {"kind": "eagle", "draft_vocab_size": 0, "decay": 0.8}, "eagle3": {"taps": (1, 2, 4)}}
+    shared = {"taps": (1, 2, 4), "share_lm_head": True, "norms": True, "loss": "hybrid"}
+    config = settings(tmp_path, ttt_steps=4, **more.get(kind, shared))
+    texts = small_texts(model, 60, config)
+    trainer = Trainer(config, model, texts, texts, Accelerator(cpu=True))
+    torch._dynamo.reset()
+    counted = CompileCounterWithBackend("inductor")
+    shapes = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+        compiled = TrainingTimeTest(trainer.head, 4, 0.8, loss=LOSSES[config.loss_name], compile=True)
+        for batch in (*batches(trainer.texts, trainer._plan(0)[:6], 16), *batches(trainer.texts, [np.arange(3), np.arange(9)], 16)):
+            shapes.add(tuple(batch.ids.shape))
+            inputs = trainer.learner.inputs(batch, trainer.reader.read(batch.ids, batch.where))
+            found = []
+            for module in (trainer.learner.module, compiled):
+                trainer.head.zero_grad()
+                loss, losses, hits = module(*inputs)
+                loss.backward()
+                found.append([loss.detach(), losses, hits, *(p.grad for p in trainer.head.parameters() if p.grad is not None)])
+            for mine, theirs in zip(*found, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+    assert len(shapes) > 3 and counted.frame_count <= 10
 
 
 def test_start_is_the_best_linear_guess() -> None:

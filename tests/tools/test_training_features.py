@@ -28,7 +28,7 @@ from fastspec.training.data import Batch, Texts, batches, plan_batches
 from fastspec.training.features import GIB, KeptFeatures
 from fastspec.training.target import TargetReader
 from fastspec.training.trainer import Trainer
-from fastspec.training.ttt import UnrolledAttention
+from fastspec.training.unrolled import UnrolledAttention
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
 ALL = 1.0
@@ -285,8 +285,10 @@ def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shar
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path) -> None:
-    config = settings(tmp_path, epochs=8.0, keep_features=ALL, share_lm_head=True, taps=(1, 2, 4), mixed_precision="bf16")
+@pytest.mark.parametrize("compile", [False, True])
+def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path, compile: bool) -> None:
+    shape: dict[str, Any] = {"share_lm_head": True, "taps": (1, 2, 4)}
+    config = settings(tmp_path, epochs=8.0, keep_features=ALL, mixed_precision="bf16", compile=compile, **shape)
     model = small_target().cuda()
     texts, heldout = small_texts(model, 160, config), small_texts(model, 24, config)
     trainer = Trainer(config, model, texts, heldout, Accelerator(mixed_precision="bf16"))

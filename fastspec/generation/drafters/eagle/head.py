@@ -28,6 +28,7 @@ READABLE = "load the target without quantising or offloading its LM head, or use
 SAME = 0.01
 """Relative distance up to which a product in half precision is taken for the one that it was made of."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Halves = tuple[Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], Callable[..., Tensor]]
 
 
 def _default_rope() -> dict[str, Any]:
@@ -139,13 +140,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(d, c.rms_norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(d, c.rms_norm_eps) if c.qk_norm else None
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed and rotated queries and keys, and values, [B, T, heads, D] of x [B, T, input_size]."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """What the layer adds, of attention's output [B, T, Hq, D]."""
         out: Tensor = self.o_proj(mixed.flatten(-2))
         return out
 
@@ -181,13 +184,16 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def forward(
-        self,
-        hidden: Tensor,
-        embedded: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
+        self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        halves: Halves | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`halves` are `Layer.before` and `Layer.behind` as they are to be run: compiled, say."""
+        before, behind = halves or (Layer.before, Layer.behind)
+        q, k, v, residual = before(self, hidden, embedded, cos, sin)
+        return behind(self, attend(q, k, v), residual)
+
+    def before(self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What comes before attention: queries, keys, values [B, T, heads, D], and the residual [B, T, H]."""
         residual = hidden
         if self.hidden_norm is not None and self.input_layernorm is not None:
             normed = self.hidden_norm(hidden)
@@ -195,7 +201,11 @@ class Layer(nn.Module):
             x = torch.cat((self.input_layernorm(embedded), normed), -1)
         else:
             x = hidden if self.input_layernorm is None else self.input_layernorm(hidden)
-        hidden = residual + self.self_attn(x, cos, sin, attend)
+        return *self.self_attn.heads(x, cos, sin), residual
+
+    def behind(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        """What comes behind it, from its output [B, T, Hq, D]: the layer's output [B, T, H]."""
+        hidden = residual + self.self_attn.output(mixed)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
@@ -261,12 +271,12 @@ class EagleHead(nn.Module):
         hidden: Tensor = self.fc(features)
         return hidden
 
-    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, halves: Halves | None = None) -> Tensor:
         """One pass of the head.
 
         tokens [B, T] target ids, hidden [B, T, H] (from `fuse`, or what the last `step` returned), positions [B, T] int64.
         `attend(layer, q [B, T, Hq, D], k [B, T, Hkv, D], v [B, T, Hkv, D]) -> [B, T, Hq, D]` stores k and v where it likes and attends;
-        q and k come normed and rotated.
+        q and k come normed and rotated. `halves`: see `Layer.forward`.
         Returns [B, T, H]: what `logits` takes and what is fed back into the next step.
         """
         embed = self.__dict__["_embed_tokens"]
@@ -277,7 +287,7 @@ class EagleHead(nn.Module):
         if self.config.kind == "eagle":
             hidden = self.fc(torch.cat((embedded, hidden), -1))
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, embedded, cos, sin, _of_layer(attend, index))
+            hidden = layer(hidden, embedded, cos, sin, _of_layer(attend, index), halves)
         return self.norm(hidden) if self.norm is not None and self.config.norm_output else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
