@@ -28,7 +28,7 @@ MASK_ELEMENTS = 1 << 26
 """Most (query, key) pairs of one attention call; more texts or blocks than that go in pieces."""
 MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Of CUDA's attention kernels those that take any mask."""
-LOGITS = 1 << 28
+LOGITS = 1 << 27
 """Most logits of one piece of the loss. Where there are several, each is computed again in the backward pass."""
 
 
@@ -176,13 +176,13 @@ class BlockTraining(nn.Module):
         return [torch.cat(column).view(places.used.shape) for column in zip(*parts, strict=True)]
 
     def _piece(self, teacher: Teacher, states: Tensor, previous: Tensor, truth: Tensor, at: Tensor, known: Tensor) -> tuple[Tensor, ...]:
-        """Of Q predictions: loss, the draft's probability of the truth (zero where nothing asks for it), hit, the loss of what stands
-        behind the head, its weight."""
+        """Of Q predictions: loss, the draft's probability of the truth (zero for a loss that does not ask, where no selector has it), hit,
+        the loss of what stands behind the head, its weight."""
         head, best = self.head, teacher.best[at]
-        judged = head.confidence_head is not None
+        judged, chosen = head.confidence_head is not None, head.candidate_selector is None
         unary, said = head.unary(states), (teacher.probs, teacher.inside, at)
         added = None if head.markov_head is None else head.markov_head(previous)
-        loss, alpha, right, choice = self.rows(self.loss, unary, added, said, truth, overlap=judged)
+        loss, alpha, right, choice = self.rows(self.loss, unary, added, said, truth, overlap=judged, chosen=chosen)
         if head.candidate_selector is not None:
             scores, ids = head.edges(unary, states, previous[:, None])
             assert ids is not None
@@ -200,10 +200,11 @@ class BlockTraining(nn.Module):
 
 
 def judged_rows(
-    loss: Loss, logits: Tensor, added: Tensor | None, said: tuple[Tensor, Tensor, Tensor], truth: Tensor, *, overlap: bool = False
+    loss: Loss, logits: Tensor, added: Tensor | None, said: tuple[Tensor, Tensor, Tensor], truth: Tensor, *, overlap: bool, chosen: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of logits [Q, V_d], with `added` [Q, V_d] on top where there is something: loss and alpha as `row_losses` has them, the probability
-    of `truth` [Q] for a loss that weighs slots by it, else zeros, and the first choices [Q]. One function, so that it compiles as one.
+    of `truth` [Q] for a loss that weighs slots by it, else zeros, and the first choices [Q]; the last two are zeros where a selector
+    chooses, not these logits (`chosen` False). One function, so that it compiles as one.
 
     `said` is the target's: probs [M, V_d], inside [M], and which of these rows each prediction has [Q].
     """
@@ -213,6 +214,8 @@ def judged_rows(
         probs, inside = probs[at], inside[at]
     found, alpha = row_losses(loss, wide, probs, inside, truth, overlap=overlap)
     right = torch.zeros_like(found)
+    if not chosen:
+        return found, alpha, right, truth.new_zeros(truth.shape)
     if loss.dpace:
         right = (wide.detach().gather(-1, truth[:, None]).squeeze(-1) - wide.detach().logsumexp(-1)).exp()
     return found, alpha, right, wide.detach().argmax(-1)

@@ -168,14 +168,15 @@ class TargetReader:
 
     @torch.no_grad()
     def said(self, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Judged]:
-        """One pass of the target over ids [B, T]: the features [B, T, F], the states at `where` that the LM head reads [M, H], and what it
-        says of these."""
+        """One pass of the target over ids [B, T]: the features [B, T, F], the states at `where` that the LM head reads [M, H], or [M, 0]
+        where no distributions are made of them, and what it says of these."""
         if not len(where):
             raise ValueError("the batch holds no answer token; leave conversations without an answer out")
         out = self.base(input_ids=ids, output_hidden_states=bool(self.taps), use_cache=False)
         features = torch.cat([out.hidden_states[tap] for tap in self.taps], -1) if self.taps else out.last_hidden_state
         states = out.last_hidden_state.flatten(0, 1)[where]
-        return features, states, self.judged(states)
+        judged = self.judged(states)
+        return features, states if self.distributions else states[:, :0], judged
 
     @torch.no_grad()
     def judged(self, states: Tensor, known: tuple[Tensor, Tensor] | None = None) -> Judged:

@@ -105,6 +105,10 @@ class Trainer:
             self.learner = EagleLearner(config, target, vocabulary, first, began if isinstance(began, EagleHead) else None)
         self.head, self.reader = self.learner.head, self.learner.reader
         if config.keep_features:
+            if not self.reader.distributions:  # fewer bytes a text: other texts are kept, and batches planned
+                self.identity["distributions"] = False
+                if state is not None and state["identity"].get("distributions") is not False:
+                    raise Unsupported(f"the run in {self.folder} kept more of a text than this version does: choose another output folder")
             self.features = self._kept()
         self.vocabulary = vocabulary
         self.head.to(accelerator.device)

@@ -33,7 +33,7 @@ class Teacher:
     features [B, T, taps * H_t], or [B, T, H_t] after the final norm where the head has no taps; where [M] flat positions b * T + u,
     u >= 1; probs [M, V_d] the target's distribution over the draft vocabulary, renormalised, and inside [M] fp32 the share of the whole
     that it had; best [M] the target's most likely token (any of the vocabulary), as a draft id or -1 when it is outside. probs is [M, 0]
-    where the loss asks for no distribution.
+    and inside zeros where the loss asks for no distribution.
     """
 
     features: Tensor

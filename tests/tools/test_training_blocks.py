@@ -240,6 +240,7 @@ def test_losses_of_the_texts_tokens_need_no_distributions(material: Material, ki
     whole = TargetReader(model, head.config.taps, vocabulary)
     training = BlockTraining(head, LOSSES["ce"], 0.7, bare.draft_id)
     kept = KeptFeatures(bare, texts, 1.0, np.arange(len(texts)))
+    assert kept.states.shape == (int(kept.judged.sum()), 0)
     batch = next(batches(texts, [np.arange(5)], 16))
     anchors = torch.from_numpy(draw_anchors(batch.where.numpy(), tuple(batch.ids.shape), 4, np.random.default_rng(0)))
     wanted = training(batch.ids, whole.read(batch.ids, batch.where), anchors)
@@ -248,6 +249,18 @@ def test_losses_of_the_texts_tokens_need_no_distributions(material: Material, ki
         assert teacher.probs.shape == (len(batch.where), 0) and not kept.read_before.all()
         for mine, theirs in zip(training(batch.ids, teacher, anchors), wanted, strict=True):
             torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+def test_a_run_that_kept_more_of_each_text_is_not_taken_up(material: Material, tmp_path: Path) -> None:
+    """Runs of older versions kept states for every loss: where the memory does not hold all texts, others would be kept now."""
+    config = block(tmp_path, "dflash", keep_features=1.0, epochs=0.2)
+    Trainer(config, *material, Accelerator(cpu=True)).run()
+    Trainer(config, *material, Accelerator(cpu=True))  # its own
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["identity"].pop("distributions") is False
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(Unsupported, match="kept more of a text than this version"):
+        Trainer(config, *material, Accelerator(cpu=True))
 
 
 @torch.no_grad()
