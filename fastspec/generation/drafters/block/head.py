@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastspec.generation.drafters.block.config import BlockConfig
-from fastspec.generation.drafters.eagle.head import RMSNorm, SwiGLU, rotate
+from fastspec.generation.drafters.eagle.head import RMSNorm, SwiGLU
+from fastspec.generation.drafters.eagle.rope import rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 PARTS = (256, 128, 64, 32)
@@ -249,7 +250,7 @@ def best_ids(logits: Tensor, count: int) -> Tensor:
     """Places [..., count] of the largest of logits [..., V], the largest first.
 
     Where V divides into many parts only those with the largest maxima are ranked, as many as there are places: what other parts hold is
-    not larger. For 2,730 rows of 49,152 in bfloat16 torch's `topk` took 1.45 ms on an H200, and this 0.87.
+    not larger. Of equal logits any may be taken.
     """
     size = next((size for size in PARTS if logits.shape[-1] % size == 0 and logits.shape[-1] >= 4 * count * size), 0)
     best: Tensor

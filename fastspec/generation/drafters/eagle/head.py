@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from fastspec.errors import CheckpointError
+from fastspec.generation.drafters.eagle.rope import rope_frequencies, rotate
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 READABLE = "load the target without quantising or offloading its LM head, or use another head"
@@ -147,11 +148,6 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def output(self, mixed: Tensor) -> Tensor:
-        """What the layer adds, of attention's output [B, T, Hq, D]."""
-        out: Tensor = self.o_proj(mixed.flatten(-2))
-        return out
-
 
 class SwiGLU(nn.Module):
     """The gated feed-forward of the Llama family."""
@@ -205,7 +201,7 @@ class Layer(nn.Module):
 
     def behind(self, mixed: Tensor, residual: Tensor) -> Tensor:
         """What comes behind it, from its output [B, T, Hq, D]: the layer's output [B, T, H]."""
-        hidden = residual + self.self_attn.output(mixed)
+        hidden = residual + self.self_attn.o_proj(mixed.flatten(-2))
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
@@ -231,7 +227,7 @@ class EagleHead(nn.Module):
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False) if eagle3 and c.own_lm_head else None
         self.lm_head_map = nn.Linear(c.hidden_size, c.hidden_size, bias=False) if c.target_rows else None
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
-        self.inv_freq = rope_frequencies(c)
+        self.inv_freq = rope_frequencies(c.rope_parameters, c.head_dim)
         self.rope_scale = 1.0
         self.__dict__["_embed_tokens"] = None
         self.__dict__["_target_lm_head"] = None
@@ -400,23 +396,3 @@ def no_rows(lm_head: nn.Module | None, d2t: Tensor, width: int) -> str | None:
 
 def _of_layer(attend: Attend, index: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return lambda q, k, v: attend(index, q, k, v)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, T, heads, D] in the half-split order, in fp32; cos and sin [B, T, 1, R / 2], R <= D dimensions turn."""
-    half = cos.shape[-1]
-    wide = x.float()
-    a, b = wide[..., :half], wide[..., half : 2 * half]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, wide[..., 2 * half :]), -1).to(x.dtype)
-
-
-def rope_frequencies(config: HeadConfig) -> Tensor | None:
-    """fp32 frequencies [R / 2] for the default and linear types; None for types that `set_rope` must supply."""
-    rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear"):
-        return None
-    size = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-    exponent = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
-    inv_freq: Tensor = 1.0 / (rope.get("rope_theta", 10000.0) ** exponent)
-    return inv_freq / rope["factor"] if kind == "linear" else inv_freq
