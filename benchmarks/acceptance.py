@@ -4,13 +4,16 @@
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 8 --no-plain --no-end --dtype bfloat16 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 40 --rows 8 --no-plain --dtype bfloat16 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --no-plain --head one another --tree 60,7,10 60,9,10 --out rows.jsonl
+    python benchmarks/acceptance.py --prompts mt_bench.jsonl --temperature 0.6 1 --tree 60,7,10 60,4,10 --dtype bfloat16 --out rows.jsonl
 
 A prompt file has `prompt` or `turns` (the first is asked) in each row. Every batch is answered greedily by transformers' own generate and
 by the assistants, and compared token by token; before that the assistants answer every batch twice with a few tokens, untimed, and
 transformers the first batch. With --no-end no token ends an answer: all are as long as --tokens, and a batch of any size has as much to do
 a row as any other. With --rows a call decodes so many of its batch's prompts at a time, each ended one of which gives its place to the
 next (`fastspec.ContinuousBatch`). Several heads and trees of `eagle3` answer a batch one after another, so that a machine's slow spell hits
-all of them; each head has an instance of the model, which share its weights. A row holds
+all of them; each head has an instance of the model, which share its weights, and keeps what was captured for four trees. With
+--temperature answers are drawn, with top-k and top-p of the model's generation config unless --top-p names one, and nothing is compared:
+each way draws texts of its own. A row holds
 
 - `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls, a call being one batch;
 - `rounds`, summed over the calls, `rows`, those of a round, and `rows_running`: the share of them that had not ended in a round;
@@ -105,12 +108,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--assistants", nargs="+", default=["eagle3"], choices=list(ASSISTANTS), help="one row each")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--tree", nargs="+", default=["60,7,10"], help="total_tokens,depth,top_k, a row each; auto: chosen by measurement")
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="0 is greedy; at others answers are drawn, a row each")
+    parser.add_argument("--top-p", type=float, help="of drawn answers; 1 is the whole distribution")
     parser.add_argument("--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-plain", action="store_true", help="leave out transformers' generate and the comparison")
     parser.add_argument("--no-end", action="store_true", help="no token ends an answer: all have --tokens tokens")
     parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
     options = parser.parse_args(arguments)
+    if any(options.temperature) and not options.no_plain:
+        parser.error("answers that are drawn are not compared with transformers': give --no-plain with --temperature")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device, getattr(torch, options.dtype))
@@ -139,8 +146,10 @@ def main(arguments: list[str] | None = None) -> None:
         shared = {
             "prompts": path.stem, "count": len(prompts), "batch": options.batch, "max_new_tokens": options.tokens, "no_end": options.no_end,
         }  # fmt: skip
-        for name, row in on_file(model, prompts, ways, options).items():
-            row = shared | ways[name].said | row | where
+        found = [(heat, *each) for heat in options.temperature for each in on_file(model, prompts, ways, options, heat).items()]
+        for heat, name, row in found:
+            drawn = {"temperature": heat, "top_p": options.top_p} if heat else {}
+            row = shared | ways[name].said | drawn | row | where
             if row.get("tree") == "auto":
                 row["choices"] = [asdict(choice) for choice in fastspec.report(ways[name].model).trees.values()]
             print(json.dumps(row), flush=True)
@@ -161,21 +170,26 @@ def eagle3_ways(models: list[Any], options: argparse.Namespace) -> dict[str, Way
     return ways
 
 
-def on_file(model: Any, prompts: list[list[int]], chosen: dict[str, Way], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Acceptance, speed and equality of every way over one file, by its name."""
+def on_file(
+    model: Any, prompts: list[list[int]], chosen: dict[str, Way], options: argparse.Namespace, heat: float = 0.0
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Acceptance, speed and equality of every way over one file at one temperature, by its name."""
     pad = model.generation_config.pad_token_id or 0
+    settings: dict[str, Any] = {"do_sample": bool(heat)} | ({"temperature": heat} if heat else {})
+    settings |= {"top_p": options.top_p} if heat and options.top_p is not None else {}
+    torch.manual_seed(0)
     ways = ({} if options.no_plain else {PLAIN: Way(model)}) | chosen
     tallies = {name: Tally() for name in ways}
     parts = [prompts[start : start + options.batch] for start in range(0, len(prompts), options.batch)]
     few = min(16, options.tokens)
     for name, way in ways.items():  # untimed: the first run of a length compiles, the second captures
         for part in parts[:1] if name == PLAIN else (*parts, *parts):
-            generate(way.model, part, way.assistant, few, pad)
+            generate(way.model, part, way.assistant, few, pad, settings)
     for number, part in enumerate(parts):
         answers: dict[str, list[list[int]]] = {}
         for name, way in ways.items():
             tally, began = tallies[name], time.perf_counter()
-            answers[name] = generate(way.model, part, way.assistant, options.tokens, pad)
+            answers[name] = generate(way.model, part, way.assistant, options.tokens, pad, settings)
             tally.seconds.append(time.perf_counter() - began)
             tally.tokens.append(sum(map(len, answers[name])))
             tally.answers += answers[name]
@@ -214,13 +228,15 @@ def row_of(mine: Tally, plain: Tally | None, count: int, eagle3: bool = False) -
     return row
 
 
-def generate(model: Any, prompts: list[list[int]], assistant: Any, tokens: int, pad: int) -> list[list[int]]:
-    """Greedy answers to prompts as one left-padded batch, each cut behind its end token, where the model has one."""
+def generate(
+    model: Any, prompts: list[list[int]], assistant: Any, tokens: int, pad: int, settings: dict[str, Any]
+) -> list[list[int]]:  # fmt: skip
+    """Answers to prompts as one left-padded batch, each cut behind its end token, where the model has one."""
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    extra = {} if assistant is None else {"assistant": assistant}
-    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=pad, **extra)
+    extra = settings if assistant is None else settings | {"assistant": assistant}
+    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, pad_token_id=pad, **extra)
     ends = model.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [ends])
     answers = []

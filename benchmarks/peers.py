@@ -74,6 +74,7 @@ class Setup:
     budget: Budget
     memory: float = MEMORY
     cache_bytes: int | None = None
+    chains: tuple[int, ...] = CHAINS
 
     def tried(self, case: str, engine: str, expected: float, run: Callable[[], list[Row]], owed: float = 0.0) -> list[Row]:
         """The rows of a case; none where it and what is `owed` behind it do not fit, or where it fails."""
@@ -196,7 +197,7 @@ def their_rows(
         target, dtype, batches, counts * len(cases), exact_length=True, head=head, dummy=True, warmup=COMPILES, runs=runs,
         memory=setup.memory, cache_bytes=setup.cache_bytes,
     )  # fmt: skip
-    chain = CHAINS[-1] if eagle else None
+    chain = setup.chains[-1] if eagle else None
     told, found = setup.asked(job, Way(f"{THEIRS}-eagle3-{chain}" if eagle else THEIRS, chain))
     made, calls = [], iter(found)
     for (rows, before), _ in cases:
@@ -248,7 +249,7 @@ def of_prompts(path: Path, name: str, new: int, each: int | None, setup: Setup) 
         return
     sizes = tuple(dict.fromkeys(measured))
     with saved(name, model, tokenizer) as folder:
-        for chain in (None, *CHAINS):
+        for chain in (None, *setup.chains):
             run = partial(their_answers, folder, model, name, found, sizes, chain, new, ends, said, setup)
             yield from setup.tried(f"{name}, {THEIRS}, chain {chain}", THEIRS, theirs, run)
 
@@ -325,7 +326,7 @@ def make_parts(args: argparse.Namespace, setup: Setup) -> Iterator[tuple[str, It
     head_case = args.round or (ROUND if ROUND in cases else cases[0])
     for long in (False, True):
         chosen = [case for case in cases if (case[1] >= LONG) == long]
-        rounds = head_case if (head_case[1] >= LONG) == long else None
+        rounds = head_case if not args.no_round and (head_case[1] >= LONG) == long else None
         if chosen or rounds:
             for name in args.shapes:
                 yield name, of_shape(name, args.new, chosen, rounds, long, setup)
@@ -345,6 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, help="seconds that the run may take; what does not fit is left out")
     parser.add_argument("--memory", type=float, default=MEMORY, help="share of the device that vLLM takes")
     parser.add_argument("--cache-gib", type=float, help="of vLLM's keys and values; by default what it finds free, alone on the device")
+    parser.add_argument("--chains", nargs="+", type=int, default=CHAINS, help="drafts of vLLM's chains; a round has the last")
+    parser.add_argument("--no-round", action="store_true", help="leave a head's rounds out")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--out", type=Path)
@@ -358,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if peer is not None and not peer.is_installed():
         raise SystemExit(f"{THEIRS} is not installed for {peer.python}: name another with --peer-python, or give --no-peer")
     cache_bytes = None if args.cache_gib is None else int(args.cache_gib * 2**30)
-    setup = Setup(peer, device, Budget(args.budget), args.memory, cache_bytes)
+    setup = Setup(peer, device, Budget(args.budget), args.memory, cache_bytes, tuple(args.chains))
     where = {"device": device_name(torch.device(device)), **versions()}
     shown = ("model", "rows", "before", "engine", "method", "tokens_per_second", "first_token_s", "round_ms", "acceptance_length", "same")
     for name, rows in make_parts(args, setup):
