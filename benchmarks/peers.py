@@ -180,8 +180,12 @@ def seconds_of(model: Any, ids: torch.Tensor, new: int, assistant: Any, compiles
 
 def own_settings(model: Any, assistant: Any) -> Row:
     """Our version and settings, as vLLM's rows have its own."""
-    plain = isinstance(assistant, str)
-    told = {"assistant": assistant} if plain else {"assistant": type(assistant).name} | asdict(assistant)
+    if isinstance(assistant, str):
+        told = {"assistant": assistant}
+    elif isinstance(assistant, fastspec.ContinuousBatch):
+        told = {"assistant": assistant.assistant, "rows": assistant.rows}
+    else:
+        told = {"assistant": type(assistant).name} | asdict(assistant)
     settings = {"backend": fastspec.report(model).backend, "dtype": str(model.dtype).removeprefix("torch."), **told}
     return {"engine_version": fastspec.__version__, "engine_settings": settings}
 
