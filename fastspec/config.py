@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fastspec.errors import Unsupported
@@ -55,8 +55,17 @@ CPP_TREE = TreeShape(total_tokens=8, depth=3, top_k=2)
 # (device type) -> the same in batches of MANY_ROWS rows and more, where a pass is bound by arithmetic.
 BATCH_TREES = {"cuda": TreeShape(total_tokens=32, depth=6, top_k=8)}
 MANY_ROWS = 8
+# (temperature, depth) -> the depth of the device's trees at the most in calls that sample at this temperature and above, where fewer levels
+# are accepted than a greedy call's.
+SAMPLED_DEPTHS = ((0.8, 3), (0.0, 5))
 # (device type) -> numbers of nodes that total_tokens="auto" chooses from.
 AUTO_SIZES = {"cpu": (2, 4, 6, 8, 12, 16, 24, 32), "cuda": (8, 16, 24, 32, 48, 60, 64, 96, 128)}
+
+
+def sampled(shape: TreeShape, temperature: float) -> TreeShape:
+    """The device's tree, for calls that sample at this temperature."""
+    depth = next(depth for least, depth in SAMPLED_DEPTHS if temperature >= least)
+    return shape if shape.depth <= depth else replace(shape, depth=depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +175,15 @@ class _DynamicTree:
             )
         self.shape("cuda")
 
+    @property
+    def is_default(self) -> bool:
+        """Whether the tree is left to the device, the number of rows and the temperature."""
+        return self.depth is None and self.top_k is None and self.total_tokens is None
+
     def shape(self, device_type: str, rows: int = 1) -> TreeShape:
         """The tree to grow for each of so many rows on a device of this type ("cpu", "cuda"); with "auto" the largest of `sizes`."""
         default = DEFAULT_TREES.get(device_type, DEFAULT_TREES["cuda"])
-        if self.depth is None and self.top_k is None and self.total_tokens is None:
+        if self.is_default:
             return BATCH_TREES.get(device_type, default) if rows >= MANY_ROWS else default
         rest = default if self.total_tokens == "auto" else TreeShape()
         depth = rest.depth if self.depth is None else self.depth
@@ -193,7 +207,8 @@ class _DynamicTree:
 @dataclass(frozen=True, slots=True)
 class Eagle3(_DynamicTree):
     """EAGLE-3 drafting with dynamic trees. Fields left at None take the device's default tree as a whole (on the C++ kernels of the CPU
-    a smaller one) or, where one is given, the published values (depth 7, top_k 10, total_tokens 60) for the rest.
+    a smaller one, in calls that sample a shallower one) or, where one is given, the published values (depth 7, top_k 10, total_tokens 60)
+    for the rest.
 
     total_tokens="auto" measures once and takes the number of nodes with the most expected tokens per millisecond (docs/assistants.md);
     depth and top_k are then the device's where they are not given.

@@ -30,6 +30,7 @@ from fastspec.patches.call.assembly import Assembly
 from fastspec.patches.call.inputs import sees_ahead
 from fastspec.patches.call.one_prompt import Single, prepare
 from fastspec.patches.call.refusals import refuse_overrides
+from fastspec.patches.call.settled import SettledSettings
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, is_shared_out, position_limit, unpack_weights, unwrapped
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
@@ -119,6 +120,7 @@ class Continuous:
         self._dead: Exception | None = None
         self._stale = False
         """Whether the model is not what the rounds were made of, `_parts`."""
+        self._settled = SettledSettings()
         device = device_of(model)
         self._batch = OpenBatch(rows, self.stats, device)
         with torch.autocast(device.type, enabled=False), session.turn.taken(device):  # the batch's own thread has none
@@ -145,19 +147,16 @@ class Continuous:
         if ids.dim() == 1:
             ids = ids[None]
         given = {"input_ids": ids, "generation_config": generation_config, "streamer": streamer, **options}
-        device = device_of(self.model)
-        given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
-        single = prepare(self.model, self._original, {name: value for name, value in given.items() if value is not None}, seed)
+        given = {name: value for name, value in given.items() if value is not None}
+        single = prepare(self.model, self._original, given, seed, self._settled)
         length = single.ids.shape[1] + single.limit
         if length > self.max_length:
             raise Unsupported(
                 f"the prompt has {single.ids.shape[1]} tokens and may be answered with {single.limit}, {length} together, and a row of "
                 f"this batch has room for {self.max_length} (max_length): ask for fewer (max_new_tokens), or shorten the prompt"
             )
-        parts = self._parts_now()
         with self._changed:
             self._refuse_closed()
-            self._stale = self._stale or parts != self._parts
             self._arrived.append(single)
             self._changed.notify_all()
         return single.future
@@ -275,12 +274,17 @@ class Continuous:
                     if self._stale:  # who waits is decoded by rounds of the model as it is by then
                         while batch.queue:
                             self._arrived.appendleft(cast(Single, batch.queue.pop()))
-                    renew = self._stale and not batch.held and bool(self._arrived)
+                    ready = len(self._arrived)  # who comes behind this line may come behind a change that the next ones do not see
+                    renew = self._stale and not batch.held and ready > 0
                 if renew:
                     self._renew()
+                elif ready and not self._stale:
+                    self._stale = self._has_changed()
                 with self._changed:
-                    while self._arrived and not self._stale:
-                        batch.queue.append(self._arrived.popleft())
+                    for _ in range(0 if self._stale else min(ready, len(self._arrived))):
+                        single = self._arrived.popleft()
+                        single.move(device_of(self.model))
+                        batch.queue.append(single)
                     batch.cancel()
                     if not self._arrived and not batch.queue and not batch.held:
                         if self._closing:
@@ -327,6 +331,7 @@ class Continuous:
         """Make all rounds anew, of the model as it is."""
         with self.session.turn.taken(device_of(self.model)):
             self._stale = False
+            self._settled.known.clear()
             self._settle()
             self._widths.begin()
 
@@ -348,6 +353,13 @@ class Continuous:
             self._stale = True
             return None
         return made
+
+    def _has_changed(self) -> bool:
+        """Whether the model is not what the rounds were made of; so is one that cannot be looked at, which the next rounds will tell."""
+        try:
+            return self._parts_now() != self._parts
+        except Exception:
+            return True
 
     def _parts_now(self) -> Hashable:
         """What rounds are made of that has a say in the tokens: the way that the model runs, and where its weights lie. Equal to nothing

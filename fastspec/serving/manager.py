@@ -9,6 +9,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cli.serving.utils import BaseGenerateManager, CBWorkerDeadError, DirectStreamer, GenerationState, _StreamError
 
@@ -27,20 +28,25 @@ class Watch:
 
     def __init__(self, asked: Asked, metrics: Metrics, inner: DirectStreamer | None) -> None:
         self.asked, self.metrics, self.inner = asked, metrics, inner
-        self.tokens = -1  # the prompt comes first
+        self.tokens: list[int] = []
+        """Of the answer."""
         self.first: float | None = None
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt, then a token at a time."""
-        self.tokens += 1
-        if self.tokens:
-            self.metrics.tokens.inc()
-            self.metrics.rate.add(1)
-        if self.tokens == 1:
+        """Take the prompt."""
+        if self.inner is not None:
+            self.inner.put(value)
+
+    def put_tokens(self, tokens: list[int]) -> None:
+        """Take a round's tokens."""
+        self.tokens += tokens
+        self.metrics.tokens.inc(len(tokens))
+        self.metrics.rate.add(len(tokens))
+        if self.first is None:
             self.first = time.perf_counter() - self.asked.arrived
             self.metrics.first_token.observe(self.first)
         if self.inner is not None:
-            self.inner.put(value)
+            self.inner.put(torch.tensor(tokens))
 
     def end(self) -> None:
         """The answer is over."""
@@ -54,39 +60,60 @@ class Watch:
         elif future.exception() is not None:
             outcome = "error"
         else:
-            outcome = "length" if self.tokens >= limit else "stop"
+            outcome = "length" if len(self.tokens) >= limit else "stop"
         seconds = time.perf_counter() - self.asked.arrived
         self.metrics.requests.labels(outcome).inc()
         self.metrics.seconds.observe(seconds)
         first = "none" if self.first is None else f"{self.first:.3f} s"
         log.info(
-            "%s: %s, %d prompt tokens, %d new, first after %s, %.3f s", self.asked.request_id, outcome, prompt_tokens, max(0, self.tokens),
+            "%s: %s, %d prompt tokens, %d new, first after %s, %.3f s", self.asked.request_id, outcome, prompt_tokens, len(self.tokens),
             first, seconds,
         )  # fmt: skip
         if outcome == "error":
             log.error("%s failed", self.asked.request_id, exc_info=future.exception())
 
 
+PACE = 0.001
+"""Seconds for every reader of one delivery that pass before the next: a chunk costs the event loop about that much, and the rounds' thread
+waits for the interpreter meanwhile."""
+LONGEST_PACE = 0.04
+
+
 class Mail:
-    """Brings what the batch's thread says to the event loop: all that waits in one wake-up, texts to one reader as one."""
+    """Brings what the batch's thread says to the event loop: all that waits in one wake-up, texts to one reader as one. With many readers
+    wake-ups are `PACE` for each of them apart."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.waiting: deque[tuple[asyncio.Queue[Any], Any]] = deque()
         self.called = False
 
-    def post(self, queue: asyncio.Queue[Any], item: Any) -> None:
-        """From any thread; what one thread posts to a queue keeps its order."""
+    def post(self, queue: asyncio.Queue[Any], item: Any, urgent: bool = False) -> None:
+        """From any thread; what one thread posts to a queue keeps its order. What is `urgent` waits for no pace."""
         self.waiting.append((queue, item))
         if not self.called:
             self.called = True
             self.loop.call_soon_threadsafe(self._bring)
+        elif urgent:
+            self.loop.call_soon_threadsafe(self._deliver)
 
     def _bring(self) -> None:
-        self.called = False  # before looking: who posts from now on calls again
+        readers = self._deliver()
+        if readers > 1:
+            self.loop.call_later(min(LONGEST_PACE, PACE * readers), self._bring)  # called still: who posts meanwhile waits for that
+            return
+        self.called = False
+        if self.waiting:  # posted before that line, by who saw that it was called
+            self.called = True
+            self.loop.call_soon(self._bring)
+
+    def _deliver(self) -> int:
+        """Bring what waits -> to how many readers."""
         texts: dict[asyncio.Queue[Any], list[str]] = {}
+        readers: set[int] = set()
         while self.waiting:
             queue, item = self.waiting.popleft()
+            readers.add(id(queue))
             if type(item) is str:
                 texts.setdefault(queue, []).append(item)
                 continue
@@ -95,19 +122,22 @@ class Mail:
             queue.put_nowait(item)
         for queue, parts in texts.items():
             queue.put_nowait("".join(parts))
+        return len(readers)
 
 
 class Stream(DirectStreamer):
     """The text of an answer as it comes; `cancel` lets go of the prompt, also while it waits."""
 
     future: Future[Tensor] | None = None
+    begun = False
 
     def __init__(self, processor: Any, mail: Mail, queue: asyncio.Queue[Any], response_parser: Any) -> None:
         super().__init__(processor._tokenizer, mail.loop, queue, response_parser=response_parser)
         self.mail = mail
 
     def _enqueue(self, item: Any) -> None:
-        self.mail.post(self._queue, item)
+        self.mail.post(self._queue, item, urgent=not self.begun)
+        self.begun = True
 
     def cancel(self) -> None:
         """The client has gone."""
@@ -130,7 +160,7 @@ class BatchManager(BaseGenerateManager):
         if self.mail is None or self.mail.loop is not loop:
             self.mail = Mail(loop)
         mail, stream = self.mail, Stream(processor, self.mail, queue, response_parser)
-        stream.future = self._submit(processor, inputs, gen_config, stream)
+        stream.future, _ = self._submit(processor, inputs, gen_config, stream)
 
         def failed(future: Future[Tensor]) -> None:
             error = None if future.cancelled() else future.exception()
@@ -145,19 +175,18 @@ class BatchManager(BaseGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, Tensor]:  # fmt: skip
         """See `BaseGenerateManager`; a request that is cancelled lets go of its prompt."""
-        future = self._submit(processor, inputs, gen_config, None)
+        future, watch = self._submit(processor, inputs, gen_config, None)
         try:
-            sequences = await asyncio.wrap_future(future)
+            await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             future.cancel()
             raise
         except Exception as error:
             raise refuse(f"{type(error).__name__}: {error}", 500) from error
-        length = inputs["input_ids"].shape[-1]
-        tokens = sequences[0, length:]
-        return processor.decode(tokens, skip_special_tokens=True), length, tokens
+        tokens = watch.tokens  # the answer's own lies on the model's device, which is busy
+        return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], torch.tensor(tokens)
 
-    def _submit(self, processor: Any, inputs: Any, gen_config: Any, stream: Stream | None) -> Future[Tensor]:
+    def _submit(self, processor: Any, inputs: Any, gen_config: Any, stream: Stream | None) -> tuple[Future[Tensor], Watch]:
         """Hand a request to the batch. Raises HTTPException: 400 for what it does not decode, 429 where too many wait."""
         asked, batch = ASKED.get(), self.batch
         length = inputs["input_ids"].shape[-1]
@@ -187,7 +216,7 @@ class BatchManager(BaseGenerateManager):
             raise CBWorkerDeadError(str(error)) from error
         self.metrics.prompt_tokens.inc(length)
         future.add_done_callback(lambda done: watch.over(length, gen_config.max_new_tokens, done))
-        return future
+        return future, watch
 
     def stop(self) -> None:
         """Let go of all requests."""

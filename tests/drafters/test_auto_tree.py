@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fastspec
 from fastspec import Eagle2, Eagle3
-from fastspec.config import AUTO_SIZES, BATCH_TREES, DEFAULT_TREES, MANY_ROWS
+from fastspec.config import AUTO_SIZES, BATCH_TREES, CPP_TREE, DEFAULT_TREES, MANY_ROWS, sampled
 from fastspec.errors import Unsupported
 from fastspec.generation.state import window
 from fastspec.patches.assistants import registry as assistants
@@ -153,6 +153,28 @@ def test_a_large_batch_grows_smaller_trees_where_none_was_named(monkeypatch):
         drafter = decoding.drafter(rows=rows, capacity=16, device=model.device, ops=TORCH, process=None)
         assert drafter.nodes == nodes
     same((plain, patched), Eagle3(), prompts(*range(3, 3 + MANY_ROWS)))
+
+
+def test_a_call_that_samples_grows_shallower_trees_where_none_was_named(monkeypatch):
+    """By its temperature, whatever processors stand beside; a greedy call and a tree with a size of the caller's are as they are."""
+    monkeypatch.setitem(DEFAULT_TREES, "cpu", fastspec.TreeShape(12, 7, 2))
+    target, head = MAKERS["bigram"]
+    model = fastspec.patch(target(), eagle3=head(target()))
+    depths, real = [], assistants.EagleDrafter
+    monkeypatch.setattr(assistants, "EagleDrafter", lambda head, shape, **given: depths.append(shape.depth) or real(head, shape, **given))
+    ids, named = torch.arange(5, 12)[None], Eagle3(depth=6)
+    for options in (
+        {"do_sample": False}, {"do_sample": True, "top_k": 0}, {"do_sample": True, "temperature": 0.9},
+        {"do_sample": True, "temperature": 0.6}, {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.2},
+        {"do_sample": True, "repetition_penalty": 1.2},
+        {"do_sample": True, "temperature": 0.8, "output_scores": True, "return_dict_in_generate": True},
+        {"do_sample": True, "assistant": named},
+    ):  # fmt: skip
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **{"assistant": "eagle3", **options})
+    assert depths == [7, 3, 3, 5, 5, 3, 3, 6]
+    assert sampled(fastspec.TreeShape(12, 2, 3), 1.0) == fastspec.TreeShape(12, 2, 3)
+    for shape in (*DEFAULT_TREES.values(), *BATCH_TREES.values(), CPP_TREE):
+        assert all(sampled(shape, heat).total_tokens == shape.total_tokens for heat in (0.01, 0.79, 0.8, 1.0, 3.0))
 
 
 @pytest.mark.parametrize("kind", [Eagle2, Eagle3])

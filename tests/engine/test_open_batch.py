@@ -21,8 +21,8 @@ import fastspec
 from fastspec import Unsupported
 from fastspec.generation.engine import batching
 from fastspec.generation.random_numbers import uniform_at
-from fastspec.patches import continuous
 from fastspec.patches.backends import TORCH
+from fastspec.patches.call import one_prompt
 from fastspec.patches.hf.cache_names import CACHE
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
@@ -166,13 +166,13 @@ def test_a_prompt_is_moved_to_the_models_device(monkeypatch):
     _, model = made()
     given: list[dict[str, Any]] = []
 
-    def prepare(model: Any, original: Any, options: dict[str, Any], seed: Any) -> Any:
+    def generate(**options: Any) -> Any:
         given.append(options)
         raise Unsupported("seen")
 
     with fastspec.continuous(model, "autoregressive", rows=1, max_length=40) as batch:
-        monkeypatch.setattr(continuous, "prepare", prepare)
-        monkeypatch.setattr(continuous, "device_of", lambda model: torch.device("meta"))
+        batch._original = generate
+        monkeypatch.setattr(one_prompt, "device_of", lambda model: torch.device("meta"))
         for ids in (texts(5)[0], texts(5)[0][None]):
             with pytest.raises(Unsupported, match="seen"):
                 batch.submit(ids, attention_mask=torch.ones(1, 5), max_new_tokens=3)

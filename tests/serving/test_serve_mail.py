@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from fastspec.serving.manager import Mail
+from fastspec.serving.manager import LONGEST_PACE, Mail
 
 
 class Marked(str):
@@ -48,12 +48,57 @@ def test_texts_that_wait_are_one_and_everything_keeps_its_order() -> None:
         mail.post(two, "later")
         mail.post(two, None)
         await asyncio.sleep(0)
-        assert all_of(two) == ["later", None]
+        assert not all_of(two) and calls == 1  # two readers were served: the next wake-up is a while off
+        await asyncio.sleep(5 * LONGEST_PACE)
+        assert all_of(two) == ["later", None] and calls == 1
+        mail.post(one, "alone")
+        await asyncio.sleep(0)
+        assert all_of(one) == ["alone"] and calls == 2
         return first
 
     one, two, calls = asyncio.run(run())
     assert one == ["ab", "r", "cd", None] and type(one[1]) is Marked
     assert two == ["xyz"] and calls == 1
+
+
+def test_what_is_urgent_waits_for_no_pace() -> None:
+    async def run() -> None:
+        loop, queues = asyncio.get_running_loop(), [asyncio.Queue[Any]() for _ in range(3)]
+        mail = Mail(loop)
+        for queue in queues[:2]:
+            mail.post(queue, "begun")
+        await asyncio.sleep(0)
+        mail.post(queues[0], "on")
+        mail.post(queues[2], "first", urgent=True)
+        await asyncio.sleep(0)
+        assert [all_of(queue) for queue in queues] == [["begun", "on"], ["begun"], ["first"]]
+
+    asyncio.run(run())
+
+
+def test_many_threads_keep_the_order_of_every_queue() -> None:
+    count, readers = 4_000, 5
+
+    async def run() -> list[str]:
+        queues, mail = [asyncio.Queue[Any]() for _ in range(readers)], Mail(asyncio.get_running_loop())
+
+        def said(queue: asyncio.Queue[Any]) -> None:
+            for number in range(count):
+                mail.post(queue, chr(65 + number % 26), urgent=number % 7 == 0)
+            mail.post(queue, None)
+
+        async def read(queue: asyncio.Queue[Any]) -> str:
+            parts = []
+            while (item := await asyncio.wait_for(queue.get(), 30)) is not None:
+                parts.append(item)
+            return "".join(parts)
+
+        threads = [threading.Thread(target=said, args=(queue,)) for queue in queues]
+        for thread in threads:
+            thread.start()
+        return await asyncio.gather(*map(read, queues))
+
+    assert asyncio.run(run()) == ["".join(chr(65 + number % 26) for number in range(count))] * readers
 
 
 def test_nothing_is_lost_while_a_thread_posts() -> None:

@@ -138,13 +138,25 @@ def test_several_heads_are_measured_in_one_run_as_by_themselves(script, saved: P
     assert both[0]["rounds"] != both[1]["rounds"]  # so that one could not stand for the other
 
 
+def test_drawn_answers_have_rows_of_their_own_and_are_compared_with_nothing(script, saved: Path) -> None:
+    shared = ("--head", str(saved / "head"), "--tree", "6,2,2", "8,3,2", "--no-plain")
+    rows = rows_of(script, saved, *shared, "--temperature", "0", "1", "2", "--top-p", "0.9")
+    assert [(row.get("temperature"), row.get("top_p"), row["tree"]) for row in rows] == [
+        (heat, None if heat is None else 0.9, tree) for heat in (None, 1.0, 2.0) for tree in ([6, 2, 2], [8, 3, 2])
+    ]
+    greedy, drawn = {row["answers_sha256"] for row in rows[:2]}, {row["answers_sha256"] for row in rows[4:]}
+    assert len(greedy) == 1 and not greedy & drawn and all("identical" not in row for row in rows)
+    with pytest.raises(SystemExit):
+        rows_of(script, saved, *shared[:-1], "--temperature", "1")
+
+
 @pytest.mark.parametrize("end", ["cut", "changed"])
 def test_an_answer_that_differs_is_listed_and_no_near_tie(script, saved: Path, monkeypatch, end: str) -> None:
     """A planted wrong token, and an answer that stops early, of the fourth prompt."""
     real, emitted = script.generate, lengths()[3]
 
-    def generate(model: Any, prompts: Any, assistant: Any, tokens: int, pad: int) -> Any:
-        answers = real(model, prompts, assistant, tokens, pad)
+    def generate(model: Any, prompts: Any, assistant: Any, *rest: Any) -> Any:
+        answers = real(model, prompts, assistant, *rest)
         if assistant is not None and len(prompts) == 2:  # the second batch begins with it
             answers[0] = answers[0][:-1] if end == "cut" else [*answers[0][:2], 127 - answers[0][2], *answers[0][3:]]
         return answers

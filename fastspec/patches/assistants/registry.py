@@ -9,7 +9,19 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import CPP_TREE, MANY_ROWS, Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
+from fastspec.config import (
+    CPP_TREE,
+    MANY_ROWS,
+    Autoregressive,
+    ContinuousBatch,
+    Eagle1,
+    Eagle2,
+    Eagle3,
+    Nasd,
+    Speculative,
+    TreeShape,
+    sampled,
+)
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding, adopt_decoding
 from fastspec.generation.drafters.contract import check_taps
@@ -62,6 +74,8 @@ class EagleDecoding(Decoding):
     """The tree on the C++ kernels of the CPU; None: `shape` there too."""
     cut: Cut | None = None
     """What this process has of the head; None: all of it."""
+    default: bool = False
+    """Whether the trees are the device's own, which are shallower in calls that sample."""
 
     @property
     def taps(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -76,6 +90,14 @@ class EagleDecoding(Decoding):
     def sized(self, nodes: int) -> EagleDecoding:
         """The same with trees of this many nodes."""
         return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None, batched=None, cpp=None)
+
+    def sampled(self, temperature: float) -> EagleDecoding:
+        """The same for calls that sample at this temperature."""
+        if not self.default:
+            return self
+        shape, batched = (None if each is None else sampled(each, temperature) for each in (self.shape, self.batched))
+        assert shape is not None
+        return replace(self, shape=shape, batched=batched)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         """The drafter of one call. Raises Unsupported where it is to draft in one launch and cannot."""
@@ -223,7 +245,8 @@ def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> 
     auto = config if config.total_tokens == "auto" else None
     head = _head(config.name, resources, model, max(shape.top_k, batched.top_k))
     cut = None if config.fused else cut_over(head, group_of(model))
-    return EagleDecoding(config.name, head, shape, auto, batched, config.fused, CPP_TREE if config == Eagle3() else None, cut)
+    cpp = CPP_TREE if config == Eagle3() else None
+    return EagleDecoding(config.name, head, shape, auto, batched, config.fused, cpp, cut, config.is_default)
 
 
 def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:

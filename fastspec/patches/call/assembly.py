@@ -22,7 +22,7 @@ from fastspec.generation.state.base import Held
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.assistants.registry import EagleDecoding
 from fastspec.patches.assistants.tree_size import choose_tree
-from fastspec.patches.call.processors import CAPTURABLE, signature
+from fastspec.patches.call.processors import CAPTURABLE, signature, temperature_of
 from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.hf.cache import import_past
 from fastspec.patches.hf.compat import device_of
@@ -74,8 +74,11 @@ class Assembly:
         return device_of(self.model)
 
     def size_trees(self, request: Request) -> Decoding:
-        """The call's decoding, the size of its trees chosen where that is left to a measurement: once for calls of one kind."""
+        """The call's decoding, with its trees: their depth where it is left to the temperature, and their size where it is left to a
+        measurement, once for calls of one kind."""
         decoding, trees = self.decoding, self.session.trees
+        if isinstance(decoding, EagleDecoding) and self.sample:
+            self.decoding = decoding = decoding.sampled(temperature_of(self.processors))
         if isinstance(decoding, EagleDecoding) and decoding.auto is not None:
             key = decoding.auto, self.rows, self.device, self.model.dtype
             if key not in trees:

@@ -17,44 +17,37 @@ from fastspec.patches.call.inputs import besides_tokens, position_shift
 from fastspec.patches.call.processors import Ending, Streaming, are_known, make_processors, read_settings, unknown_types
 from fastspec.patches.call.prompts import compact, real_tokens
 from fastspec.patches.call.refusals import refuse_arguments, refuse_prepared, refuse_prompts
+from fastspec.patches.call.settled import Settled, SettledSettings, settings_of, settles
 from fastspec.patches.hf.cache_names import CACHE, given_cache
 from fastspec.patches.hf.compat import device_of, own_stop_strings
+from fastspec.patches.hf.limits import position_rows
 
 
 class Single:
     """A prompt with its settings, and the `future` of its answer: what `generate` returns for it, [1, T + new tokens] int64.
 
+    `shown` [1, T] is the prompt as it was given, padding included, and `ids` without; `ending` has criteria besides length and end tokens.
     See `fastspec.generation.engine.open_batch.Prompt`.
     """
 
     def __init__(
-        self, streamer: Any, seed: int | None, ids: Tensor, keep: Tensor, processors: LogitsProcessorList, criteria: Any, config: Any
+        self, shown: Tensor, ids: Tensor, limit: int, ends: frozenset[int], rule: Rule, streamer: Any, ending: Ending | None = None
     ) -> None:  # fmt: skip
-        self.shown = ids
-        """The prompt as it was given, padding included."""
-        if len(ids) != 1:
-            raise Unsupported(f"a prompt of an open batch is one row, and this call has {len(ids)}: submit them one by one")
-        if config.return_dict_in_generate:
-            raise Unsupported("return_dict_in_generate=True: an open batch answers with tokens alone; ask generate for the rest")
-        if not are_known(processors, criteria):
-            raise Unsupported(
-                f"an open batch has prompts of many calls, and {unknown_types(processors, criteria)} may keep a state over a whole call: "
-                "ask generate for this one"
-            )
-        self.ids, _ = compact(self.shown, keep)
-        self.ending = Ending(criteria, self.shown)
-        self.limit, self.ends = self.ending.limit, self.ending.ends
-        self.rule = _rule(processors, self.shown, bool(config.do_sample), seed)
+        self.shown, self.ids, self.limit, self.ends, self.rule, self.ending = shown, ids, limit, ends, rule, ending
         self.streaming = Streaming(streamer, 1, 0) if streamer is not None else None
         self.future: Future[Tensor] = Future()
+
+    def move(self, device: torch.device) -> None:
+        """Bring the prompt to where it is read."""
+        self.shown, self.ids = self.shown.to(device), self.ids.to(device)
 
     @property
     def stop(self) -> Callable[[list[int]], bool] | None:
         """Whether criteria besides length and end tokens end the answer."""
-        return None if self.ending.stop is None else self._stop
+        return None if self.ending is None or self.ending.stop is None else self._stop
 
     def _stop(self, answer: list[int]) -> bool:
-        return self.ending.stop is not None and self.ending.stop(0, answer)
+        return self.ending is not None and self.ending.stop is not None and self.ending.stop(0, answer)
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
         """Hand a round's tokens to the streamer."""
@@ -84,17 +77,57 @@ class Single:
         return self.future.cancelled()
 
 
+def _made(
+    streamer: Any, seed: int | None, ids: Tensor, keep: Tensor, processors: LogitsProcessorList, criteria: Any, config: Any
+) -> Single:  # fmt: skip
+    """A prompt of what `generate` has prepared."""
+    if len(ids) != 1:
+        raise Unsupported(f"a prompt of an open batch is one row, and this call has {len(ids)}: submit them one by one")
+    if config.return_dict_in_generate:
+        raise Unsupported("return_dict_in_generate=True: an open batch answers with tokens alone; ask generate for the rest")
+    if not are_known(processors, criteria):
+        raise Unsupported(
+            f"an open batch has prompts of many calls, and {unknown_types(processors, criteria)} may keep a state over a whole call: "
+            "ask generate for this one"
+        )
+    ending = Ending(criteria, ids)
+    return Single(
+        ids, compact(ids, keep)[0], ending.limit, ending.ends, _rule(processors, ids, bool(config.do_sample), seed), streamer, ending
+    )  # fmt: skip
+
+
 def _rule(processors: LogitsProcessorList, ids: Tensor, sample: bool, seed: int | None) -> Rule:
     process, process_at = make_processors(processors, ids)
-    seed = (drawn_seed() if seed is None else seed) if sample else 0
-    return Rule(sample, seed, read_settings(processors) if sample else None, process, process_at, ids[0])
+    return Rule(sample, _seed(sample, seed), read_settings(processors) if sample else None, process, process_at, ids[0])
 
 
-def prepare(model: Any, original: Callable[..., Any], given: dict[str, Any], seed: int | None) -> Single:
-    """A prompt from the arguments of `generate` by name, `original` being the model's own, which prepares it and does not decode.
+def _seed(sample: bool, seed: int | None) -> int:
+    return (drawn_seed() if seed is None else seed) if sample else 0
+
+
+def _again(settled: Settled, given: dict[str, Any], seed: int | None) -> Single:
+    """A prompt whose settings were prepared before."""
+    ids, streamer = given["input_ids"], given.get("streamer")
+    if streamer is not None:
+        streamer.put(ids)  # as generate does
+    rule = Rule(settled.sample, _seed(settled.sample, seed), settled.settings, settled.process)
+    return Single(ids, ids, given["generation_config"].max_new_tokens, settled.ends, rule, streamer)
+
+
+def prepare(
+    model: Any, original: Callable[..., Any], given: dict[str, Any], seed: int | None, known: SettledSettings | None = None
+) -> Single:  # fmt: skip
+    """A prompt from the arguments of `generate` by name, `original` being the model's own, which prepares it and does not decode; where
+    its settings are `known`, the prompt stays where it is, and is to be moved.
 
     Raises Unsupported for what an open batch does not decode, and ValueError as transformers does.
     """
+    settled = None if known is None else known.find(model, given)
+    if settled is not None:
+        return _again(settled, given, seed)
+    asked = None if known is None else settings_of(model, given)
+    device = device_of(model)
+    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
     if given_cache(given) is not None:
         raise Unsupported(f"an open batch takes whole prompts, without {CACHE}")
     if given.get("assistant") is not None:
@@ -110,13 +143,18 @@ def prepare(model: Any, original: Callable[..., Any], given: dict[str, Any], see
         inputs = besides_tokens(model_kwargs)
         if inputs:
             raise Unsupported(f"an open batch takes prompts of tokens alone, without {', '.join(sorted(inputs))}: ask generate")
-        ids = input_ids.to(device_of(model))
+        ids = input_ids.to(device)
         keep = real_tokens(model, ids, mask, generation_config, 0)
         refuse_prompts(model, ids, keep, 0)
         shift = position_shift(model, ids, keep, model_kwargs)
         if shift is not None and bool(shift.any()):
             raise Unsupported(f"{type(model).__name__} does not count positions from 0, as an open batch does: ask generate")
-        return Single(told, seed, ids, keep, logits_processor, stopping_criteria, generation_config)
+        single = _made(told, seed, ids, keep, logits_processor, stopping_criteria, generation_config)
+        rule = single.rule
+        fits = asked is not None and given["generation_config"].max_new_tokens == single.limit
+        if known is not None and asked is not None and fits and settles(logits_processor, stopping_criteria, rule.settings):
+            known.keep(Settled(asked, single.ends, rule.sample, rule.settings, rule.process, position_rows(model)))
+        return single
 
     made = original(**{**own_stop_strings(model, given), "custom_generate": custom})
     assert isinstance(made, Single)

@@ -97,6 +97,11 @@ def read_settings(processors: lp.LogitsProcessorList) -> SamplingSettings | None
     return SamplingSettings(**{name: getattr(p, name) for name, p in zip(names, processors, strict=True)})
 
 
+def temperature_of(processors: Iterable[Any]) -> float:
+    """The temperature that processors apply; 1 where none does."""
+    return next((float(each.temperature) for each in processors if type(each) is lp.TemperatureLogitsWarper), 1.0)
+
+
 def signature(processors: lp.LogitsProcessorList) -> Hashable:
     """What tells one list of processors that look at no history from another: their kinds and their settings."""
     return tuple((type(p), tuple((name, plain_value(value)) for name, value in sorted(vars(p).items()))) for p in processors)
@@ -121,7 +126,8 @@ class Ending:
 
 
 class Streaming:
-    """Feeds a streamer one column of tokens at a time, in transformers' shape [B], as soon as every row has it."""
+    """Feeds a streamer one column of tokens at a time, in transformers' shape [B], as soon as every row has it; of one row, to a streamer
+    with `put_tokens(tokens)`, a round's tokens as one list instead."""
 
     def __init__(self, streamer: Any, rows: int, pad: int) -> None:
         self.streamer, self.pad = streamer, pad
@@ -130,9 +136,13 @@ class Streaming:
         self.shown = 0
         self.watch = getattr(streamer, "on_tree", None) if rows == 1 else None
         """A streamer's `on_tree(tree, verdict, logits)`, which gets each round's draft tree before its tokens are emitted."""
+        self.put_tokens = getattr(streamer, "put_tokens", None) if rows == 1 else None
 
     def emit(self, row: int, tokens: list[int], accepted: int, done: bool) -> None:
         """Take a round's tokens of a row; a streamer with `on_round(tokens, accepted)` gets the round first."""
+        if self.put_tokens is not None:
+            self.put_tokens(tokens)
+            return
         self.emitted[row] += tokens
         self.done[row] = done
         on_round = getattr(self.streamer, "on_round", None)

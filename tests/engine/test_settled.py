@@ -1,0 +1,187 @@
+"""Settings that were prepared before: a prompt that brings them again is what `generate` would make of it, and goes through it no more."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from helpers_models import tiny_model
+from helpers_open import alone, made, texts, told
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import GenerationConfig, TopPLogitsWarper
+from transformers.generation import utils
+
+import fastspec
+from fastspec import Unsupported
+from fastspec.patches.call.one_prompt import Single, prepare
+from fastspec.patches.call.settled import SettledSettings
+from fastspec.patches.session import session_of
+
+SETTLED: dict[str, Any] = {
+    "do_sample": st.booleans(), "temperature": st.sampled_from([0.3, 1.0, 1.7]), "top_k": st.sampled_from([0, 3, 50]),
+    "top_p": st.sampled_from([0.4, 1.0]), "min_p": st.sampled_from([None, 0.1]), "eos_token_id": st.sampled_from([None, 7, [7, 9]]),
+    "pad_token_id": st.sampled_from([0, 3]),
+}  # fmt: skip
+OTHERS: dict[str, Any] = {
+    "repetition_penalty": st.sampled_from([1.0, 1.3]), "min_new_tokens": st.sampled_from([None, 2]),
+    "max_time": st.sampled_from([None, 60.0]), "suppress_tokens": st.sampled_from([None, [5, 6]]),
+    "typical_p": st.sampled_from([1.0, 0.5]), "no_repeat_ngram_size": st.sampled_from([0, 2]),
+    "max_length": st.sampled_from([None, 64]), "epsilon_cutoff": st.sampled_from([0.0, 0.1]),
+}  # fmt: skip
+
+
+class Counted:
+    """A model's own `generate`, which counts its calls."""
+
+    def __init__(self, model: Any) -> None:
+        self.generate, self.calls = type(model).generate.__get__(model), 0
+
+    def __call__(self, **options: Any) -> Any:
+        self.calls += 1
+        return self.generate(**options)
+
+
+class Seen:
+    """A streamer that takes rounds."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+        self.rounds: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.prompts.append(value[0].tolist())
+
+    def put_tokens(self, tokens: list[int]) -> None:
+        self.rounds.append(tokens)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def asked(ids: Tensor, config: GenerationConfig, **more: Any) -> dict[str, Any]:
+    return {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None], "generation_config": config, **more}
+
+
+def like(one: Single, other: Single) -> None:
+    """Both are the same prompt."""
+    assert torch.equal(one.ids, other.ids) and torch.equal(one.shown, other.shown)
+    assert (one.limit, one.ends, one.stop is None) == (other.limit, other.ends, other.stop is None)
+    mine, theirs = one.rule, other.rule
+    assert (mine.sample, mine.seed, mine.settings, mine.is_plain) == (theirs.sample, theirs.seed, theirs.settings, theirs.is_plain)
+    assert (mine.process is None, mine.process_at is None) == (theirs.process is None, theirs.process_at is None)
+    if mine.process is not None:
+        scores = torch.randn(3, 97, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(mine.process(scores.clone()), theirs.process(scores.clone()))  # type: ignore[misc]
+
+
+@given(
+    settings=st.lists(st.fixed_dictionaries(SETTLED, optional=OTHERS), min_size=1, max_size=3),
+    order=st.lists(st.integers(0, 2), max_size=6),
+)
+def test_a_prompt_of_known_settings_is_what_generate_makes_of_it(settings: list[dict[str, Any]], order: list[int]) -> None:
+    model = fastspec.patch(tiny_model())
+    known, original = SettledSettings(), Counted(model)
+    for step, index in enumerate(order):
+        ids = texts(3 + step, seed=step)[0]
+        config = GenerationConfig(max_new_tokens=2 + step, **settings[index % len(settings)])
+        mine = prepare(model, original, asked(ids, GenerationConfig.from_dict(config.to_dict())), 5, known)
+        like(mine, prepare(model, Counted(model), asked(ids, config), 5))
+    assert original.calls <= len(order)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_generate_prepares_settings_once(sampled: bool) -> None:
+    model = fastspec.patch(tiny_model())
+    known, original = SettledSettings(), Counted(model)
+    for count in (4, 9, 2):
+        config = GenerationConfig(max_new_tokens=count, do_sample=sampled, temperature=0.7, eos_token_id=7)
+        assert prepare(model, original, asked(texts(count + 3)[0], config), 1, known).limit == count
+    assert original.calls == 1 and len(known.known) == 1
+
+
+def others() -> dict[str, Any]:
+    """What parts a call from one whose settings are known, by name: of a model and a call's options, each changed in place."""
+
+    def mask(model: Any, options: dict[str, Any]) -> None:
+        options["attention_mask"][0, 0] = 0
+
+    def no_mask(model: Any, options: dict[str, Any]) -> None:
+        del options["attention_mask"]
+
+    def own_method(model: Any, options: dict[str, Any]) -> None:
+        model._get_stopping_criteria = MethodType(type(model)._get_stopping_criteria, model)
+
+    def default(model: Any, options: dict[str, Any]) -> None:
+        model.generation_config.eos_token_id = 11
+
+    def setting(model: Any, options: dict[str, Any]) -> None:
+        options["generation_config"].eos_token_id = 12
+
+    def option(model: Any, options: dict[str, Any]) -> None:
+        options["repetition_penalty"] = 1.2
+
+    def width(model: Any, options: dict[str, Any]) -> None:
+        options["input_ids"] = options["input_ids"].int()
+
+    return {each.__name__: each for each in (mask, no_mask, own_method, default, setting, option, width)}
+
+
+@pytest.mark.parametrize("change", others())
+def test_what_changes_goes_through_generate_again(change: str) -> None:
+    model = fastspec.patch(tiny_model())
+    known, original = SettledSettings(), Counted(model)
+    for step in range(3):
+        options = asked(texts(6)[0], GenerationConfig(max_new_tokens=4))
+        if step:
+            others()[change](model, options)
+        like(prepare(model, original, dict(options), 1, known), prepare(model, Counted(model), dict(options), 1))
+    assert original.calls >= 2
+
+
+def test_a_warper_of_another_kind_is_seen(monkeypatch) -> None:
+    model = fastspec.patch(tiny_model())
+    known, original = SettledSettings(), Counted(model)
+
+    class Other(TopPLogitsWarper):
+        """Of someone else's."""
+
+    config = GenerationConfig(max_new_tokens=4, do_sample=True, top_p=0.5)
+    prepare(model, original, asked(texts(6)[0], config), 1, known)
+    monkeypatch.setattr(utils, "TopPLogitsWarper", Other)
+    with pytest.raises(Unsupported, match="Other"):
+        prepare(model, original, asked(texts(6)[0], config), 1, known)
+
+
+def test_a_prompt_beyond_the_positions_is_refused_whatever_is_known() -> None:
+    model = fastspec.patch(tiny_model("gpt2", n_positions=32))
+    known, original = SettledSettings(), Counted(model)
+    for length in (8, 33):
+        options = asked(texts(length)[0], GenerationConfig(max_new_tokens=2))
+        if length == 8:
+            prepare(model, original, options, 1, known)
+        else:
+            with pytest.raises(Unsupported, match="positions end at 32"):
+                prepare(model, original, options, 1, known)
+
+
+def test_an_open_batch_answers_as_before_and_streams_rounds() -> None:
+    plain, model = made()
+    ids = texts(5, 9, 3, 7)
+    with fastspec.continuous(model, "eagle3", rows=2) as batch:
+        for _ in range(2):
+            seen = [Seen() for _ in ids]
+            config = GenerationConfig(max_new_tokens=10, eos_token_id=None)
+            masks = [torch.ones_like(each)[None] for each in ids]
+            futures = [batch.submit(*one, attention_mask=mask) for *one, mask in zip(ids, [config] * len(ids), seen, masks, strict=True)]
+            answers = told(futures)
+            assert answers == [alone(plain, each, 10) for each in ids]
+            for answer, streamer, each in zip(answers, seen, ids, strict=True):
+                assert streamer.prompts == [each.tolist()] and streamer.ended == 1
+                assert [token for part in streamer.rounds for token in part] == answer[len(each) :]
+        assert len(batch._settled.known) == 1
+    assert session_of(model).batches == 0
