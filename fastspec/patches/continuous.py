@@ -36,6 +36,7 @@ from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.shards import processes_of
+from fastspec.patches.hf.watch import Watch
 from fastspec.patches.pool import weights_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 from fastspec.patches.warmup import SAMPLED, widths
@@ -342,7 +343,7 @@ class Continuous:
         mode = mode_for(self.model)
         self.session.pack(self.model, mode)
         self.session.tell_mode(mode)
-        self._parts = self._parts_now()
+        self._watch, self._parts = Watch(self.model), self._parts_now()
 
     def _unless_changed(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel] | None:
         """Rounds of so many rows beside those of `other`; None where the model is not, or not any more, what these were made of."""
@@ -357,9 +358,14 @@ class Continuous:
     def _has_changed(self) -> bool:
         """Whether the model is not what the rounds were made of; so is one that cannot be looked at, which the next rounds will tell."""
         try:
-            return self._parts_now() != self._parts
+            if self._watch.holds():
+                return False
+            watch = Watch(self.model)
+            changed = self._parts_now() != self._parts
         except Exception:
             return True
+        self._watch = self._watch if changed else watch
+        return changed
 
     def _parts_now(self) -> Hashable:
         """What rounds are made of that has a say in the tokens: the way that the model runs, and where its weights lie. Equal to nothing

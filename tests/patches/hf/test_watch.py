@@ -1,0 +1,145 @@
+"""A model that is watched: whatever parts rounds from it is seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from helpers_models import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers.models.llama import modeling_llama
+
+import fastspec
+from fastspec.patches.hf.modes import mode_for
+from fastspec.patches.hf.watch import Watch
+from fastspec.patches.pool import weights_of
+
+FORMER: list[torch.Tensor] = []
+FAMILIES = ("llama", "qwen2", "gpt2", "mixtral", "gemma3_text")
+
+
+def leaf(model: Any, number: int) -> tuple[nn.Module, str, nn.Module]:
+    """(parent, name, child) of one of a model's modules with weights."""
+    every = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
+    found = [each for each in every if each[2] is not None and each[2]._parameters]
+    return found[number % len(found)]
+
+
+def module(model: Any, number: int) -> None:
+    parent, name, child = leaf(model, number)
+    setattr(parent, name, copy.deepcopy(child))
+
+
+def parameter(model: Any, number: int) -> None:
+    child = leaf(model, number)[2]
+    name, held = next(iter(child._parameters.items()))
+    setattr(child, name, nn.Parameter(held.detach().clone()))
+
+
+def data(model: Any, number: int) -> None:
+    held = next(iter(leaf(model, number)[2]._parameters.values()))
+    FORMER.append(held.data)  # else the next one might come to lie where it lay
+    held.data = held.data.clone()
+
+
+def hook(model: Any, number: int) -> None:
+    leaf(model, number)[2].register_forward_hook(lambda module, inputs, output: output)
+
+
+def before(model: Any, number: int) -> None:
+    leaf(model, number)[2].register_forward_pre_hook(lambda module, inputs: inputs)
+
+
+def forward(model: Any, number: int) -> None:
+    child = leaf(model, number)[2]
+    child.forward = MethodType(lambda self, *given, **named: type(self).forward(self, *given, **named), child)
+
+
+def kind(model: Any, number: int) -> None:
+    child = leaf(model, number)[2]
+    former = type(child)
+    child.__class__ = type("Mine", (former,), {"forward": lambda self, *given, **named: former.forward(self, *given, **named)})
+
+
+def more(model: Any, number: int) -> None:
+    leaf(model, number)[0].add_module("another", nn.Linear(2, 2))
+
+
+def nothing(model: Any, number: int) -> None:
+    pass
+
+
+def unseen(model: Any, number: int) -> None:
+    """What has no say in rounds, or is not looked at."""
+    leaf(model, number)[2].remark = number
+
+
+CHANGES: dict[str, Callable[[Any, int], None]] = {
+    each.__name__: each for each in (module, parameter, data, hook, before, forward, kind, more, nothing, unseen)
+}
+
+
+def parts(model: Any) -> Any:
+    return mode_for(model), weights_of(model)
+
+
+@given(
+    family=st.sampled_from(FAMILIES), patched=st.booleans(),
+    steps=st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 99)), min_size=1, max_size=4),
+)  # fmt: skip
+def test_what_holds_is_what_it_was(family: str, patched: bool, steps: list[tuple[str, int]]) -> None:
+    model = tiny_model(family)
+    model = fastspec.patch(model) if patched else model
+    watch, was = Watch(model), parts(model)
+    assert watch.holds()
+    changed = False
+    for name, number in steps:
+        CHANGES[name](model, number)
+        changed = changed or name not in ("nothing", "unseen")
+        assert watch.holds() <= (parts(model) == was)
+        assert not (changed and watch.holds())
+    if not changed:
+        assert Watch(model).holds()
+
+
+@pytest.mark.parametrize("where", ["function", "method", "class", "global hook", "torch", "configuration"])
+def test_what_is_not_the_modules_own_is_seen(where: str, monkeypatch) -> None:
+    model = fastspec.patch(tiny_model())
+    watch, was = Watch(model), parts(model)
+    if where == "function":
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *given, **named: None)
+    elif where == "method":
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
+    elif where == "class":
+        monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "extra_repr", lambda self: "mine")
+    elif where == "global hook":
+        handle = torch_module.register_module_forward_hook(lambda module, inputs, output: None)
+    elif where == "torch":
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
+    else:
+        model.config.model_type = "another"
+    assert not watch.holds() and parts(model) != was
+    monkeypatch.undo()
+    if where == "global hook":
+        handle.remove()
+    elif where == "configuration":
+        model.config.model_type = "llama"
+    assert watch.holds()
+
+
+def test_nothing_holds_where_adapters_switch_and_calls_change_nothing() -> None:
+    model = fastspec.patch(tiny_model())
+    watch = Watch(model)
+    model.generate(torch.arange(5, 12)[None], assistant="nasd", max_new_tokens=4)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)  # in place, where it lies
+    assert watch.holds()
+    model.model.layers[0].mlp._active_adapter = ["default"]
+    assert not watch.holds() and not Watch(model).holds()
