@@ -41,9 +41,10 @@ from peers_table import OURS, THEIRS, table
 import fastspec
 from fastspec.bench.device import device_name, versions
 from fastspec.bench.measure import Answer, left_padded, until_end
-from fastspec.bench.peers import MEMORY, Job, Peer, PeerFailed, Way, answers, medians
+from fastspec.bench.peers import MEMORY, Job, Peer, Way, answers, medians
 from fastspec.bench.prompts import encode_rows, read_rows
 from fastspec.bench.run import saved
+from fastspec.errors import FastSpecError
 from fastspec.models import SMOLLM2, load_model
 from fastspec.patches.assistants.heads import find_head
 from fastspec.training.save import checkpoint_config
@@ -83,7 +84,7 @@ class Setup:
         try:
             with self.budget.spends(engine, expected):
                 return run()
-        except (torch.cuda.OutOfMemoryError, PeerFailed) as error:
+        except (torch.cuda.OutOfMemoryError, FastSpecError) as error:
             self.budget.fails(case, error)
         leave()
         return []

@@ -266,7 +266,17 @@ class Continuous:
         return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), entry, self.chunk)
 
     def _run(self) -> None:
-        """What the thread does: a turn of the rounds after another, while there is a prompt."""
+        """What the thread does. What nothing else takes care of ends all prompts: none may wait for a thread that has gone."""
+        try:
+            self._turns()
+        except Exception as fatal:
+            with self._changed:
+                self._dead = fatal
+                self._batch.fail(fatal)
+                self._end_waiting(fatal)
+
+    def _turns(self) -> None:
+        """A turn of the rounds after another, while there is a prompt."""
         batch = self._batch
         with torch.no_grad():
             while True:
@@ -283,9 +293,7 @@ class Continuous:
                     self._stale = self._has_changed()
                 with self._changed:
                     for _ in range(0 if self._stale else min(ready, len(self._arrived))):
-                        single = self._arrived.popleft()
-                        single.move(device_of(self.model))
-                        batch.queue.append(single)
+                        self._take(self._arrived.popleft())
                     batch.cancel()
                     if not self._arrived and not batch.queue and not batch.held:
                         if self._closing:
@@ -299,6 +307,15 @@ class Continuous:
                 if self._dead is not None:
                     break
         self._widths.current.engine.end()
+
+    def _take(self, single: Single) -> None:
+        """Let a prompt that has arrived wait for a row; one that cannot be brought to the model's device ends."""
+        try:
+            single.move(device_of(self.model))
+        except Exception as error:
+            single.finish([], error)
+        else:
+            self._batch.queue.append(single)
 
     def _recover(self, error: Exception) -> None:
         """A round has failed, and with it the prompts in its rows: those that wait are decoded by new rounds."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from types import MethodType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from helpers_models import tiny_model
-from helpers_open import alone, made, texts, told
+from helpers_open import GREEDY, SECONDS, Gate, alone, made, texts, told
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,8 +17,9 @@ from transformers import GenerationConfig, TopPLogitsWarper
 from transformers.generation import utils
 
 import fastspec
-from fastspec import Unsupported
+from fastspec import FastSpecError, Unsupported
 from fastspec.patches.call.one_prompt import Single, prepare
+from fastspec.patches.call.processors import Streaming
 from fastspec.patches.call.settled import SettledSettings
 from fastspec.patches.session import session_of
 
@@ -39,6 +41,7 @@ class Counted:
 
     def __init__(self, model: Any) -> None:
         self.generate, self.calls = type(model).generate.__get__(model), 0
+        self.__func__ = type(model).generate
 
     def __call__(self, **options: Any) -> Any:
         self.calls += 1
@@ -102,6 +105,116 @@ def test_generate_prepares_settings_once(sampled: bool) -> None:
         config = GenerationConfig(max_new_tokens=count, do_sample=sampled, temperature=0.7, eos_token_id=7)
         assert prepare(model, original, asked(texts(count + 3)[0], config), 1, known).limit == count
     assert original.calls == 1 and len(known.known) == 1
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_an_answer_of_no_tokens_is_refused_whatever_is_known(count: int) -> None:
+    model = fastspec.patch(tiny_model())
+    known, original = SettledSettings(), Counted(model)
+    prepare(model, original, asked(texts(6)[0], GenerationConfig(max_new_tokens=4)), 1, known)
+    config = GenerationConfig(max_new_tokens=4)
+    config.max_new_tokens = count
+    with pytest.raises(ValueError, match="greater than 0"):
+        prepare(model, original, asked(texts(6)[0], config), 1, known)
+
+
+def test_one_entry_of_equal_settings_is_kept_and_none_of_tensors() -> None:
+    model = fastspec.patch(tiny_model())
+    known, original = SettledSettings(), Counted(model)
+    for _ in range(3):  # without a mask none is found
+        prepare(model, original, {"input_ids": texts(6)[0][None], "generation_config": GenerationConfig(max_new_tokens=4)}, 1, known)
+    assert len(known.known) == 1 and original.calls == 3
+    for _ in range(2):
+        config = GenerationConfig(max_new_tokens=4, eos_token_id=torch.arange(7, 9))
+        prepare(model, original, asked(texts(6)[0], config), 1, known)
+    assert len(known.known) == 1 and original.calls == 5
+
+
+@pytest.mark.parametrize("where", ["generate", "instance", "class", "everywhere"])
+def test_nothing_is_kept_where_someone_else_prepares_calls(where: str, monkeypatch) -> None:
+    """An own method may look at the prompt."""
+    made = tiny_model()
+
+    class Mine(type(made)):  # type: ignore[misc]
+        def _get_stopping_criteria(self, *given: Any, **named: Any) -> Any:
+            return super()._get_stopping_criteria(*given, **named)
+
+    if where == "class":
+        made.__class__ = Mine
+    elif where == "instance":
+        made._get_stopping_criteria = MethodType(Mine._get_stopping_criteria, made)
+    elif where == "everywhere":
+        real = utils.GenerationMixin._get_stopping_criteria
+        monkeypatch.setattr(utils.GenerationMixin, "_get_stopping_criteria", lambda self, *given, **named: real(self, *given, **named))
+    model = fastspec.patch(made)
+    known, original = SettledSettings(), Counted(model)
+    if where == "generate":
+        original.__func__ = Counted.__call__
+    if where == "instance":
+        made._get_stopping_criteria = type(made)._get_stopping_criteria.__get__(made)
+    for _ in range(2):
+        prepare(model, original, asked(texts(6)[0], GenerationConfig(max_new_tokens=4)), 1, known)
+    assert original.calls == 2 and not known.known
+
+
+def test_a_prompt_may_be_written_over_once_it_is_submitted() -> None:
+    plain, model = made()
+    ids = texts(9)[0]
+    said, written = alone(plain, ids, 6), ids.clone()
+    config, mask = GenerationConfig(max_new_tokens=6, eos_token_id=None), torch.ones_like(ids)[None]
+    with fastspec.continuous(model, "autoregressive", rows=1) as batch:
+        for _ in range(2):
+            gate = Gate()
+            first = batch.submit(texts(5)[0], streamer=gate, max_new_tokens=3, **GREEDY)
+            written.copy_(ids)
+            second = batch.submit(written, config, attention_mask=mask)
+            written.fill_(7)
+            gate.go.release(9)
+            first.result(SECONDS)
+            assert told([second]) == [said]
+
+
+def test_a_prompt_that_cannot_be_moved_ends_alone_and_a_thread_that_fails_ends_all(monkeypatch) -> None:
+    plain, model = made()
+    ids, move = texts(5, 6), Single.move
+
+    def failing(self: Single, device: Any) -> None:
+        if self.ids.shape[1] == 6:
+            raise MemoryError("no room")
+        move(self, device)
+
+    monkeypatch.setattr(Single, "move", failing)
+    batch = fastspec.continuous(model, "autoregressive", rows=1)
+    with pytest.raises(MemoryError, match="no room"):
+        batch.submit(ids[1], max_new_tokens=3, **GREEDY).result(SECONDS)
+    assert told([batch.submit(ids[0], max_new_tokens=3, **GREEDY)]) == [alone(plain, ids[0], 3)]
+
+    def broken() -> None:
+        raise ArithmeticError("planted")
+
+    monkeypatch.setattr(batch._batch, "cancel", broken)
+    with pytest.raises(ArithmeticError, match="planted"):
+        batch.submit(ids[0], max_new_tokens=3, **GREEDY).result(SECONDS)
+    with pytest.raises(FastSpecError, match="planted"):
+        batch.submit(ids[0], max_new_tokens=3, **GREEDY)
+    assert not batch.alive
+    batch.close()
+
+
+def test_streamers_that_take_lists_hear_of_rounds_first_and_others_get_tokens() -> None:
+    class Both(Seen):
+        def on_round(self, tokens: list[int], accepted: int) -> None:
+            self.prompts.append([-1, *tokens])
+
+    both, any_name = Both(), MagicMock()
+    for streamer in (both, any_name):
+        streaming = Streaming(streamer, 1, 0)
+        streaming.emit(0, [4, 5], 1, False)
+        streaming.emit(0, [6], 0, True)
+    assert both.prompts == [[-1, 4, 5], [-1, 6]] and both.rounds == [[4, 5], [6]]
+    assert [int(call.args[0]) for call in any_name.put.call_args_list] == [4, 5, 6]
+    two = Streaming(Seen(), 2, 0)
+    assert two.put_tokens is None
 
 
 def others() -> dict[str, Any]:

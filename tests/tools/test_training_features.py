@@ -285,6 +285,12 @@ def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shar
         Trainer(settings(tmp_path / "narrow", share_lm_head=True, hidden_size=32), *material, Accelerator(cpu=True))
 
 
+BFLOAT16 = 0.05
+"""How far bf16 attention may put a step's gradients from those in fp32, of their norm. Queries, keys, values, probabilities and outputs are
+rounded by 2^-8 / sqrt(3) on average, forwards and backwards, in each of four steps: sqrt(40) of that is 1.4 %, and gradients in which much
+cancels are off by a few times that (2.1 % were seen). Rows that are missing put them further away, see the test below."""
+
+
 def step_of(module: TrainingTimeTest, batch: Batch, teacher: Teacher, first: int) -> tuple[torch.Tensor, ...]:
     """A batch's losses and two gradients, on the CPU."""
     module.zero_grad()
@@ -313,6 +319,8 @@ def test_a_step_on_the_cpu_is_the_trainer_s(tmp_path: Path) -> None:
     steps = (step_of(*on_the_cpu(trainer, batch, teacher), 0), step_of(trainer.learner.module, batch, teacher, 0))
     for mine, theirs in zip(*steps, strict=True):
         assert torch.equal(mine, theirs) and bool(mine.any())
+    late = step_of(trainer.learner.module, batch, teacher, batch.first + trainer.learner.steps + 4)
+    assert all((wrong - right).norm() > 2 * BFLOAT16 * right.norm() for wrong, right in zip(late[1:], steps[1][1:], strict=True))
 
 
 @pytest.mark.gpu
@@ -335,8 +343,7 @@ def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path, com
         found = [step_of(trainer.learner.module, batch, teacher, first) for first in (0, batch.first)]
         assert batch.first > 4  # rows of prompts take part in the first step alone
         for exact, whole, less in zip(step_of(*on_the_cpu(trainer, batch, teacher), 0), *found, strict=True):
-            rounding = (whole - exact).norm()  # attention is in bf16 on CUDA: to leave rows out may round otherwise, and no more than that
-            assert rounding < 0.05 * exact.norm() and (less - exact).norm() < 1.5 * rounding + 1e-4 * exact.norm()
+            assert max((whole - exact).norm(), (less - exact).norm()) < BFLOAT16 * exact.norm()
     ids = torch.arange(5, 15, device=model.device)[None]
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
     plain = model.generate(ids, **options)

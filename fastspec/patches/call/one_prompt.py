@@ -107,7 +107,7 @@ def _seed(sample: bool, seed: int | None) -> int:
 
 def _again(settled: Settled, given: dict[str, Any], seed: int | None) -> Single:
     """A prompt whose settings were prepared before."""
-    ids, streamer = given["input_ids"], given.get("streamer")
+    ids, streamer = given["input_ids"].clone(), given.get("streamer")  # the caller's own may change while the prompt waits
     if streamer is not None:
         streamer.put(ids)  # as generate does
     rule = Rule(settled.sample, _seed(settled.sample, seed), settled.settings, settled.process)
@@ -122,10 +122,10 @@ def prepare(
 
     Raises Unsupported for what an open batch does not decode, and ValueError as transformers does.
     """
-    settled = None if known is None else known.find(model, given)
+    settled = None if known is None else known.find(model, original, given)
     if settled is not None:
         return _again(settled, given, seed)
-    asked = None if known is None else settings_of(model, given)
+    asked = None if known is None else settings_of(model, original, given)
     device = device_of(model)
     given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
     if given_cache(given) is not None:
@@ -143,7 +143,7 @@ def prepare(
         inputs = besides_tokens(model_kwargs)
         if inputs:
             raise Unsupported(f"an open batch takes prompts of tokens alone, without {', '.join(sorted(inputs))}: ask generate")
-        ids = input_ids.to(device)
+        ids = input_ids.to(device, copy=True)
         keep = real_tokens(model, ids, mask, generation_config, 0)
         refuse_prompts(model, ids, keep, 0)
         shift = position_shift(model, ids, keep, model_kwargs)

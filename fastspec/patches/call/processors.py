@@ -127,7 +127,7 @@ class Ending:
 
 class Streaming:
     """Feeds a streamer one column of tokens at a time, in transformers' shape [B], as soon as every row has it; of one row, to a streamer
-    with `put_tokens(tokens)`, a round's tokens as one list instead."""
+    whose class has `put_tokens(tokens)`, a round's tokens as one list instead."""
 
     def __init__(self, streamer: Any, rows: int, pad: int) -> None:
         self.streamer, self.pad = streamer, pad
@@ -136,18 +136,19 @@ class Streaming:
         self.shown = 0
         self.watch = getattr(streamer, "on_tree", None) if rows == 1 else None
         """A streamer's `on_tree(tree, verdict, logits)`, which gets each round's draft tree before its tokens are emitted."""
-        self.put_tokens = getattr(streamer, "put_tokens", None) if rows == 1 else None
+        takes_lists = rows == 1 and hasattr(type(streamer), "put_tokens")  # its class: one that answers to any name has none
+        self.put_tokens = streamer.put_tokens if takes_lists else None
 
     def emit(self, row: int, tokens: list[int], accepted: int, done: bool) -> None:
         """Take a round's tokens of a row; a streamer with `on_round(tokens, accepted)` gets the round first."""
+        on_round = getattr(self.streamer, "on_round", None)
+        if on_round is not None and len(self.emitted) == 1:
+            on_round(tokens, accepted)
         if self.put_tokens is not None:
             self.put_tokens(tokens)
             return
         self.emitted[row] += tokens
         self.done[row] = done
-        on_round = getattr(self.streamer, "on_round", None)
-        if on_round is not None and len(self.emitted) == 1:
-            on_round(tokens, accepted)
         while any(len(s) > self.shown for s in self.emitted) and all(
             len(s) > self.shown or d for s, d in zip(self.emitted, self.done, strict=True)
         ):

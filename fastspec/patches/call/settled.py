@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,10 +27,15 @@ from fastspec.patches.call.processors import FILTERS
 KEPT = 16
 GIVEN = frozenset({"input_ids", "generation_config", "attention_mask", "streamer", "tokenizer"})
 """Arguments of `generate` that settings are kept beside; the tokenizer is read for stop strings alone."""
-METHODS = tuple(name for name, value in vars(GenerationMixin).items() if callable(value))
-"""What a subclass or an instance may have of its own, and plain decoding calls."""
-NAMES = tuple(kind.__name__ for kind in (*FILTERS.values(), MaxLengthCriteria, EosTokenCriteria))
-"""What `generate` makes processors and criteria of, by the names that it finds them under."""
+METHODS = {
+    name: getattr(GenerationMixin, name) for name, value in vars(GenerationMixin).items()
+    if name[0] == "_" and name[1] != "_" and isinstance(value, (FunctionType, staticmethod))
+}  # fmt: skip
+"""What `generate` prepares a call by. One of someone else's, or of a family's own, may look at the prompt: nothing is kept there."""
+MADE_OF = {
+    kind: (vars(kind).get("__init__"), vars(kind).get("__call__")) for kind in (*FILTERS.values(), MaxLengthCriteria, EosTokenCriteria)
+}  # fmt: skip
+"""The processors and criteria that are made of settings, which `generate` finds by their names, and how they work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +57,14 @@ class SettledSettings:
     def __init__(self) -> None:
         self.known: deque[Settled] = deque(maxlen=KEPT)
 
-    def find(self, model: Any, given: dict[str, Any]) -> Settled | None:
+    def find(self, model: Any, original: Any, given: dict[str, Any]) -> Settled | None:
         """What was made of the settings of a call, whose prompt is one row of tokens on the CPU, none of them padding; or None."""
         ids, mask = given.get("input_ids"), given.get("attention_mask")
         if not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.dtype != torch.long or ids.dim() != 2 or len(ids) != 1:
             return None
         if not isinstance(mask, Tensor) or mask.device.type != "cpu" or mask.shape != ids.shape or not bool(mask.all()):
             return None
-        asked = settings_of(model, given)
+        asked = settings_of(model, original, given)
         for each in tuple(self.known):
             if each.asked == asked and 0 < ids.shape[1] <= (each.positions or ids.shape[1]):
                 return each
@@ -66,19 +72,39 @@ class SettledSettings:
 
     def keep(self, settled: Settled) -> None:
         """Keep what was made of settings."""
-        self.known.appendleft(settled)
+        if all(each.asked != settled.asked for each in tuple(self.known)):
+            self.known.appendleft(settled)
 
 
-def settings_of(model: Any, given: dict[str, Any]) -> str | None:
+def settings_of(model: Any, original: Any, given: dict[str, Any]) -> str | None:
     """What a call's settings depend on, as text, the length of the answer left out; None for a call whose settings are not kept."""
     config: Any = given.get("generation_config")
-    if type(config) is not GenerationConfig or type(config.max_new_tokens) is not int or not given.keys() <= GIVEN:
+    if type(config) is not GenerationConfig or type(model.generation_config) is not GenerationConfig or not given.keys() <= GIVEN:
         return None
-    kind, own, held = type(model), vars(model), vars(model.generation_config)
-    methods = [id(getattr(kind, name, None)) for name in METHODS] + [id(own[name]) for name in METHODS if name in own]
-    made_of = [id(part) for name in NAMES for part in (getattr(plain, name), getattr(plain, name).__call__)]
-    settings = {name: value for name, value in vars(config).items() if name != "max_new_tokens"}
-    return repr((settings, held, methods, made_of))
+    if type(config.max_new_tokens) is not int or config.max_new_tokens < 1 or not _is_transformers_own(model, original):
+        return None
+    asked = {name: value for name, value in vars(config).items() if name != "max_new_tokens"}, vars(model.generation_config)
+    return repr(asked) if _is_text(asked) else None
+
+
+def _is_transformers_own(model: Any, original: Any) -> bool:
+    """Whether nobody else has a part in preparing a call."""
+    kind, own = type(model), vars(model)
+    return (
+        getattr(original, "__func__", None) is GenerationMixin.generate
+        and all(getattr(kind, name, None) is value and name not in own for name, value in METHODS.items())
+        and all(
+            getattr(plain, made.__name__, None) is made and (vars(made).get("__init__"), vars(made).get("__call__")) == how
+            for made, how in MADE_OF.items()
+        )
+    )  # fmt: skip
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is wholly told by its text: not so a tensor, nor an object of someone's."""
+    if type(value) in (dict, list, tuple):
+        return all(map(_is_text, value.values() if type(value) is dict else value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def settles(processors: Sequence[Any], criteria: Iterable[Any], settings: SamplingSettings | None) -> bool:
