@@ -29,6 +29,7 @@ from helpers_serve import (
 from helpers_training import small_target
 
 import fastspec
+from fastspec.patches.call import one_prompt
 
 pytestmark = MARKS
 
@@ -43,6 +44,17 @@ def pair() -> tuple[Any, Any]:
 def server(pair) -> Iterator[Served]:
     with served(pair[1]) as running:
         yield running
+
+
+def test_settings_are_prepared_once(pair, server, monkeypatch):
+    """Of a server's requests, whose answers are told by what they ask for, and not by who prepared it."""
+    again: list[int] = []
+    real = one_prompt._again
+    monkeypatch.setattr(one_prompt, "_again", lambda settled, given, seed: again.append(1) or real(settled, given, seed))
+    asked = [(f"w{number + 4} w9", 3 + number % 5, number % 2 == 0, number % 3 == 0, None) for number in range(16)]
+    for _ in range(2):
+        hold_as_alone(pair[0], asked, ask_all(server, asked))
+    assert len(again) >= len(asked)
 
 
 def test_chats_completions_and_streams_give_what_generate_gives(pair, server):
