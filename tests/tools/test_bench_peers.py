@@ -254,7 +254,7 @@ def test_a_shapes_cases_come_before_its_long_prompts_whose_first_token_is_timed(
 
 
 def test_the_case_of_a_heads_rounds_is_named_or_the_first(peers: Any) -> None:
-    parse = {"shapes": ["tiny"], "prompts": None, "new": 5, "cases": [(1, 512), (1, 2048), (2, 64)], "round": None}
+    parse = {"shapes": ["tiny"], "prompts": None, "new": 5, "cases": [(1, 512), (1, 2048), (2, 64)], "round": None, "no_round": False}
     asked: list[tuple] = []
 
     def noted(name: str, new: int, cases: list, round_case: Any, long: bool, setup: Any) -> list:
@@ -263,11 +263,11 @@ def test_the_case_of_a_heads_rounds_is_named_or_the_first(peers: Any) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "of_shape", noted)
-        for over in ({}, {"cases": [(1, 512)]}, {"round": (2, 64)}, {"cases": [(1, 8192)], "round": (1, 512)}):
+        for over in ({}, {"cases": [(1, 512)]}, {"round": (2, 64)}, {"cases": [(1, 8192)], "round": (1, 512)}, {"no_round": True}):
             list(peers.make_parts(argparse.Namespace(**parse | over), None))
     assert asked == [
         (parse["cases"], (1, 2048), False), ([(1, 512)], (1, 512), False), (parse["cases"], (2, 64), False),
-        ([], (1, 512), False), ([(1, 8192)], None, True),
+        ([], (1, 512), False), ([(1, 8192)], None, True), (parse["cases"], None, False),
     ]  # fmt: skip
     assert peers.CASES[0] == peers.ROUND == (1, 2048) and {(1, 8192), (1, 32768)} < set(peers.CASES)
 

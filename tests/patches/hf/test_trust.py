@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -73,6 +74,21 @@ def test_a_class_that_reads_positions_or_masks_in_its_own_way_is_refused(make: A
 def test_a_class_that_reads_them_as_given_is_not(kind: str, dtype: torch.dtype) -> None:
     model = fastspec.patch(tiny_model(kind).to(dtype))
     assert model.generate(**prompts(5, 9), max_new_tokens=4, assistant="autoregressive").shape == (2, 13)
+
+
+@pytest.mark.parametrize(("apart", "texts"), [([0.0], 1), ([0.1, 0.0], 2), ([0.1, 0.2, 0.0], 3), ([0.1, 0.1, 0.1], 3)])
+def test_a_text_whose_router_is_undecided_is_not_the_last_one(apart: list[float], texts: int, monkeypatch) -> None:
+    """A node that rounding sends to another expert is far off in one text, a class that reads masks in its own way in every one."""
+    found, seen = [0.0, *apart], []  # the first is of a prompt alone
+    monkeypatch.setattr(tree_check, "_apart", lambda got, want, dtype: seen.append(want) or found[len(seen) - 1])
+    model = fastspec.patch(tiny_model("gpt2", n_positions=77 + len(apart) + texts + int(10 * apart[-1])))
+    options = {**prompts(5), "max_new_tokens": 3, "assistant": "autoregressive"}
+    if apart[-1]:
+        with pytest.raises(fastspec.Unsupported, match="otherwise"):
+            model.generate(**options)
+    else:
+        model.generate(**options)
+    assert len(seen) == 1 + texts and all(not torch.equal(one, other) for one, other in itertools.combinations(seen[1:], 2))
 
 
 def test_a_draft_model_is_checked_too() -> None:
