@@ -74,8 +74,8 @@ class Watch:
 
 
 PACE = 0.001
-"""Seconds for every reader of one delivery that pass before the next: a chunk costs the event loop about that much, and the rounds' thread
-waits for the interpreter meanwhile."""
+"""Seconds for every reader of one delivery that pass before the next: to send a chunk takes the event loop some tenths of a millisecond,
+for which the rounds' thread waits."""
 LONGEST_PACE = 0.04
 
 

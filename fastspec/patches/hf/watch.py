@@ -56,6 +56,6 @@ class Watch:
 
     def _outside(self) -> Hashable:
         """What has a say in passes and is not the modules' own: the configuration, global hooks, classes' methods, what these call."""
-        functions = tuple((name, id(function)) for name, function in replaced_functions(self.model, self.each))
+        functions = tuple(replaced_functions(self.model, self.each))  # themselves: an address may be used again
         kinds = tuple((type(module).forward, has_replaced_methods(type(module))) for module in self.each)
         return row_now(self.model), has_global_hooks(), kinds, functions
