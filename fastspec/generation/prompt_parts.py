@@ -11,23 +11,28 @@ from collections.abc import Iterator
 
 NARROW = 512
 WIDE = 2048
+MOST = 2**15
+"""Tokens of all rows together that a pass reads where passes are captured: more fill a GPU no better, and the activations of 128 rows of
+NARROW tokens take gigabytes, of a mixture of experts above all."""
 
 
 def widest_part(rows: int, *, captures: bool, windows: bool = False) -> int:
-    """The most tokens of each of `rows` prompts that a pass reads: WIDE of one row on a device that captures, in all rows together, but
-    NARROW of each at least. With `windows`, whose rings hold a part beside the window, NARROW whatever the rows."""
-    if not captures or windows:
+    """The most tokens of each of `rows` prompts that a pass reads: NARROW where the device does not capture. Where it does, WIDE in all
+    rows together, but NARROW of each at least, and MOST in all of them at most. With `windows`, whose rings hold a part beside the window,
+    no more than NARROW."""
+    if not captures:
         return NARROW
-    return max(NARROW, _power_below(max(1, WIDE // rows)))
+    widest = NARROW if windows else max(NARROW, _power_below(max(1, WIDE // rows)))
+    return min(widest, _power_below(max(1, MOST // rows)))
 
 
 def prompt_parts(length: int, widest: int) -> Iterator[tuple[int, int]]:
     """The begin and width of every part of a prompt of `length` tokens, none wider than `widest`: as few as powers of two above NARROW
     make them, and what is left."""
-    begin = 0
+    begin, narrow = 0, min(NARROW, widest)
     while begin < length:
         left = length - begin
-        width = left if left <= NARROW else min(widest, _power_below(left))
+        width = left if left <= narrow else min(widest, _power_below(left))
         yield begin, width
         begin += width
 
