@@ -21,7 +21,7 @@ from fastspec.config import ContinuousBatch
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.open_batch import OpenBatch
-from fastspec.generation.engine.rounds import Rounds
+from fastspec.generation.engine.rounds import TOGETHER, Rounds, groups
 from fastspec.generation.engine.row_counts import Widths
 from fastspec.generation.engine.row_rules import OwnRules
 from fastspec.generation.stats import Stats
@@ -109,7 +109,7 @@ class Continuous:
     def __init__(
         self, model: Any, session: PatchSession, decoding: Decoding, rows: int, max_length: int | None, chunk: int, narrows: bool
     ) -> None:
-        self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
+        self.model, self.session, self.decoding, self.chunk, self._narrows = model, session, decoding, chunk, narrows
         self.max_length = max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self.stats = Stats(assistant=decoding.name, rows=rows)
         """Counts since the batch was opened."""
@@ -174,7 +174,10 @@ class Continuous:
         if longest < 1:
             raise Unsupported(f"warmup: length={length} and max_length={self.max_length}: at least 1 and {WARM_NEW + 1} are accepted")
         greedy: dict[str, Any] = {"do_sample": False}
-        calls = [(1, width, greedy) for width in widths(longest, 1, device_of(self.model))]
+        single = widths(longest, 1, device_of(self.model))
+        calls = [(1, width, greedy) for width in single]
+        together = min(self._widths.current.together, self._widths.rows)
+        calls += [(count, width, greedy) for count, width in groups(together) if width in single]
         calls += [(count, min(32, longest), options) for count in self._widths.steps for options in (greedy, SAMPLED)]
         began, numbers, vocabulary = time.perf_counter(), torch.Generator().manual_seed(0), self.model.config.get_text_config().vocab_size
         whole: dict[str, Any] = {"max_new_tokens": WARM_NEW, "eos_token_id": vocabulary, "pad_token_id": 0}  # which no token is
@@ -263,7 +266,8 @@ class Continuous:
             engine.drafter.begin(*blank, features, root)
         engine.begin(root)
         entry = partial(assembly.entry, engine) if other is None else other.entry
-        return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), entry, self.chunk)
+        together = TOGETHER if self._narrows else 1  # which would make roundings depend on the load
+        return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), entry, self.chunk, together)
 
     def _run(self) -> None:
         """What the thread does. What nothing else takes care of ends all prompts: none may wait for a thread that has gone."""

@@ -15,10 +15,12 @@ from torch import Tensor
 
 import fastspec
 from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.engine import loop
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.loop import decode
+from fastspec.generation.engine.rounds import Rounds
 from fastspec.generation.engine.verifier import Choice
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
@@ -30,8 +32,8 @@ PROMPTS = ((1, 0), (0, 1))
 class Cells(Tables):
     """Table models whose rows can begin anew."""
 
-    def copy_row(self, row: int, other: Tables, count: int) -> None:
-        self.cells[row, :count] = other.cells[0, :count]
+    def copy_row(self, row: int, other: Tables, count: int, source: int = 0) -> None:
+        self.cells[row, :count] = other.cells[source, :count]
         self.lengths[row] = count
 
 
@@ -47,7 +49,10 @@ class Guess(Drafter):
         self.texts = [[*text[:n], first] for text, n, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
 
     def copy_row(self, row: int, other: Guess, count: int) -> None:
-        self.texts[row] = other.texts[0]
+        self.move_row(row, other, 0, count)
+
+    def move_row(self, row: int, other: Guess, source: int, count: int) -> None:
+        self.texts[row] = other.texts[source]
 
     def propose(self, extent: int) -> TokenTree:
         drafts = [Random(str(text)).randrange(VOCAB) for text in self.texts]
@@ -86,9 +91,25 @@ class Turns(Scripts):
         ])  # fmt: skip
 
 
-def distributions(seed: int, process: Any, drafted: bool, monkeypatch: Any) -> list[dict[Text, float]]:
+class InPairs(Rounds[Any]):
+    """Rounds whose prompts join two at a time, where two wait: captured ones do so."""
+
+    groups = 0
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.together = self.gathered = 2
+
+    def _read_together(self, taken: Any) -> int:
+        InPairs.groups += 1
+        return super()._read_together(taken)
+
+
+def distributions(seed: int, process: Any, drafted: bool, monkeypatch: Any, pairs: bool = False) -> list[dict[Text, float]]:
     """The distribution of the first LIMIT tokens after each of PROMPTS, by enumeration: calls of up to 40 prompts, ROWS of them at a
-    time."""
+    time, which begin one by one or in pairs."""
+    if pairs:
+        monkeypatch.setattr(loop, "Rounds", InPairs)
     found: list[dict[Text, float]] = [{} for _ in PROMPTS]
     waiting: list[tuple[int, list[int]]] = [(kind, []) for kind in range(len(PROMPTS))]
     first, make = Choice.first, Batch.__init__
@@ -119,7 +140,7 @@ def distributions(seed: int, process: Any, drafted: bool, monkeypatch: Any) -> l
         turns.state = engine.state
         ids = torch.tensor([PROMPTS[kind] for kind in turns.kinds])
         request = Request(
-            ids, torch.full((len(ids),), 2), list(ids), LIMIT, frozenset(), None, rows=ROWS, entry=lambda one=one: one(1)  # type: ignore[misc]
+            ids, torch.full((len(ids),), 2), list(ids), LIMIT, frozenset(), None, rows=ROWS, entry=one
         )  # fmt: skip
         outcome = decode(engine, request, "in turns")
         assert outcome.stats.joined == len(ids) - ROWS
@@ -145,11 +166,14 @@ def wanted(seed: int, process: Any) -> list[dict[Text, float]]:
     return [closed(VOCAB, LIMIT, after(prompt)) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("process", PROCESSES, ids=["plain", "temperature", "cut"])
-def test_the_distribution_of_an_answer_is_the_targets_wherever_it_begins(process, drafted, monkeypatch):
+def test_the_distribution_of_an_answer_is_the_targets_wherever_it_begins(process, drafted, pairs, monkeypatch):
+    before = InPairs.groups
     for seed in range(3):
-        assert all(map(agree, distributions(seed, process, drafted, monkeypatch), wanted(seed, process)))
+        assert all(map(agree, distributions(seed, process, drafted, monkeypatch, pairs), wanted(seed, process)))
+    assert (InPairs.groups > before) == pairs
 
 
 def old_root(monkeypatch: Any) -> None:
@@ -164,25 +188,40 @@ def old_root(monkeypatch: Any) -> None:
 
 
 def old_text(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Cells, "copy_row", lambda self, row, other, count: self.lengths.index_fill_(0, torch.tensor(row), count))
+    monkeypatch.setattr(Cells, "copy_row", lambda self, row, other, count, source=0: self.lengths.index_fill_(0, torch.tensor(row), count))
 
 
 def old_length(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Cells, "copy_row", lambda self, row, other, count: self.cells[row, :count].copy_(other.cells[0, :count]))
+    def wrong(self: Cells, row: int, other: Cells, count: int, source: int = 0) -> None:
+        self.cells[row, :count] = other.cells[source, :count]
+
+    monkeypatch.setattr(Cells, "copy_row", wrong)
 
 
 def old_drafts(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Guess, "copy_row", lambda self, row, other, count: None)
+    monkeypatch.setattr(Guess, "move_row", lambda self, row, other, source, count: None)
+
+
+def another_row(monkeypatch: Any) -> None:
+    copy = Cells.copy_row
+    monkeypatch.setattr(Cells, "copy_row", lambda self, row, other, count, source=0: copy(self, row, other, count))
+
+
+def anothers_first(monkeypatch: Any) -> None:
+    first = Rounds._first
+    monkeypatch.setattr(Rounds, "_first", lambda self, waiting, logits, count: first(self, waiting, logits.flip(-1), count))
 
 
 BUGS = [(old_root, False), (old_text, False), (old_text, True), (old_length, False), (old_length, True), (old_drafts, True)]
 
 
-@pytest.mark.parametrize(("bug", "drafted"), BUGS)
-def test_a_row_that_keeps_something_of_the_prompt_before_is_found(bug, drafted, monkeypatch):
+@pytest.mark.parametrize(("bug", "drafted", "pairs"), [
+    *((*each, False) for each in BUGS), *((*each, True) for each in BUGS), (another_row, False, True), (anothers_first, False, True),
+])  # fmt: skip
+def test_a_row_that_keeps_something_of_the_prompt_before_is_found(bug, drafted, pairs, monkeypatch):
     bug(monkeypatch)
     if bug is old_drafts:  # a tree that begins elsewhere is refused before it could emit anything
         with pytest.raises(fastspec.Unsupported, match="gave a tree that begins with token"):
-            distributions(0, None, drafted, monkeypatch)
+            distributions(0, None, drafted, monkeypatch, pairs)
         return
-    assert not all(map(agree, distributions(0, None, drafted, monkeypatch), wanted(0, None)))
+    assert not all(map(agree, distributions(0, None, drafted, monkeypatch, pairs), wanted(0, None)))

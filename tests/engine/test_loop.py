@@ -34,6 +34,8 @@ def likely(tokens: Tensor) -> Tensor:
 class Reader:
     """A target that knows by a prompt's length what is said after it; features are `wide`."""
 
+    captures = False
+
     def __init__(self, wide: int) -> None:
         self.wide, self.read = wide, []
 
@@ -46,6 +48,8 @@ class Reader:
 
 class Told:
     """A drafter that keeps how it was begun with."""
+
+    moves = False
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -77,11 +81,11 @@ class Script:
     def end(self) -> None:
         self.log.append("end")
 
-    def entry(self) -> Any:
+    def entry(self, count: int) -> Any:
         self.one = Reader(self.target.wide), None if self.drafter is None else Told()
         return self.one
 
-    def admit(self, row: int, target: Any, drafter: Any, root: Tensor, count: int) -> None:
+    def admit(self, row: int, target: Any, drafter: Any, root: Tensor, count: int, source: int | None) -> None:
         assert not self.in_flight and (target, drafter) == self.one
         assert self.drafter is None or len(drafter.log) == 1
         self.log.append(("admit", row, count, root.tolist()))

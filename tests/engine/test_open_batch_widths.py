@@ -140,7 +140,7 @@ def test_all_widths_read_their_prompts_in_one_place(rows_seen):
         asked(batch, texts(*COUNTS), [{**GREEDY, "max_new_tokens": count} for count in NEW])
         rounds = batch._widths.made.values()
         assert len(rounds) == 3 and len({id(each.entry) for each in rounds}) == 1
-        assert sum(each.engine.entry is not None for each in rounds) == 1
+        assert sum(bool(each.engine.entries) for each in rounds) == 1
 
 
 def test_rounds_that_do_not_fit_are_named_when_the_batch_is_opened(monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_rounds import CPU, LONGEST, Counting, Reader, Stepping, Told, Waiting
 from torch import Tensor
 
 from fastspec.generation.engine.batching import Batch
@@ -18,105 +19,8 @@ from fastspec.generation.engine.rounds import Joining, Rounds, take
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
 
-CPU, VOCAB, LONGEST = torch.device("cpu"), 7, 3
+VOCAB = 7
 ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others
-
-
-class Reader:
-    """A target of one row that keeps the parts it reads; logits [1, 1] say how many tokens there are, features [1, T, 1] are the tokens."""
-
-    def __init__(self) -> None:
-        self.parts: list[list[int]] = []
-        self.fails = False
-
-    def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        if self.fails:
-            raise ValueError("unreadable")
-        assert counts.tolist() == [ids.shape[1]] and counts.device == CPU
-        self.parts += ids.tolist()
-        return torch.full((1, 1), float(sum(map(len, self.parts))), device=CPU), ids[..., None].float()
-
-
-class Told:
-    """A drafter that keeps how it was begun with."""
-
-    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        assert counts.device == CPU
-        self.told = ids.tolist(), counts.tolist(), features[0, :, 0].tolist(), root.tolist()
-
-
-class Counting:
-    """A verifier whose first token is the number of tokens in front of it, and that keeps what it is asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    def first(self, logits: Tensor, text: tuple[Tensor, Tensor], prompts: list[int]) -> tuple[Tensor, Tensor]:
-        self.asked.append((logits.tolist(), text[0].tolist(), text[1].tolist(), list(prompts)))
-        return text[1].clone(), logits + 0.5
-
-
-class Waiting:
-    """A batch of rows that hold prompts by number, of which a test says what ends; it keeps what it is told."""
-
-    def __init__(self, rows: int, *prompts: int) -> None:
-        self.stats, self.log = Stats(), []  # type: tuple[Stats, list[Any]]
-        self.running, self.padded, self.lengths = [False] * rows, [False] * rows, [10 * (row + 1) for row in range(rows)]
-        self.queue = deque(enumerate(prompts))
-        """(number, tokens) of each prompt."""
-        self.wanted, self.ahead, self.reserved = True, True, set()  # type: tuple[bool, bool, set[int]]
-
-    def free(self) -> list[int]:
-        return [row for row, on in enumerate(self.running) if not on and row not in self.reserved][: len(self.queue)]
-
-    def next(self, row: int) -> tuple[int, Tensor]:
-        number, length = self.queue.popleft()
-        self.reserved.add(row)
-        self.log.append(("next", row, number))
-        return number, torch.arange(length)[None] + 100 * number
-
-    def expects(self, row: int) -> bool:
-        self.log.append(("expects", row))
-        if not self.wanted:
-            self.reserved.discard(row)
-        return self.wanted
-
-    def goes_on(self, longest: int) -> bool:
-        return longest == LONGEST and self.ahead
-
-    def seat(self, row: int, prompt: int, count: int) -> None:
-        self.running[row], self.lengths[row] = True, count
-        self.log.append(("seat", row, prompt, count))
-
-    def read(self, prompt: int, tokens: list[int], scores: Tensor, logits: Tensor) -> None:
-        self.log.append(("read", prompt, tokens, scores.tolist(), logits.tolist()))
-
-    def refuse(self, prompt: int, error: Exception) -> None:
-        self.reserved.clear()
-        self.log.append(("refuse", prompt, str(error)))
-
-
-class Stepping:
-    """An engine that keeps what it is asked; `take` is another test's."""
-
-    def __init__(self, rows: int, drafts: bool = False) -> None:
-        self.state, self.main, self.in_flight = RoundState(rows, CPU), SimpleNamespace(longest=LONGEST), False
-        self.steps: list[Any] = []
-        self.admitted: list[Any] = []
-        self.entries: list[tuple[Reader, Told | None]] = []
-        self.drafts, self.failing = drafts, set()  # type: tuple[bool, set[int]]
-
-    def entry(self) -> tuple[Reader, Told | None]:
-        self.entries.append((Reader(), Told() if self.drafts else None))
-        self.entries[-1][0].fails = len(self.entries) - 1 in self.failing
-        return self.entries[-1]
-
-    def admit(self, row: int, target: Reader, drafter: Any, root: Tensor, count: int) -> None:
-        self.admitted.append((row, self.entries.index((target, drafter)), root.tolist(), count))
-
-    def step(self, longest: int, stats: Stats, verifier: Any, asynchronous: bool) -> Any:
-        self.steps.append((longest, stats, verifier, asynchronous, list(self.state.running), list(self.state.padded)))
-        return "emitted"
 
 
 @pytest.fixture(autouse=True)
@@ -286,7 +190,7 @@ def test_there_is_no_round_where_no_row_goes_on():
 ])  # fmt: skip
 def test_a_round_is_asynchronous_where_the_rows_stay_and_the_batch_goes_on(stays, ahead, asynchronous):
     batch: Any = Waiting(2)
-    batch.running, batch.padded, batch.ahead = [True, True], [False, True], ahead
+    batch.running, batch.padded, batch.long = [True, True], [False, True], ahead
     rounds, engine = made(batch)
     rounds.turn() if stays is None else rounds.turn(stays)
     assert engine.steps == [(20, batch.stats, rounds.verifier, asynchronous, [True, True], [False, True])]

@@ -47,6 +47,10 @@ class Batch:
         """Rows whose prompts have ended, as many as there are prompts that wait."""
         return [row for row, goes_on in enumerate(self.running) if not goes_on][: len(self.waiting)]
 
+    def ahead(self, count: int) -> list[int]:
+        """The tokens of the prompts that wait, of the first `count`."""
+        return [self.counts[prompt] for prompt in self.waiting[:count]]
+
     def next(self, row: int) -> tuple[int, Tensor]:
         """The prompt that is to join the rounds in a free row -> its number, its tokens [1, T]."""
         prompt = self.waiting.pop(0)

@@ -30,8 +30,8 @@ class Request:
     the target's raw logits [B, N, V] of its nodes, on the device. `answers`, a text per row that another model wrote, are verified as
     drafts first. `measure` asks for `fastspec.generation.verify.measure` of every new token.
 
-    `rows` prompts are decoded at a time, None: all of them. The others wait, and take the place of those that have ended: `entry()` then
-    gives a target and a drafter of one row for a prompt to begin in. Such calls have no context and no answers.
+    `rows` prompts are decoded at a time, None: all of them. The others wait, and take the place of those that have ended: `entry(count)`
+    then gives a target and a drafter of so many rows for prompts to begin in. Such calls have no context and no answers.
 
     `prefill(target)` takes the place of `Target.prefill` for all prompts, where these are more than tokens.
     """
@@ -52,7 +52,7 @@ class Request:
     measure: bool = False
     rows: int | None = None
     steps: Steps | None = None
-    entry: Callable[[], tuple[Target, Drafter | None]] | None = None
+    entry: Callable[[int], tuple[Target, Drafter | None]] | None = None
     prefill: Callable[[Target], tuple[Tensor, Tensor]] | None = None
 
     def read(self, target: Target) -> tuple[Tensor, Tensor]:

@@ -49,8 +49,8 @@ class Engine(Generic[TargetT]):
         self.fallback = Fallback(self.state.root.device)
         self.last: Round
         """What the last round left."""
-        self.entry: tuple[TargetT, Drafter | None] | None = None
-        """A target and a drafter of one row, where prompts begin that are admitted later, once there were some."""
+        self.entries: dict[int, tuple[TargetT, Drafter | None]] = {}
+        """A target and a drafter of so many rows, where prompts begin that are admitted later, once there were some."""
 
     @property
     def drafter(self) -> Drafter | None:
@@ -72,13 +72,18 @@ class Engine(Generic[TargetT]):
         self.state.root.copy_(root)
         self.state.activate([True] * len(self.state.running))
 
-    def admit(self, row: int, target: Target, drafter: Drafter | None, root: Tensor, count: int) -> None:
-        """Give a row another prompt, of `count` tokens, which this target and this drafter of one row have read. root [1] is the first
-        token of its answer. No round may be in flight."""
+    def admit(
+        self, row: int, target: Target, drafter: Drafter | None, root: Tensor, count: int, source: int | None = None
+    ) -> None:  # fmt: skip
+        """Give a row another prompt, of `count` tokens, which row `source` of this target and this drafter has read (None: their only one).
+        root [1] is the first token of its answer. No round may be in flight."""
         self.fallback.tell(self.drafter)
-        self.target.copy_row(row, target, count)
+        self.target.copy_row(row, target, count, source or 0)
         if drafter is not None and self.drafter is not None:
-            self.drafter.copy_row(row, drafter, count)
+            if source is None:
+                self.drafter.copy_row(row, drafter, count)
+            else:
+                self.drafter.move_row(row, drafter, source, count)
         self.state.root[row] = root[0]
 
     def take_rows(self, other: Engine[TargetT], rows: Sequence[int]) -> list[int]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -99,6 +100,10 @@ class OpenBatch(Batch):
     def free(self) -> list[int]:
         """Rows without a prompt, as many as there are prompts that wait."""
         return [row for row, prompt in enumerate(self.prompts) if prompt is None][: len(self.queue)]
+
+    def ahead(self, count: int) -> list[int]:
+        """See `Batch.ahead`."""
+        return [prompt.ids.shape[1] for prompt in islice(self.queue, count)]
 
     def next(self, row: int) -> tuple[int, Tensor]:
         """See `Batch.next`."""

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.capture import padded_width
+from fastspec.generation.drafters.base import Drafter, MixingDrafter
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.verifier import Verifier
 from fastspec.generation.stats import timed
 from fastspec.generation.target import Target
+
+TOGETHER = 8
+"""Prompts at most that one pass reads: beyond that the host's work on each of them is what takes time."""
+TOGETHER_TOKENS = 1024
+"""Tokens of such a pass at most, padding counted. Longer prompts fill a GPU alone."""
+ROWS_FOR_ONE = 16
+"""A call whose prompts nobody waits for lets one row in so many stand idle, until prompts can be read together."""
+
+Waiting: TypeAlias = tuple[int, int, Tensor]
+"""A prompt that is to take a row: the row, its number in the batch, and its tokens [1, T]."""
+Entry: TypeAlias = Callable[[int], tuple[Target, Drafter | None]]
+"""Makes a target and a drafter of so many rows, for prompts to begin in."""
+
+
+def groups(together: int) -> Iterator[tuple[int, int]]:
+    """Numbers of prompts that one pass reads, up to `together`, with the tokens that they are padded to."""
+    count = 2
+    while count <= together:
+        width = padded_width(1)
+        while count * width <= TOGETHER_TOKENS:
+            yield count, width
+            width *= 2
+        count *= 2
 
 
 class Joining:
@@ -42,10 +66,10 @@ class Joining:
         if self.drafter is not None:
             self.features.append(features)
 
-    def begin(self, verifier: Verifier) -> tuple[Tensor, Tensor]:
-        """Begin behind the whole prompt -> its first new token [1], and the processed scores [1, V]."""
+    def begin(self, verifier: Verifier, first: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Begin behind the whole prompt -> its first new token [1], and the processed scores [1, V]: `first`, where they are known."""
         text = self.ids, torch.tensor([self.done], device=self.ids.device)
-        root, scores = verifier.first(self.logits, text, [self.prompt])
+        root, scores = first or verifier.first(self.logits, text, [self.prompt])
         if self.drafter is not None:
             self.drafter.begin(*text, self.features[0] if len(self.features) == 1 else torch.cat(self.features, 1), root)
         return root, scores
@@ -54,16 +78,23 @@ class Joining:
 class Rounds(Generic[TargetT]):
     """The rounds of a batch, a turn at a time.
 
-    Before a round prompts that wait take the rows that are free: `entry()` gives a target and a drafter of one row for each to begin in.
-    While other rows go on, no more than `chunk` tokens of prompts are read between two rounds, so that these do not wait for a long one;
-    None: any number.
+    Before a round prompts that wait take the rows that are free: `entry(count)` gives a target and a drafter of so many rows for them to
+    begin in. While other rows go on, no more than `chunk` tokens of prompts are read between two rounds, so that these do not wait for a
+    long one; None: any number, of a call that nobody hears of before its end.
+
+    Where passes are captured, up to `together` short prompts are read in one: alone each takes the host as long as a round does.
     """
 
     def __init__(
-        self, engine: Engine[TargetT], batch: Batch, verifier: Verifier, entry: Callable[[], tuple[Target, Drafter | None]] | None,
-        chunk: int | None = None,
+        self, engine: Engine[TargetT], batch: Batch, verifier: Verifier, entry: Entry | None, chunk: int | None = None,
+        together: int = TOGETHER,
     ) -> None:  # fmt: skip
         self.engine, self.batch, self.verifier, self.entry, self.chunk = engine, batch, verifier, entry, chunk
+        drafter = engine.drafter
+        moves = drafter is None or (drafter.moves and not isinstance(drafter, MixingDrafter))
+        self.together = together if moves and engine.target.captures else 1
+        self.gathered = 1 if chunk is not None else min(self.together, max(1, len(batch.running) // ROWS_FOR_ONE))
+        """Rows that are free before prompts join, where so many wait and others go on."""
         self.joining: Joining | None = None
         """The prompt of which a part was read."""
 
@@ -76,52 +107,119 @@ class Rounds(Generic[TargetT]):
         if not engine.in_flight:
             self._admit()
         if any(batch.running) or engine.in_flight:
-            asynchronous = stays and self.joining is None and not batch.free() and batch.goes_on(engine.main.longest)
+            asynchronous = stays and self.joining is None and not self._lets_in() and batch.goes_on(engine.main.longest)
             engine.state.activate(batch.running, batch.padded)
             take(engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous), engine, batch)
+
+    def _lets_in(self) -> bool:
+        """Whether prompts that wait take rows now."""
+        free = len(self.batch.free())
+        return free > 0 and (free >= len(self.batch.ahead(self.gathered)) or not any(self.batch.running))
 
     def _admit(self) -> None:
         """Read prompts that wait, as far as this turn goes, and give those that were read whole their rows."""
         spent = 0
-        while self.joining is not None or self.batch.free():
+        while self.joining is not None or self._lets_in():
             room = None if self.chunk is None or not any(self.batch.running) else self.chunk - spent
-            if room is not None and room <= 0:
+            if room is not None and (room <= 0 or (spent and self._rather_waits(room))):
                 return
             with timed(self.batch.stats, "prefill"):
                 spent += self._read(room)
 
+    def _rather_waits(self, room: int) -> bool:
+        """Whether the next prompt can be read whole in the next turn, and not in the room that is left of this one: a part of it would take
+        a pass more."""
+        return self.joining is None and self.together > 1 and self.chunk is not None and room < self.batch.ahead(1)[0] <= self.chunk
+
     def _read(self, room: int | None) -> int:
-        """Read up to `room` tokens of one prompt -> how many; the batch hears of what fails."""
+        """Read up to `room` tokens of one prompt, or of several -> how many; the batch hears of what fails."""
+        if self.joining is not None:
+            return self._read_on(self.joining.prompt, lambda: self.joining, room)
         batch = self.batch
-        if self.joining is None:
-            row = batch.free()[0]
-            prompt, ids = batch.next(row)
-        else:
-            prompt = self.joining.prompt
+        rows = batch.free()[: self._count_of_next(room)]
+        taken = [(row, *batch.next(row)) for row in rows]
+        return self._read_alone(taken[0], room) if len(taken) == 1 else self._read_together(taken)
+
+    def _count_of_next(self, room: int | None) -> int:
+        """How many of the prompts that wait are read in one pass: a power of two, since each number has its graphs."""
+        lengths = self.batch.ahead(min(self.together, len(self.batch.free())))
+        most = TOGETHER_TOKENS if room is None else min(room, TOGETHER_TOKENS)
+        count = 1 << (len(lengths).bit_length() - 1)
+        while count > 1 and count * padded_width(max(lengths[:count])) > most:
+            count //= 2
+        return count
+
+    def _read_alone(self, waiting: Waiting, room: int | None, first: tuple[Tensor, Tensor] | None = None) -> int:
+        """Read up to `room` tokens of one prompt that has not begun -> how many."""
+        assert self.entry is not None
+        entry = self.entry
+        return self._read_on(waiting[1], lambda: Joining(*waiting, *entry(1)), room, first)
+
+    def _read_on(
+        self, prompt: int, opened: Callable[[], Joining | None], room: int | None, first: tuple[Tensor, Tensor] | None = None
+    ) -> int:  # fmt: skip
         try:
-            if self.joining is None:
-                assert self.entry is not None
-                self.joining = Joining(row, prompt, ids, *self.entry())
-            joining = self.joining
+            joining = self.joining = opened()
+            assert joining is not None
             count = joining.left if room is None else min(room, joining.left)
             joining.read(count)
             if not joining.left:
                 self.joining = None
-                self._seat(joining)
+                root, scores = joining.begin(self.verifier, first)
+                self._seat(joining.row, prompt, joining.target, joining.drafter, root, joining.done, scores, joining.logits)
             return count
         except Exception as error:
             self.joining = None
-            batch.refuse(prompt, error)
+            self.batch.refuse(prompt, error)
             return 0
 
-    def _seat(self, joining: Joining) -> None:
-        engine, batch = self.engine, self.batch
-        root, scores = joining.begin(self.verifier)
-        engine.admit(joining.row, joining.target, joining.drafter, root, joining.done)
+    def _read_together(self, taken: Sequence[Waiting]) -> int:
+        """Read prompts whole in one pass -> the tokens of that, padding counted. Where the pass fails each is read alone, so that what one
+        of them raises is that one's."""
+        assert self.entry is not None
+        device = taken[0][2].device
+        counts = torch.tensor([ids.shape[1] for _, _, ids in taken], device=device)
+        ids = torch.nn.utils.rnn.pad_sequence([ids[0] for _, _, ids in taken], batch_first=True)
+        try:
+            target, drafter = self.entry(len(taken))
+            logits, features = target.prefill(ids, counts)
+        except Exception:
+            return sum(self._read_alone(each, None) for each in taken)
+        firsts = [self._first(each, logits[place : place + 1], counts[place : place + 1]) for place, each in enumerate(taken)]
+        if drafter is not None:
+            roots = [counts.new_zeros(1) if first is None else first[0] for first in firsts]
+            try:
+                drafter.begin(ids, counts, features, torch.cat(roots))
+            except Exception:
+                return sum(self._read_alone(each, None, first) for each, first in zip(taken, firsts, strict=True) if first is not None)
+        for place, ((row, prompt, own), first) in enumerate(zip(taken, firsts, strict=True)):
+            if first is None:
+                continue
+            try:
+                self._seat(row, prompt, target, drafter, first[0], own.shape[1], first[1], logits[place : place + 1], place)
+            except Exception as error:
+                self.batch.refuse(prompt, error)
+        return ids.numel()
+
+    def _first(self, waiting: Waiting, logits: Tensor, count: Tensor) -> tuple[Tensor, Tensor] | None:
+        """A prompt's first new token [1] and its scores [1, V]; None where it was refused."""
+        _, prompt, ids = waiting
+        try:
+            return self.verifier.first(logits, (ids, count), [prompt])
+        except Exception as error:
+            self.batch.refuse(prompt, error)
+            return None
+
+    def _seat(
+        self, row: int, prompt: int, target: Target, drafter: Drafter | None, root: Tensor, count: int, scores: Tensor, logits: Tensor,
+        source: int | None = None,
+    ) -> None:  # fmt: skip
+        """Give a prompt its row, which goes on with row `source` of the target and the drafter that have read it (None: their only one)."""
+        self.engine.admit(row, target, drafter, root, count, source)
         tokens = root.tolist()
-        batch.seat(joining.row, joining.prompt, joining.done)
-        batch.stats.joined += 1
-        batch.read(joining.prompt, tokens, scores, joining.logits)
+        self.batch.seat(row, prompt, count)
+        self.batch.stats.joined += 1
+        self.batch.read(prompt, tokens, scores, logits)
 
 
 def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> None:

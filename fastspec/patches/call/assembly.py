@@ -111,18 +111,16 @@ class Assembly:
             place=Place.HOST if waits else Place.DEVICE, measures=self.measures, pad_token=self.pad_token,
         )  # fmt: skip
 
-    def entry(self, engine: Engine[HFModel]) -> tuple[HFModel, Drafter | None]:
-        """A target and a drafter of one row, for a prompt to begin in: the same ones for all prompts."""
-        if engine.entry is None:
-            engine.entry = self._made(1, self._drawn)
-        else:
-            target, drafter = engine.entry
-            engine.entry = target, self._opened(target, drafter, 1)
+    def entry(self, engine: Engine[HFModel], rows: int) -> tuple[HFModel, Drafter | None]:
+        """A target and a drafter of so many rows, for prompts to begin in: the same ones for all prompts."""
+        known = engine.entries.get(rows)
+        made = self._made(rows, self._drawn) if known is None else (known[0], self._opened(*known, rows))
+        engine.entries[rows] = target, drafter = made
         if self.shift is not None:
-            engine.entry[0].move(self.shift[:1])
-        if engine.drafter is not None and engine.entry[1] is engine.drafter:
+            target.move(self.shift[:1].expand(rows))
+        if engine.drafter is not None and drafter is engine.drafter:
             raise Unsupported(f"assistant {self.decoding.name!r} is continuous, and made one drafter twice: each must be its own")
-        return engine.entry
+        return made
 
     @property
     def _drawn(self) -> Process | None:
