@@ -1,0 +1,120 @@
+"""Prompts that one pass reads together, on models: each says what it says alone."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_captured import stand_in
+from helpers_generate import TREE, stats
+from helpers_models import tiny_model
+from helpers_open import GREEDY, NEVER, alone, made, texts, told
+from test_fallback import ON_CUDA
+
+import fastspec
+from fastspec.generation.engine.rounds import Rounds
+
+sys.path.append(str(Path(__file__).parents[1] / "patches" / "hf"))
+from test_recurrent import recurrent
+from test_windows import windowed
+
+ASSISTANTS = ["autoregressive", TREE, "eagle2", "eagle", "nasd"]
+COUNTS = (9, 3, 14, 5, 40, 2, 11, 6)
+
+
+@pytest.fixture(params=["stand-in", pytest.param("cuda", marks=ON_CUDA)])
+def device(request, monkeypatch):
+    if request.param == "stand-in":
+        stand_in(monkeypatch)
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+@pytest.fixture
+def groups(monkeypatch) -> list[int]:
+    """The numbers of prompts that were read together."""
+    found: list[int] = []
+    read = Rounds._read_together
+    monkeypatch.setattr(Rounds, "_read_together", lambda self, taken: found.append(len(taken)) or read(self, taken))
+    return found
+
+
+@pytest.mark.parametrize(("assistant", "kind"), [*((each, "random") for each in ASSISTANTS), (TREE, "bigram")], ids=str)
+def test_prompts_that_come_together_say_what_each_says_alone(device, groups, assistant, kind):
+    """Of many lengths, in an idle batch and beside rows that go on, greedy and drawn; graphs of earlier groups are taken up."""
+    plain, model = (each.to(device) for each in made(kind))
+    ids, drawn = texts(*COUNTS), {"do_sample": True, "temperature": 0.7, "top_k": 20, "eos_token_id": NEVER, "max_new_tokens": 8}
+    greedy = {**GREEDY, "max_new_tokens": 8}
+    want = [alone(plain, each.to(device), 8) for each in ids]
+    with fastspec.continuous(model, assistant, rows=1, max_length=80) as batch:
+        sampled = told([batch.submit(each, seed=at, **drawn) for at, each in enumerate(ids)])
+    assert not groups
+    with fastspec.continuous(model, assistant, rows=8, max_length=80) as batch:
+        for _ in range(3):
+            with batch._together():
+                futures = [batch.submit(each, **greedy) for each in ids]
+            assert told(futures) == want
+        with batch._together():
+            futures = [batch.submit(each, seed=at, **drawn) for at, each in enumerate(ids)]
+        assert told(futures) == sampled
+        first = batch.submit(ids[0], **{**greedy, "max_new_tokens": 60})
+        later = [batch.submit(each, **greedy) for each in ids * 2]
+        assert told(later) == want * 2 and told([first])[0][: len(want[0])] == want[0]
+        assert batch.stats.joined == 6 * len(ids) + 1
+    assert 8 in groups
+
+
+def test_a_batch_that_does_not_narrow_reads_prompts_alone(device, groups):
+    """Then a text's rounding does not depend on the load."""
+    plain, model = (each.to(device) for each in made())
+    ids = texts(*COUNTS)
+    with fastspec.continuous(model, TREE, rows=8, max_length=80, narrows=False) as batch:
+        with batch._together():
+            futures = [batch.submit(each, max_new_tokens=12, **GREEDY) for each in ids]
+        assert told(futures) == [alone(plain, each.to(device), 12) for each in ids] and not groups
+
+
+KINDS = partial(recurrent, "qwen3_next"), partial(windowed, "gemma2"), partial(windowed, "gpt_oss"), partial(tiny_model, "qwen3_moe")
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.args[0])
+def test_models_of_other_kinds_read_prompts_together_too(device, groups, make, monkeypatch):
+    """With a recurrent state, with windows, with experts; also where their passes wait for the host and are not captured."""
+    init = Rounds.__init__
+
+    def together(self: Any, *given: Any) -> None:
+        init(self, *given)
+        self.together = 8
+
+    monkeypatch.setattr(Rounds, "__init__", together)
+    plain, model = make().to(device), fastspec.patch(make().to(device))
+    ids = texts(*COUNTS)
+    with fastspec.continuous(model, "nasd", rows=8, max_length=80) as batch:
+        for _ in range(2):
+            with batch._together():
+                futures = [batch.submit(each, max_new_tokens=12, **GREEDY) for each in ids]
+            assert told(futures) == [alone(plain, each.to(device), 12) for each in ids]
+    assert 8 in groups
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE, "nasd"], ids=str)
+def test_a_call_of_many_prompts_reads_those_that_wait_together(device, groups, assistant):
+    """With 32 rows two of them."""
+    plain, model = (each.to(device) for each in made("bigram"))
+    ids = [each.tolist() for each in texts(*(3 + place % 9 for place in range(50)))]
+    width = max(map(len, ids))
+    inputs = {
+        "input_ids": torch.tensor([[0] * (width - len(each)) + each for each in ids], device=device),
+        "attention_mask": torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in ids], device=device),
+    }
+    want: Any = plain.generate(**inputs, do_sample=False, max_new_tokens=24)
+    emitted = want[:, width:]
+    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": emitted[::5, 7].tolist(), "pad_token_id": 0}
+    want = plain.generate(**inputs, **options).tolist()
+    for _ in range(2):
+        assert model.generate(**inputs, **options, assistant=fastspec.ContinuousBatch(assistant, rows=32)).tolist() == want
+        assert stats(model).joined == 18
+    assert groups and set(groups) <= {2, 4, 8}
