@@ -151,7 +151,7 @@ def answer_file(
     greedy = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # the defaults, which stand for "not given"
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else greedy
     try:
-        with fastspec.continuous(model, assistant, rows=rows, max_length=max_length) as batch:
+        with fastspec.continuous(model, assistant, rows=rows, max_length=max_length, prefill_chunk=None) as batch:
             for task in left:
                 room.acquire()
                 try:

@@ -109,7 +109,7 @@ class Stepping:
         self.entries[-1][0].fails = len(self.entries) - 1 in self.failing
         return self.entries[-1]
 
-    def admit(self, row: int, target: Reader, drafter: Any, root: Tensor, count: int, source: int | None) -> None:
+    def admit(self, row: int, target: Reader, drafter: Any, root: Tensor, count: int, source: int | None = None) -> None:
         assert source is None
         self.admitted.append((row, self.entries.index((target, drafter)), root.tolist(), count))
 

@@ -50,7 +50,7 @@ WARM_NEW = 24
 
 
 def continuous(
-    model: Any, assistant: Any = "eagle3", rows: int = 8, *, max_length: int | None = None, prefill_chunk: int = CHUNK,
+    model: Any, assistant: Any = "eagle3", rows: int = 8, *, max_length: int | None = None, prefill_chunk: int | None = CHUNK,
     narrows: bool = True,
 ) -> Continuous:  # fmt: skip
     """Decode prompts as they come, up to `rows` at a time:
@@ -61,11 +61,12 @@ def continuous(
 
     `assistant` is what `fastspec.ContinuousBatch` takes. A row has room for `max_length` tokens, prompt and answer (None: the model's
     positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are read `prefill_chunk` tokens at a time between two
-    rounds.
+    rounds. None: any number, for work of which nobody waits for one answer; then one row in sixteen may stand idle until several prompts
+    can be read together. Where passes are captured, short prompts that wait at the same time are read together, up to eight in one pass.
 
     Rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`, since a tree in an idle row costs as much as in another. In low
     precision a text's rounding depends on the number of rows, and so on the load. With `narrows=False` there are always `rows`, which take
-    half the memory of keys and values.
+    half the memory of keys and values, and each prompt is read alone.
 
     Weights that change in place are read as they are. Where a module, a hook or a parameter was replaced, or PEFT's adapter switched, a
     prompt that is submitted behind that waits until the running rows have ended, and is decoded by rounds that are made anew. Rows that
@@ -87,7 +88,7 @@ def continuous(
             f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and prompts come to each at a "
             "time of its own; generate takes an assistant there, in all processes at once"
         )
-    if prefill_chunk < 1:
+    if prefill_chunk is not None and prefill_chunk < 1:
         raise Unsupported(f"continuous: prefill_chunk={prefill_chunk} must be at least 1")
     decoding = resolve(ContinuousBatch(assistant, rows), session.resources, model).decoding
     if isinstance(decoding, EagleDecoding) and decoding.auto is not None:
@@ -107,7 +108,7 @@ class Continuous:
     """
 
     def __init__(
-        self, model: Any, session: PatchSession, decoding: Decoding, rows: int, max_length: int | None, chunk: int, narrows: bool
+        self, model: Any, session: PatchSession, decoding: Decoding, rows: int, max_length: int | None, chunk: int | None, narrows: bool
     ) -> None:
         self.model, self.session, self.decoding, self.chunk, self._narrows = model, session, decoding, chunk, narrows
         self.max_length = max_length or min(LONGEST, position_limit(model.config) or LONGEST)

@@ -85,7 +85,7 @@ class Script:
         self.one = Reader(self.target.wide), None if self.drafter is None else Told()
         return self.one
 
-    def admit(self, row: int, target: Any, drafter: Any, root: Tensor, count: int, source: int | None) -> None:
+    def admit(self, row: int, target: Any, drafter: Any, root: Tensor, count: int) -> None:
         assert not self.in_flight and (target, drafter) == self.one
         assert self.drafter is None or len(drafter.log) == 1
         self.log.append(("admit", row, count, root.tolist()))

@@ -118,3 +118,16 @@ def test_a_call_of_many_prompts_reads_those_that_wait_together(device, groups, a
         assert model.generate(**inputs, **options, assistant=fastspec.ContinuousBatch(assistant, rows=32)).tolist() == want
         assert stats(model).joined == 18
     assert groups and set(groups) <= {2, 4, 8}
+
+
+def test_a_batch_of_which_nobody_waits_for_one_answer(device, groups):
+    """Prompts are read whole beside rows that go on, and with 32 rows two at a time."""
+    plain, model = (each.to(device) for each in made())
+    ids = texts(*(3 + place % 9 for place in range(40)))
+    with fastspec.continuous(model, "autoregressive", rows=32, max_length=80, prefill_chunk=None) as batch:
+        with batch._together():
+            futures = [batch.submit(each, max_new_tokens=3 + place % 5, **GREEDY) for place, each in enumerate(ids)]
+        assert told(futures) == [alone(plain, each.to(device), 3 + place % 5) for place, each in enumerate(ids)]
+    assert groups and set(groups) <= {2, 4, 8}
+    with pytest.raises(fastspec.Unsupported, match="prefill_chunk=0 must be at least 1"):
+        fastspec.continuous(model, prefill_chunk=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeAlias
 
@@ -166,7 +167,8 @@ class Rounds(Generic[TargetT]):
             if not joining.left:
                 self.joining = None
                 root, scores = joining.begin(self.verifier, first)
-                self._seat(joining.row, prompt, joining.target, joining.drafter, root, joining.done, scores, joining.logits)
+                self.engine.admit(joining.row, joining.target, joining.drafter, root, joining.done)
+                self._seat(joining.row, prompt, joining.done, root.tolist(), scores, joining.logits)
             return count
         except Exception as error:
             self.joining = None
@@ -174,8 +176,7 @@ class Rounds(Generic[TargetT]):
             return 0
 
     def _read_together(self, taken: Sequence[Waiting]) -> int:
-        """Read prompts whole in one pass -> the tokens of that, padding counted. Where the pass fails each is read alone, so that what one
-        of them raises is that one's."""
+        """Read prompts whole in one pass -> the tokens of that, padding counted."""
         assert self.entry is not None
         device = taken[0][2].device
         counts = torch.tensor([ids.shape[1] for _, _, ids in taken], device=device)
@@ -183,23 +184,37 @@ class Rounds(Generic[TargetT]):
         try:
             target, drafter = self.entry(len(taken))
             logits, features = target.prefill(ids, counts)
-        except Exception:
-            return sum(self._read_alone(each, None) for each in taken)
+        except Exception as error:
+            return self._one_by_one([(each, None) for each in taken], error)
         firsts = [self._first(each, logits[place : place + 1], counts[place : place + 1]) for place, each in enumerate(taken)]
+        roots = torch.cat([counts.new_zeros(1) if first is None else first[0] for first in firsts])
         if drafter is not None:
-            roots = [counts.new_zeros(1) if first is None else first[0] for first in firsts]
             try:
-                drafter.begin(ids, counts, features, torch.cat(roots))
-            except Exception:
-                return sum(self._read_alone(each, None, first) for each, first in zip(taken, firsts, strict=True) if first is not None)
+                drafter.begin(ids, counts, features, roots)
+            except Exception as error:
+                return self._one_by_one([pair for pair in zip(taken, firsts, strict=True) if pair[1] is not None], error)
+        tokens = roots.tolist()
         for place, ((row, prompt, own), first) in enumerate(zip(taken, firsts, strict=True)):
             if first is None:
                 continue
             try:
-                self._seat(row, prompt, target, drafter, first[0], own.shape[1], first[1], logits[place : place + 1], place)
+                self.engine.admit(row, target, drafter, first[0], own.shape[1], place)
+                self._seat(row, prompt, own.shape[1], tokens[place : place + 1], first[1], logits[place : place + 1])
             except Exception as error:
                 self.batch.refuse(prompt, error)
         return ids.numel()
+
+    def _one_by_one(self, pairs: Sequence[tuple[Waiting, tuple[Tensor, Tensor] | None]], error: Exception) -> int:
+        """Read alone what could not be read together, so that what one prompt raises is that one's -> the tokens. Where none of them raises
+        anything, together is what does not work here: it is not tried again, which is said."""
+        read = [self._read_alone(waiting, None, first) for waiting, first in pairs]
+        if all(read):
+            self.together = self.gathered = 1
+            warnings.warn(
+                f"fastspec: {len(pairs)} prompts could not be read in one pass ({type(error).__name__}: {error}); each was read alone, as "
+                "all that come are from here on", RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+        return sum(read)
 
     def _first(self, waiting: Waiting, logits: Tensor, count: Tensor) -> tuple[Tensor, Tensor] | None:
         """A prompt's first new token [1] and its scores [1, V]; None where it was refused."""
@@ -210,13 +225,8 @@ class Rounds(Generic[TargetT]):
             self.batch.refuse(prompt, error)
             return None
 
-    def _seat(
-        self, row: int, prompt: int, target: Target, drafter: Drafter | None, root: Tensor, count: int, scores: Tensor, logits: Tensor,
-        source: int | None = None,
-    ) -> None:  # fmt: skip
-        """Give a prompt its row, which goes on with row `source` of the target and the drafter that have read it (None: their only one)."""
-        self.engine.admit(row, target, drafter, root, count, source)
-        tokens = root.tolist()
+    def _seat(self, row: int, prompt: int, count: int, tokens: list[int], scores: Tensor, logits: Tensor) -> None:
+        """Let a prompt of `count` tokens go on in its row; `tokens` is its first."""
         self.batch.seat(row, prompt, count)
         self.batch.stats.joined += 1
         self.batch.read(prompt, tokens, scores, logits)
