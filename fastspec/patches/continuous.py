@@ -293,7 +293,7 @@ class Continuous:
                     ready = len(self._arrived)  # who comes behind this line may come behind a change that the next ones do not see
                     renew = self._stale and not batch.held and ready > 0
                 if renew:
-                    self._renew()
+                    self._renew(ready)
                 elif ready and not self._stale:
                     self._stale = self._has_changed()
                 with self._changed:
@@ -333,15 +333,17 @@ class Continuous:
                 self._dead = fatal
                 self._end_waiting(fatal)
 
-    def _renew(self) -> None:
-        """Make the rounds of a model that has changed, while no row holds a prompt. Where that fails, the next prompt tries it again."""
+    def _renew(self, ready: int) -> None:
+        """Make the rounds of a model that has changed, while no row holds a prompt. Where that fails the `ready` prompts that were there
+        before end; those that came meanwhile may have come behind what makes it whole, and try it again."""
         try:
             self._widths.current.engine.end()
             self._begin_anew()
         except Exception as error:
             with self._changed:
                 self._stale = True
-                self._end_waiting(error)
+                for _ in range(min(ready, len(self._arrived))):
+                    self._arrived.popleft().finish([], error)
 
     def _end_waiting(self, error: Exception) -> None:
         """End the prompts that wait with an error."""

@@ -192,6 +192,31 @@ def test_a_model_that_is_broken_for_a_moment_costs_the_prompts_of_that_moment_al
         assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(plain, ids, 6)]
 
 
+def test_a_prompt_that_comes_behind_what_makes_the_model_whole_does_not_end_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though rounds of the broken model are still being made, and fail, when it comes."""
+    plain, model = made()
+    (ids,), later = texts(6), []
+    whole, begin = model.model.layers[1].mlp, Widths.begin
+    with fastspec.continuous(model, "autoregressive", rows=2, max_length=40) as batch:
+
+        def failing(self: Any) -> None:
+            try:
+                begin(self)
+            finally:
+                if not later:
+                    model.model.layers[1].mlp = whole
+                    later.append(batch.submit(ids, max_new_tokens=6, **GREEDY))
+
+        monkeypatch.setattr(Widths, "begin", failing)
+        model.model.layers[1].mlp = nn.Linear(64, 7)
+        with batch._together():
+            broken = [batch.submit(ids, max_new_tokens=6, **GREEDY) for _ in range(2)]
+        for each in broken:
+            with pytest.raises(RuntimeError, match=r"size|shape"):
+                each.result(30)
+        assert told(later) == [alone(plain, ids, 6)]
+
+
 class Tuned(nn.Linear):
     """A layer that holds PEFT's switches, as its tuners' layers do."""
 
