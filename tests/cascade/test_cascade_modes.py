@@ -199,7 +199,8 @@ def own(seed: int, vocab: int, process: Any) -> Callable[[Text], list[float]]:
 
 
 @pytest.mark.parametrize(
-    "stages, gamma, limit, companions, vocab", [(1, 2, 3, 0, 2), (2, 1, 2, 0, 3), (2, 2, 3, 0, 2), (2, 2, 2, 1, 2), (3, 2, 2, 0, 2)]
+    "stages, gamma, limit, companions, vocab",
+    [(1, 2, 3, 0, 2), (2, 1, 2, 0, 3), (2, 2, 2, 1, 2), (3, 2, 2, 0, 2), pytest.param(2, 2, 3, 0, 2, marks=pytest.mark.slow)],
 )
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
 @settings(max_examples=3, deadline=None)

@@ -202,8 +202,12 @@ def test_weights_that_were_moved_are_packed_again(captures):
     assert attn.k_proj.weight.untyped_storage().data_ptr() != attn.q_proj.weight.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["random", "bigram"])
-@pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE, fastspec.Speculative(early_exit=2), *SEPARATE], ids=str)
+@pytest.mark.parametrize(("assistant", "kind"), [
+    ("autoregressive", "random"), ("nasd", "random"), (TREE, "bigram"), (fastspec.Speculative(early_exit=2), "bigram"),
+    (SEPARATE[1], "bigram"),
+    *(pytest.param(each, "random", marks=pytest.mark.slow) for each in (TREE, fastspec.Speculative(early_exit=2), *SEPARATE)),
+    *(pytest.param(each, "bigram", marks=pytest.mark.slow) for each in ("nasd", SEPARATE[0], SEPARATE[2])),
+], ids=str)  # fmt: skip
 def test_an_answer_is_verified_by_captured_rounds(captures, kind, assistant):
     """Calls with an answer to verify, of any length and in turn with calls without, and what is measured of their tokens."""
     make, _ = MAKERS[kind]
@@ -373,8 +377,8 @@ def existing(captures, monkeypatch):
 
 HOLDERS = {
     "autoregressive": "autoregressive", "nasd": "nasd", "eagle": "eagle", "eagle3": TREE,
-    "auto": fastspec.Eagle3(depth=4, top_k=3, total_tokens="auto"), "early exit": fastspec.Speculative(early_exit=2),
-    "draft model": fastspec.Speculative(gamma=3),
+    "early exit": fastspec.Speculative(early_exit=2), "draft model": fastspec.Speculative(gamma=3),
+    "auto": pytest.param(fastspec.Eagle3(depth=4, top_k=3, total_tokens="auto"), marks=pytest.mark.slow),
 }  # fmt: skip
 
 
