@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers_examples import examples
@@ -126,6 +128,35 @@ def test_experts(device, kind, data, seed, routed_to, pad, weights_dtype, transp
     assert bool((error <= bound).all()), f"off by {(error / bound).max().item():.2f} times the bound"
     if device == "cuda":  # the interpreter runs programs one after another
         assert torch.equal(experts(x, gate_up, down, chosen, weights, KINDS[kind], **more), out)  # the same bits again
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("first", [0, 10, 33, 64, 65, 150, 299, 300])
+def test_many_pairs_of_an_expert_are_shared_out(device, first, monkeypatch):
+    """So many of 300 tokens on the first of two experts: several programs take the pairs of each, and none is taken twice or left out."""
+    dtype = torch.float32
+    launch = experts_launch_for(300, dtype)
+    parts, gate_up_kernel = [], kernels._gate_up
+    monkeypatch.setattr(kernels, "_gate_up", Noted(gate_up_kernel, parts))
+    generator = torch.Generator().manual_seed(first)
+    chosen = (torch.randperm(300, generator=generator) >= first).long()[:, None].to(device)
+    shapes = [(300, 16), (2, 32, 16), (2, 16, 16), (300, 1)]
+    x, gate_up, down, weights = ((torch.randn(*s, generator=generator) / 4).to(device, dtype) for s in shapes)
+    out = experts(x, gate_up, down, chosen, weights)
+    expected, slack = exactly(x, gate_up, down, chosen, weights, SWIGLU)
+    assert bool(((out.double() - expected).abs() <= 1e-6 * (3 * slack + expected.abs()) + 1e-9).all())
+    assert parts == [300 // (2 * launch.large)] and parts[0] > 1
+
+
+class Noted:
+    """A kernel that notes the last dimension of its grids."""
+
+    def __init__(self, kernel: Any, parts: list[int]) -> None:
+        self.kernel, self.parts = kernel, parts
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.parts.append(grid[2])
+        return self.kernel[grid]
 
 
 @EVERYWHERE

@@ -3,10 +3,11 @@
 T tokens, K experts per token, M = T * K pairs (pair t * K + k is token t's k-th choice), E experts, H hidden size, I expert size.
 Pairs are ordered by expert, equal experts in the order of the tokens; G = min(M, E) groups, a group being one expert's run of pairs in
 that order or nothing. A program takes a group and TILE rows of its expert's weight: with up to `large` pairs the weight is read once,
-and only the chosen experts' weights are read. Tensor cores work as long for a tile of pairs that is half empty as for a full one, so
-there are three sizes of it. The products are computed as weight @ x^T: the weight's rows fill the tensor cores
-however few the pairs are. An expert's weights lie with their inputs side by side, or, TRANSPOSED, with their outputs side by side; both
-are read as they lie.
+and only the chosen experts' weights are read. Of many pairs, those of a prompt, several programs take `large` at a time in turns: a
+router may send most of them to few experts, and one program that took all would leave other multiprocessors idle. Tensor cores work as
+long for a tile of pairs that is half empty as for a full one, so there are three sizes of it. The products are computed as
+weight @ x^T: the weight's rows fill the tensor cores however few the pairs are. An expert's weights lie with their inputs side by side,
+or, TRANSPOSED, with their outputs side by side; both are read as they lie.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from fastspec.kernels.linear.swiglu import gated
 
 GROUP_BLOCK = 1024
 SUM_BLOCK = 1024
+MOST_PARTS = 32
+"""Programs at most that share an expert's pairs and a tile of its weight."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -136,7 +139,7 @@ def _gate_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    group = tl.program_id(1)
+    group, part = tl.program_id(1), tl.program_id(2)
     begin = tl.load(p_begin + group)
     end = tl.load(p_end + group)
     if end > begin:
@@ -145,21 +148,22 @@ def _gate_up(
         if BIAS:
             p_bias += expert * (2 * INNER)
         if end - begin > MEDIUM:
-            for first in range(begin, end, LARGE):
+            for first in range(begin + part * LARGE, end, LARGE * tl.num_programs(2)):
                 _gate_up_rows(
                     p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, first, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
                     SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, LARGE, DEPTH_BLOCK, LARGE_STAGES,
                 )  # fmt: skip
-        elif MEDIUM > SMALL and end - begin > SMALL:
-            _gate_up_rows(
-                p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, begin, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
-                SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, MEDIUM, DEPTH_BLOCK, LARGE_STAGES,
-            )  # fmt: skip
-        else:
-            _gate_up_rows(
-                p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, begin, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
-                SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, SMALL, DEPTH_BLOCK, SMALL_STAGES,
-            )  # fmt: skip
+        elif part == 0:
+            if MEDIUM > SMALL and end - begin > SMALL:
+                _gate_up_rows(
+                    p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, begin, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
+                    SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, MEDIUM, DEPTH_BLOCK, LARGE_STAGES,
+                )  # fmt: skip
+            else:
+                _gate_up_rows(
+                    p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, begin, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
+                    SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, SMALL, DEPTH_BLOCK, SMALL_STAGES,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -192,7 +196,7 @@ def _down(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    group = tl.program_id(1)
+    group, part = tl.program_id(1), tl.program_id(2)
     begin = tl.load(p_begin + group)
     end = tl.load(p_end + group)
     if end > begin:
@@ -201,20 +205,22 @@ def _down(
         if BIAS:
             p_bias += expert * HIDDEN
         if end - begin > MEDIUM:
-            for first in range(begin, end, LARGE):
+            for first in range(begin + part * LARGE, end, LARGE * tl.num_programs(2)):
                 _down_rows(
                     p_inner, p_mine, p_bias, p_order, p_out, first, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, LARGE, DEPTH_BLOCK,
                     LARGE_STAGES,
                 )  # fmt: skip
-        elif MEDIUM > SMALL and end - begin > SMALL:
-            _down_rows(
-                p_inner, p_mine, p_bias, p_order, p_out, begin, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, MEDIUM, DEPTH_BLOCK,
-                LARGE_STAGES,
-            )  # fmt: skip
-        else:
-            _down_rows(
-                p_inner, p_mine, p_bias, p_order, p_out, begin, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, SMALL, DEPTH_BLOCK, SMALL_STAGES
-            )
+        elif part == 0:
+            if MEDIUM > SMALL and end - begin > SMALL:
+                _down_rows(
+                    p_inner, p_mine, p_bias, p_order, p_out, begin, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, MEDIUM, DEPTH_BLOCK,
+                    LARGE_STAGES,
+                )  # fmt: skip
+            else:
+                _down_rows(
+                    p_inner, p_mine, p_bias, p_order, p_out, begin, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, SMALL, DEPTH_BLOCK,
+                    SMALL_STAGES,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -290,12 +296,13 @@ def experts(
     stage = launch.depth * x.element_size()
     same["SMALL_STAGES"] = stages_within(launch.small_stages, (launch.tile + launch.small) * stage, x.device)
     same["LARGE_STAGES"] = stages_within(launch.large_stages, (launch.tile + launch.large) * stage, x.device)
-    _gate_up[(triton.cdiv(2 * inner, launch.tile), groups)](
+    parts_of_group = max(1, min(MOST_PARTS, pairs // (groups * launch.large)))
+    _gate_up[(triton.cdiv(2 * inner, launch.tile), groups, parts_of_group)](
         rows, gate_up, gate_up_bias, weights, order, expert, begin, end, activated, rows.stride(0), CHOICES=choices, HIDDEN=size,
         INNER=inner, TRANSPOSED=turned_in, INTERLEAVED=kind.interleaved, SCALES=kind.scales_input, BIAS=gate_up_bias is not None,
         ALPHA=kind.gate.alpha, CUBIC=kind.gate.cubic, OFFSET=kind.offset, LIMIT=kind.limit, DEPTH_BLOCK=_depth(launch, size), **same,
     )  # fmt: skip
-    _down[(triton.cdiv(size, launch.tile), groups)](
+    _down[(triton.cdiv(size, launch.tile), groups, parts_of_group)](
         activated, down, down_bias, order, expert, begin, end, parts, HIDDEN=size, INNER=inner, TRANSPOSED=turned_out,
         BIAS=down_bias is not None, DEPTH_BLOCK=_depth(launch, inner), **same,
     )  # fmt: skip
