@@ -20,12 +20,15 @@ class Reader:
 
     def __init__(self) -> None:
         self.parts: list[list[int]] = []
-        self.fails = False
+        self.fails, self.reserved = False, 0
+
+    def reserve(self, committed: int) -> None:
+        self.reserved = max(self.reserved, committed)
 
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         if self.fails:
             raise ValueError("unreadable")
-        assert counts.tolist() == [ids.shape[1]] and counts.device == CPU
+        assert counts.tolist() == [ids.shape[1]] and counts.device == CPU and self.reserved
         self.parts += ids.tolist()
         return torch.full((1, 1), float(sum(map(len, self.parts))), device=CPU), ids[..., None].float()
 

@@ -39,6 +39,9 @@ class Reader:
     def __init__(self, wide: int) -> None:
         self.wide, self.read = wide, []
 
+    def reserve(self, committed: int) -> None:
+        pass
+
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         self.read.append((ids.tolist(), counts.tolist()))
         self.lengths = counts.clone()

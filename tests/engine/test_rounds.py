@@ -48,7 +48,7 @@ def test_a_prompt_is_read_in_parts_and_begun_behind_the_whole_of_it(sizes, draft
             assert joining.left == 5 - sum(sizes[:place])
             joining.read(size)
         root, scores = joining.begin(verifier)  # type: ignore[arg-type]
-    assert joining.left == 0 and [len(part) for part in target.parts] == [*sizes[:-1], 5 - sum(sizes[:-1])]
+    assert target.reserved == 5 and joining.left == 0 and [len(part) for part in target.parts] == [*sizes[:-1], 5 - sum(sizes[:-1])]
     assert [token for part in target.parts for token in part] == [0, 1, 2, 3, 4]
     assert verifier.asked == [([[5.0]], [[0, 1, 2, 3, 4]], [5], [8])]
     assert (root.tolist(), scores.tolist()) == ([5], [[5.5]])

@@ -27,6 +27,9 @@ class Group:
         self.told: list[Any] = []
         self.fails, self.unreadable = fails, unreadable
 
+    def reserve(self, committed: int) -> None:
+        pass
+
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         assert not self.fails, "no room"
         assert self.unreadable not in ids[:, 0].tolist()

@@ -49,6 +49,7 @@ class Joining:
 
     def __init__(self, row: int, prompt: int, ids: Tensor, target: Target, drafter: Drafter | None) -> None:
         self.row, self.prompt, self.ids, self.target, self.drafter = row, prompt, ids, target, drafter
+        target.reserve(ids.shape[1])  # at once, and not as its parts need it: what is captured hangs on the buffers
         self.done = 0
         """Tokens that were read."""
         self.features: list[Tensor] = []

@@ -167,9 +167,9 @@ class HFModel(Target):
         done = int(start.max())
         parts = list(prompt_parts(ids.shape[1], self.widest))
         many = len(parts) > 1
+        self.reserve(done + ids.shape[1])  # at once: passes that were captured in smaller buffers are captured anew
         for begin, width in parts:
             part = ids[:, begin : begin + width]
-            self.reserve(done + begin + width)
             want = counts - 1 - begin
             base = start + counts.clamp(max=begin)  # what fills a shorter row up goes right behind its end: a ring holds no more
             inputs = part, base, want.clamp(0, width - 1), (want + 1).clamp(0, width)

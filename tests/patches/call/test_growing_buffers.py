@@ -12,6 +12,7 @@ from helpers_models import tiny_head, tiny_model
 import fastspec
 from fastspec.generation.engine.round_program import EXTENT_BUCKET
 from fastspec.generation.state import sequence
+from fastspec.generation.state.attention import FullAttentionState
 
 NEW = 30
 TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
@@ -71,3 +72,26 @@ def test_in_every_kind_of_call() -> None:
     for assistant in ("nasd", fastspec.Speculative(gamma=3, branches=3), fastspec.ContinuousBatch(TREE, rows=2)):
         assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
     assert free(model, inputs, NEW, logits_processor=[OwnProcessor()], assistant=TREE) == strict
+
+
+@pytest.mark.usefixtures("small")
+def test_a_prompt_that_is_read_in_parts_makes_the_buffers_grow_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a call reads it or a batch that runs, whose parts are turns: a pass is captured anew whenever its buffers have grown."""
+    monkeypatch.setattr("fastspec.generation.prompt_parts.NARROW", 8)
+    grown: list[int] = []
+    resize = FullAttentionState.resize
+    monkeypatch.setattr(FullAttentionState, "resize", lambda self, slots: grown.append(slots) or resize(self, slots))
+    plain = made("llama")
+    length = 9 * EXTENT_BUCKET
+    inputs = prompts(length)
+    expected = free(plain, inputs, 4)
+    model = fastspec.patch(made("llama"), eagle3=tiny_head(made("llama")))
+    first = 2 * EXTENT_BUCKET
+    assert free(model, inputs, 4, assistant=TREE) == expected
+    assert max(grown) > length and not [slots for slots in grown if first < slots <= length]
+    grown.clear()
+    with fastspec.continuous(model, TREE, rows=2, max_length=length + 40, prefill_chunk=8) as batch:
+        running = batch.submit(inputs["input_ids"][0, :5], do_sample=False, max_new_tokens=60, eos_token_id=-1)
+        future = batch.submit(inputs["input_ids"][0], do_sample=False, max_new_tokens=4, eos_token_id=-1)
+        assert future.result(60)[0, length:].tolist() == expected[0] and len(running.result(60)[0]) == 65
+    assert max(grown) > length and not [slots for slots in grown if first < slots <= length]

@@ -78,9 +78,9 @@ class HeadDrafter(Drafter):
         self.root.copy_(root)
         following = torch.cat((ids[:, 1:], root[:, None]), 1)
         following = following.scatter(1, (counts - 1).clamp(min=0)[:, None], root[:, None])
+        self.reserve(ids.shape[1])
         for start, width in prompt_parts(ids.shape[1], self.widest):
             part = slice(start, start + width)
-            self.reserve(start + width)
             inputs = following[:, part], features[:, part], (counts - start).clamp(0, width)
             if self.chunks is None:
                 self._extend(*inputs, start + width)
