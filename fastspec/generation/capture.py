@@ -140,6 +140,10 @@ class CapturedByShape(Generic[Result]):
         return captured(partial(run, *copies), key)
 
 
+NARROWEST = 32
+"""Tokens that a shorter chunk of a prompt is padded to."""
+
+
 def padded_width(width: int) -> int:
     """The width that a chunk of a prompt is padded to: a power of two, so that few graphs serve all prompts."""
-    return max(32, 1 << (width - 1).bit_length())
+    return max(NARROWEST, 1 << (width - 1).bit_length())

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fastspec.generation.capture import NARROWEST
+
 NARROW = 512
 WIDE = 2048
 MOST = 2**15
-"""Tokens of all rows together that a pass reads where passes are captured: more fill a GPU no better, and the activations of 128 rows of
-NARROW tokens take gigabytes, of a mixture of experts above all."""
+"""Tokens of all rows together that a pass reads where passes are captured: the activations of 128 rows of NARROW tokens take gigabytes, of
+a mixture of experts above all."""
 
 
 def widest_part(rows: int, *, captures: bool, windows: bool = False) -> int:
     """The most tokens of each of `rows` prompts that a pass reads: NARROW where the device does not capture. Where it does, WIDE in all
-    rows together, but NARROW of each at least, and MOST in all of them at most. With `windows`, whose rings hold a part beside the window,
-    no more than NARROW."""
+    rows together, but NARROW of each at least, and MOST in all of them at most, where that leaves each NARROWEST. With `windows`, whose
+    rings hold a part beside the window, no more than NARROW."""
     if not captures:
         return NARROW
     widest = NARROW if windows else max(NARROW, _power_below(max(1, WIDE // rows)))
-    return min(widest, _power_below(max(1, MOST // rows)))
+    return min(widest, _power_below(max(NARROWEST, MOST // rows)))
 
 
 def prompt_parts(length: int, widest: int) -> Iterator[tuple[int, int]]:
