@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from types import TracebackType
@@ -110,7 +109,8 @@ class Continuous:
     def __init__(
         self, model: Any, session: PatchSession, decoding: Decoding, rows: int, max_length: int | None, chunk: int | None, narrows: bool
     ) -> None:
-        self.model, self.session, self.decoding, self.chunk, self._narrows = model, session, decoding, chunk, narrows
+        self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
+        self._together = TOGETHER if narrows else 1  # which would make roundings depend on the load
         self.max_length = max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self.stats = Stats(assistant=decoding.name, rows=rows)
         """Counts since the batch was opened."""
@@ -186,7 +186,7 @@ class Continuous:
             if told is not None:
                 told(done, len(calls))
             ids = torch.randint(vocabulary, (count, 1, width), generator=numbers)
-            with self._together():
+            with self._changed:  # so that they come at once
                 futures = [self.submit(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in ids]
             for future in futures:
                 future.result()
@@ -196,12 +196,6 @@ class Continuous:
         if told is not None:
             told(len(calls), len(calls))
         return time.perf_counter() - began
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Prompts that are submitted inside come at once."""
-        with self._changed:
-            yield
 
     @property
     def running(self) -> int:
@@ -267,8 +261,7 @@ class Continuous:
             engine.drafter.begin(*blank, features, root)
         engine.begin(root)
         entry = partial(assembly.entry, engine) if other is None else other.entry
-        together = TOGETHER if self._narrows else 1  # which would make roundings depend on the load
-        return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), entry, self.chunk, together)
+        return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), entry, self.chunk, self._together)
 
     def _run(self) -> None:
         """What the thread does. What nothing else takes care of ends all prompts: none may wait for a thread that has gone."""

@@ -207,7 +207,7 @@ def another_row(monkeypatch: Any) -> None:
     monkeypatch.setattr(Cells, "copy_row", lambda self, row, other, count, source=0: copy(self, row, other, count))
 
 
-def anothers_first(monkeypatch: Any) -> None:
+def mirrored_first(monkeypatch: Any) -> None:
     first = Rounds._first
     monkeypatch.setattr(Rounds, "_first", lambda self, waiting, logits, count: first(self, waiting, logits.flip(-1), count))
 
@@ -216,7 +216,7 @@ BUGS = [(old_root, False), (old_text, False), (old_text, True), (old_length, Fal
 
 
 @pytest.mark.parametrize(("bug", "drafted", "pairs"), [
-    *((*each, False) for each in BUGS), *((*each, True) for each in BUGS), (another_row, False, True), (anothers_first, False, True),
+    *((*each, False) for each in BUGS), *((*each, True) for each in BUGS), (another_row, False, True), (mirrored_first, False, True),
 ])  # fmt: skip
 def test_a_row_that_keeps_something_of_the_prompt_before_is_found(bug, drafted, pairs, monkeypatch):
     bug(monkeypatch)

@@ -209,7 +209,7 @@ def test_a_prompt_that_comes_behind_what_makes_the_model_whole_does_not_end_with
 
         monkeypatch.setattr(Widths, "begin", failing)
         model.model.layers[1].mlp = nn.Linear(64, 7)
-        with batch._together():
+        with batch._changed:
             broken = [batch.submit(ids, max_new_tokens=6, **GREEDY) for _ in range(2)]
         for each in broken:
             with pytest.raises(RuntimeError, match=r"size|shape"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +12,11 @@ from helpers_generate import TREE, stats
 from helpers_models import tiny_model
 from helpers_open import GREEDY, NEVER, alone, made, texts, told
 from test_fallback import ON_CUDA
+from test_recurrent import recurrent
+from test_windows import windowed
 
 import fastspec
 from fastspec.generation.engine.rounds import Rounds
-
-sys.path.append(str(Path(__file__).parents[1] / "patches" / "hf"))
-from test_recurrent import recurrent
-from test_windows import windowed
 
 ASSISTANTS = ["autoregressive", TREE, "eagle2", "eagle", "nasd"]
 COUNTS = (9, 3, 14, 5, 40, 2, 11, 6)
@@ -54,10 +50,10 @@ def test_prompts_that_come_together_say_what_each_says_alone(device, groups, ass
     assert not groups
     with fastspec.continuous(model, assistant, rows=8, max_length=80) as batch:
         for _ in range(3):
-            with batch._together():
+            with batch._changed:
                 futures = [batch.submit(each, **greedy) for each in ids]
             assert told(futures) == want
-        with batch._together():
+        with batch._changed:
             futures = [batch.submit(each, seed=at, **drawn) for at, each in enumerate(ids)]
         assert told(futures) == sampled
         first = batch.submit(ids[0], **{**greedy, "max_new_tokens": 60})
@@ -72,7 +68,7 @@ def test_a_batch_that_does_not_narrow_reads_prompts_alone(device, groups):
     plain, model = (each.to(device) for each in made())
     ids = texts(*COUNTS)
     with fastspec.continuous(model, TREE, rows=8, max_length=80, narrows=False) as batch:
-        with batch._together():
+        with batch._changed:
             futures = [batch.submit(each, max_new_tokens=12, **GREEDY) for each in ids]
         assert told(futures) == [alone(plain, each.to(device), 12) for each in ids] and not groups
 
@@ -94,7 +90,7 @@ def test_models_of_other_kinds_read_prompts_together_too(device, groups, make, m
     ids = texts(*COUNTS)
     with fastspec.continuous(model, "nasd", rows=8, max_length=80) as batch:
         for _ in range(2):
-            with batch._together():
+            with batch._changed:
                 futures = [batch.submit(each, max_new_tokens=12, **GREEDY) for each in ids]
             assert told(futures) == [alone(plain, each.to(device), 12) for each in ids]
     assert 8 in groups
@@ -125,7 +121,7 @@ def test_a_batch_of_which_nobody_waits_for_one_answer(device, groups):
     plain, model = (each.to(device) for each in made())
     ids = texts(*(3 + place % 9 for place in range(40)))
     with fastspec.continuous(model, "autoregressive", rows=32, max_length=80, prefill_chunk=None) as batch:
-        with batch._together():
+        with batch._changed:
             futures = [batch.submit(each, max_new_tokens=3 + place % 5, **GREEDY) for place, each in enumerate(ids)]
         assert told(futures) == [alone(plain, each.to(device), 3 + place % 5) for place, each in enumerate(ids)]
     assert groups and set(groups) <= {2, 4, 8}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -13,6 +14,9 @@ from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import RowProcessor
+
+Entry: TypeAlias = Callable[[int], tuple[Target, Drafter | None]]
+"""Makes a target and a drafter of so many rows, for prompts to begin in."""
 
 
 @dataclass(slots=True)
@@ -52,7 +56,7 @@ class Request:
     measure: bool = False
     rows: int | None = None
     steps: Steps | None = None
-    entry: Callable[[int], tuple[Target, Drafter | None]] | None = None
+    entry: Entry | None = None
     prefill: Callable[[Target], tuple[Tensor, Tensor]] | None = None
 
     def read(self, target: Target) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeAlias
 
 import torch
@@ -12,22 +12,21 @@ from torch import Tensor
 from fastspec.generation.capture import padded_width
 from fastspec.generation.drafters.base import Drafter, MixingDrafter
 from fastspec.generation.engine.batching import Batch
+from fastspec.generation.engine.call import Entry
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.verifier import Verifier
 from fastspec.generation.stats import timed
 from fastspec.generation.target import Target
 
 TOGETHER = 8
-"""Prompts at most that one pass reads: beyond that the host's work on each of them is what takes time."""
+"""Prompts at most that one pass reads."""
 TOGETHER_TOKENS = 1024
-"""Tokens of such a pass at most, padding counted. Longer prompts fill a GPU alone."""
+"""Tokens of such a pass at most, padding counted."""
 ROWS_FOR_ONE = 16
 """A call whose prompts nobody waits for lets one row in so many stand idle, until prompts can be read together."""
 
 Waiting: TypeAlias = tuple[int, int, Tensor]
 """A prompt that is to take a row: the row, its number in the batch, and its tokens [1, T]."""
-Entry: TypeAlias = Callable[[int], tuple[Target, Drafter | None]]
-"""Makes a target and a drafter of so many rows, for prompts to begin in."""
 
 
 def groups(together: int) -> Iterator[tuple[int, int]]:
@@ -84,7 +83,7 @@ class Rounds(Generic[TargetT]):
     begin in. While other rows go on, no more than `chunk` tokens of prompts are read between two rounds, so that these do not wait for a
     long one; None: any number, of a call that nobody hears of before its end.
 
-    Where passes are captured, up to `together` short prompts are read in one: alone each takes the host as long as a round does.
+    Where passes are captured, up to `together` short prompts are read in one, since each pass takes the host some time, however short.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Rounds(Generic[TargetT]):
         drafter = engine.drafter
         moves = drafter is None or (drafter.moves and not isinstance(drafter, MixingDrafter))
         self.together = together if moves and engine.target.captures else 1
-        self.gathered = 1 if chunk is not None else min(self.together, max(1, len(batch.running) // ROWS_FOR_ONE))
+        self.gathered = 1 if chunk is not None else min(self.together, max(1, len(engine.state.running) // ROWS_FOR_ONE))
         """Rows that are free before prompts join, where so many wait and others go on."""
         self.joining: Joining | None = None
         """The prompt of which a part was read."""
@@ -136,7 +135,7 @@ class Rounds(Generic[TargetT]):
     def _read(self, room: int | None) -> int:
         """Read up to `room` tokens of one prompt, or of several -> how many; the batch hears of what fails."""
         if self.joining is not None:
-            return self._read_on(self.joining.prompt, lambda: self.joining, room)
+            return self._read_alone((self.joining.row, self.joining.prompt, self.joining.ids), room)
         batch = self.batch
         rows = batch.free()[: self._count_of_next(room)]
         taken = [(row, *batch.next(row)) for row in rows]
@@ -152,28 +151,21 @@ class Rounds(Generic[TargetT]):
         return count
 
     def _read_alone(self, waiting: Waiting, room: int | None, first: tuple[Tensor, Tensor] | None = None) -> int:
-        """Read up to `room` tokens of one prompt that has not begun -> how many."""
+        """Read up to `room` tokens of one prompt, or of what is left of the one that is `joining` -> how many."""
         assert self.entry is not None
-        entry = self.entry
-        return self._read_on(waiting[1], lambda: Joining(*waiting, *entry(1)), room, first)
-
-    def _read_on(
-        self, prompt: int, opened: Callable[[], Joining | None], room: int | None, first: tuple[Tensor, Tensor] | None = None
-    ) -> int:  # fmt: skip
         try:
-            joining = self.joining = opened()
-            assert joining is not None
+            joining = self.joining = self.joining or Joining(*waiting, *self.entry(1))
             count = joining.left if room is None else min(room, joining.left)
             joining.read(count)
             if not joining.left:
                 self.joining = None
                 root, scores = joining.begin(self.verifier, first)
                 self.engine.admit(joining.row, joining.target, joining.drafter, root, joining.done)
-                self._seat(joining.row, prompt, joining.done, root.tolist(), scores, joining.logits)
+                self._seat(joining.row, joining.prompt, joining.done, root.tolist(), scores, joining.logits)
             return count
         except Exception as error:
             self.joining = None
-            self.batch.refuse(prompt, error)
+            self.batch.refuse(waiting[1], error)
             return 0
 
     def _read_together(self, taken: Sequence[Waiting]) -> int:
