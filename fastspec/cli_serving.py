@@ -82,6 +82,7 @@ def serve(
     device: Device = None,
     backend: Backend = "auto",
     warmup: Annotated[bool, typer.Option("--warmup", help="Compile and capture before the port opens.")] = False,
+    warmup_length: Annotated[int, typer.Option(min=1, help="Longest text that --warmup is for, in tokens.")] = 2048,
     grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged.")] = "info",
 ) -> None:
@@ -98,7 +99,7 @@ def serve(
     with listener, continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk) as batch:
         if warmup:
             with counting("calls") as told:
-                seconds = batch.warmup(told=told)
+                seconds = batch.warmup(warmup_length, told)
             Console(stderr=True, highlight=False).print(f"warmed up in {seconds:.1f} s", markup=False)
         app = build_app(batch, tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key)
         run_server(app, listener, log_level=log_level, grace=grace)

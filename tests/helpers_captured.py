@@ -65,6 +65,22 @@ class Stand(capture.Captured):
         return self.result
 
 
+def what_no_graph_served(monkeypatch: Any) -> list[Any]:
+    """The programs that run for the first or second time from here on, on CUDA or with stand-ins."""
+    found: list[Any] = []
+    former: Any = capture.Captured
+
+    class Told(former):
+        def __call__(self, program: Any, key: Any) -> Any:
+            if not self.ready(key):
+                found.append(program)
+            return super().__call__(program, key)
+
+    for module in (capture, schedule):
+        monkeypatch.setattr(module, "Captured", Told)
+    return found
+
+
 def stand_in(monkeypatch: Any, **more: Any) -> None:
     """Let every model have a backend of plain torch that captures, with `more` ops."""
     for module in (capture, schedule):

@@ -20,7 +20,7 @@ from fastspec.config import ContinuousBatch
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.open_batch import OpenBatch
-from fastspec.generation.engine.rounds import TOGETHER, Rounds, groups
+from fastspec.generation.engine.rounds import TOGETHER, Rounds
 from fastspec.generation.engine.row_counts import Widths
 from fastspec.generation.engine.row_rules import OwnRules
 from fastspec.generation.stats import Stats
@@ -38,7 +38,7 @@ from fastspec.patches.hf.shards import processes_of
 from fastspec.patches.hf.watch import Watch
 from fastspec.patches.pool import weights_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
-from fastspec.patches.warmup import SAMPLED, widths
+from fastspec.patches.warmup import open_batch_calls
 
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
@@ -167,27 +167,27 @@ class Continuous:
         """Answer prompts of random tokens, so that later ones find their kernels compiled and their rounds captured -> the seconds that it
         took.
 
-        There are prompts of up to `length` tokens, as far as a row has room for them, and short ones in every number of rows, greedy and
-        sampled. To be called before prompts come: `stats` begin anew behind it. `told` is called with (calls that are done, of how many).
+        There are prompts of up to `length` tokens, as far as a row has room for them, and rounds of every number of rows, greedy and
+        sampled, whose buffers have room for texts of `length` tokens from then on. To be called before prompts come: `stats` begin anew
+        behind it. `told` is called with (calls that are done, of how many).
         Raises Unsupported for a `length` below 1, and for rows without room for an answer.
         """
         longest = min(length, self.max_length - WARM_NEW)
         if longest < 1:
             raise Unsupported(f"warmup: length={length} and max_length={self.max_length}: at least 1 and {WARM_NEW + 1} are accepted")
-        greedy: dict[str, Any] = {"do_sample": False}
-        single = widths(longest, 1, device_of(self.model))
-        calls = [(1, width, greedy) for width in single]
-        together = min(self._widths.current.together, self._widths.rows)
-        calls += [(count, width, greedy) for count, width in groups(together) if width in single]
-        calls += [(count, min(32, longest), options) for count in self._widths.steps for options in (greedy, SAMPLED)]
+        rounds = self._widths.current
+        calls = list(open_batch_calls(
+            longest, WARM_NEW + rounds.engine.main.longest, self._widths.steps, min(rounds.together, self._widths.rows),
+            captures=rounds.engine.target.captures,
+        ))  # fmt: skip
         began, numbers, vocabulary = time.perf_counter(), torch.Generator().manual_seed(0), self.model.config.get_text_config().vocab_size
         whole: dict[str, Any] = {"max_new_tokens": WARM_NEW, "eos_token_id": vocabulary, "pad_token_id": 0}  # which no token is
-        for done, (count, width, options) in enumerate(calls):
+        for done, (lengths, options) in enumerate(calls):
             if told is not None:
                 told(done, len(calls))
-            ids = torch.randint(vocabulary, (count, 1, width), generator=numbers)
+            texts = [torch.randint(vocabulary, (1, count), generator=numbers) for count in lengths]
             with self._changed:  # so that they come at once
-                futures = [self.submit(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in ids]
+                futures = [self.submit(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts]
             for future in futures:
                 future.result()
         with self.session.turn.taken(device_of(self.model)):  # the last turn counts on behind its answers

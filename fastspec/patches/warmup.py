@@ -10,22 +10,46 @@ import torch
 
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import padded_width
+from fastspec.generation.engine.rounds import groups
 from fastspec.generation.prompt_parts import widest_part
 from fastspec.patches.hf.compat import device_of, unwrapped
+from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.session import session_of
 
 NEW = 4
 """Tokens of every call: its first round runs, the second is captured."""
+GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
 
 
-def widths(length: int, rows: int, device: torch.device) -> list[int]:
-    """Prompts that make every pass of `rows` texts of up to `length` tokens: the powers of two that parts of a prompt are padded to, and
-    the whole length."""
-    powers, widest = [padded_width(1)], widest_part(rows, captures=device.type == "cuda")
+def widths(length: int, rows: int, *, captures: bool) -> list[int]:
+    """Prompts that make every pass of `rows` texts of up to `length` tokens, where passes are captured or not: the whole length, and the
+    powers of two that parts of a prompt are padded to. The longest comes first: in the buffers that it needs all others are captured."""
+    powers, widest = [padded_width(1)], widest_part(rows, captures=captures)
     while powers[-1] < widest:
         powers.append(2 * powers[-1])
-    return [*(width for width in powers if width < length), length]
+    return [length, *(width for width in reversed(powers) if width < length)]
+
+
+def open_batch_calls(
+    length: int, room: int, steps: Sequence[int], together: int, *, captures: bool
+) -> Iterator[tuple[list[int], dict[str, Any]]]:  # fmt: skip
+    """What warms up an open batch: the tokens of prompts that come at once, `length` at most, and how their tokens are chosen.
+
+    First come the passes that read prompts, alone and up to `together` of them at once. Where passes are captured each comes twice: the
+    first one compiles, and of the rounds in every number of rows of `steps`, which come behind, one text is only `room` tokens shorter than
+    `length`: their buffers grow, and they are captured anew, when texts are longer than that.
+    """
+    single, short = widths(length, 1, captures=captures), min(padded_width(1), length)
+    several = [[min(width, length)] * count for count, width in groups(together) if width < 2 * length]
+    passes = [*([width] for width in single), *sorted(several, key=max, reverse=True)]
+    for lengths in passes:
+        for _ in range(1 + captures):
+            yield lengths, GREEDY
+    first = max(short, length - room) if captures else short
+    for count in steps:
+        for options in (GREEDY, SAMPLED):
+            yield [first] + [short] * (count - 1), options
 
 
 def warmup(
@@ -55,7 +79,8 @@ def warmup(
         raise Unsupported(f"assistants {sorted(unknown)}: this model is patched with {', '.join(known)}")
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length + NEW
     began, device = time.perf_counter(), device_of(model)
-    calls = list(_calls(names, rows, max(1, min(length, most - NEW)), device))
+    captures = session.ops(model, mode_for(model)).captures
+    calls = list(_calls(names, rows, max(1, min(length, most - NEW)), captures))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for done, (name, count, width, options) in enumerate(calls):
             if told is not None:
@@ -71,11 +96,12 @@ def warmup(
 
 
 def _calls(
-    names: Sequence[str], rows: Sequence[int], length: int, device: torch.device
+    names: Sequence[str], rows: Sequence[int], length: int, captures: bool
 ) -> Iterator[tuple[str, int, int, dict[str, Any]]]:  # fmt: skip
-    """(assistant, rows, tokens of the prompts, how tokens are chosen)."""
+    """(assistant, rows, tokens of the prompts, how tokens are chosen). Where passes are captured each comes twice: the first compiles."""
     for name in names:
         for count in rows:
-            for width in widths(length, count, device):
-                yield name, count, width, {"do_sample": False}
-            yield name, count, min(32, length), SAMPLED
+            for width in widths(length, count, captures=captures):
+                for _ in range(1 + captures):
+                    yield name, count, width, GREEDY
+            yield name, count, min(padded_width(1), length), SAMPLED

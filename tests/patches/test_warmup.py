@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from helpers_captured import stand_in
+from helpers_captured import stand_in, what_no_graph_served
 from helpers_generate import prompts
 from helpers_models import tiny_head, tiny_model
 from helpers_seq2seq import tiny_seq2seq
@@ -41,7 +41,7 @@ def test_every_kind_of_call_is_made(monkeypatch):
     assert torch.equal(torch.rand(2), wanted) and seconds > 0
     kinds = {(name, rows, width, False) for name in ("autoregressive", "nasd", "eagle3") for rows in (1, 3) for width in (32, 64, 70)}
     kinds |= {(name, rows, 32, True) for name in ("autoregressive", "nasd", "eagle3") for rows in (1, 3)}
-    assert set(asked) == kinds and set(asked.values()) == {1}
+    assert set(asked) == kinds and set(asked.values()) == {1}  # each a second time where it would be captured
     assert told[0] == (0, len(kinds)) and told[-1] == (len(kinds), len(kinds))
     asked.clear()
     fastspec.warmup(model, length=4, assistants=["autoregressive"])
@@ -49,24 +49,27 @@ def test_every_kind_of_call_is_made(monkeypatch):
 
 
 def test_a_later_call_captures_nothing_anew(monkeypatch):
-    """Where rounds are captured, those of a warmed-up kind are replays from the first on."""
+    """Where rounds are captured, those of a warmed-up kind are replays from the first on, and so are passes over prompts of any length."""
     stand_in(monkeypatch)
+    made = what_no_graph_served(monkeypatch)
     model = patched()
-    fastspec.warmup(model, length=20, assistants=["autoregressive", "eagle3"])
-    inputs, options = prompts(9), {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+    fastspec.warmup(model, length=80, assistants=["autoregressive", "eagle3"])
+    assert made
+    made.clear()
     for name in ("autoregressive", "eagle3"):
-        model.generate(**inputs, **options, assistant=name)
-        report = fastspec.report(model).last
-        assert report.replays == report.rounds
+        for length in (70, 9, 40):
+            model.generate(**prompts(length), do_sample=False, max_new_tokens=6, eos_token_id=None, assistant=name)
+            report = fastspec.report(model).last
+            assert report.replays == report.rounds and not made
 
 
 @pytest.mark.parametrize(("length", "wanted"), [
     (1, [1]), (32, [32]), (33, [32, 33]), (2000, [32, 64, 128, 256, 512, 1024, 2000]), (5000, [32, 64, 128, 256, 512, 1024, 2048, 5000]),
 ])  # fmt: skip
 def test_prompts_cover_what_parts_are_padded_to(length, wanted):
-    assert widths(length, 1, torch.device("cuda")) == wanted
-    narrow = [width for width in wanted if width <= 512 or width == length]
-    assert widths(length, 1, torch.device("cpu")) == widths(length, 4, torch.device("cuda")) == narrow
+    assert widths(length, 1, captures=True) == wanted[::-1]
+    narrow = [width for width in wanted[::-1] if width <= 512 or width == length]
+    assert widths(length, 1, captures=False) == widths(length, 4, captures=True) == narrow
 
     def passes(prompts: Iterable[int]) -> set[int]:
         return {capture.padded_width(width) for each in prompts for _, width in prompt_parts(each, WIDE)}
@@ -78,7 +81,7 @@ def test_texts_stay_within_the_model(monkeypatch):
     model = patched()
     most = model.config.max_position_embeddings
     fastspec.warmup(model, length=10 * most, assistants=["autoregressive"])
-    assert len(fastspec.report(model).calls) == len(widths(most - 4, 1, model.device)) + 1
+    assert len(fastspec.report(model).calls) == len(widths(most - 4, 1, captures=False)) + 1
 
 
 def test_what_cannot_be_warmed_up_is_refused():

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_captured import stand_in, what_no_graph_served
 from helpers_models import tiny_head
 from helpers_serve import MARKS
 from helpers_training import small_target, small_tokenizer
+from test_fallback import ON_CUDA
 from typer.testing import CliRunner
 
 import fastspec
 from fastspec.cli import app
 from fastspec.errors import Unsupported
+from fastspec.generation.state import sequence
 from fastspec.generation.stats import Stats
 from fastspec.serving import app as server
 
@@ -50,6 +53,8 @@ def test_a_server_warms_up_before_its_port_opens(seen: dict[str, Any]) -> None:
     assert done.exit_code == 0, done.output
     assert "10 of 10 calls" in done.output and "warmed up in" in done.output  # prompts of 32, 64, 128, 176; rows 1, 2, 3, each twice
     assert seen["widths"] == {1, 2, 3} and seen["joined"] == 0
+    done = CliRunner().invoke(app, [*arguments, "--warmup", "--warmup-length", "40"])
+    assert done.exit_code == 0 and "8 of 8 calls" in done.output  # prompts of 40, 32
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0 and "warmed up" not in done.output and seen["widths"] == {3}
 
@@ -81,7 +86,7 @@ def test_no_end_token_and_no_padding_shorten_a_warm_up(monkeypatch: pytest.Monke
         asked, submit = [], batch.submit
         monkeypatch.setattr(batch, "submit", lambda *given, **options: asked.append(submit(*given, **options)) or asked[-1])
         batch.warmup(length=40)
-    assert [answer.result().shape[1] - 24 for answer in asked] == [32, 40] + [32] * 2 * (1 + 2 + 3)
+    assert [answer.result().shape[1] - 24 for answer in asked] == [40, 32] + [32] * 2 * (1 + 2 + 3)
 
 
 def test_rows_without_room_for_a_warm_up_are_refused() -> None:
@@ -90,3 +95,26 @@ def test_rows_without_room_for_a_warm_up_are_refused() -> None:
             batch.warmup()
         with pytest.raises(Unsupported, match="length=0"):
             batch.warmup(0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["plain", "eagle3"])
+def test_prompts_behind_a_warm_up_find_everything_captured(assistant: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of every length up to the warm-up's, alone and several at once, in every number of rows."""
+    if device == "cpu":
+        stand_in(monkeypatch)
+    monkeypatch.setattr(sequence, "FIRST_SLOTS", 64)
+    made = what_no_graph_served(monkeypatch)
+    model = fastspec.patch(target := small_target().to(device), eagle3=tiny_head(target))
+    with fastspec.continuous(model, assistant, rows=2, max_length=400) as batch:
+        batch.warmup(length=100)
+        assert made
+        made.clear()
+        for count in (1, 2, 3):
+            for length in (1, 84):
+                with batch._changed:
+                    ids = [torch.randint(5, 90, (max(1, length - 7 * row),)) for row in range(count)]
+                    futures = [batch.submit(each, max_new_tokens=8, do_sample=row == 1) for row, each in enumerate(ids)]
+                for future in futures:
+                    future.result()
+        assert not made
