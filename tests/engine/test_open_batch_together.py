@@ -116,6 +116,16 @@ def test_a_call_of_many_prompts_reads_those_that_wait_together(device, groups, a
     assert groups and set(groups) <= {2, 4, 8}
 
 
+def test_where_prompts_begin_together_there_is_room_for_what_one_pass_reads(device, groups):
+    _, model = made()
+    with fastspec.continuous(model.to(device), "autoregressive", rows=8, max_length=2000) as batch:
+        with batch._changed:
+            futures = [batch.submit(each, **GREEDY, max_new_tokens=2) for each in texts(*[100] * 15)]
+        told(futures)
+        slots = {count: target.state.bound for count, (target, _) in batch._widths.made[8].engine.entries.items()}
+    assert groups == [8, 4, 2] and slots == {1: 1024, 2: 512, 4: 256, 8: 128}
+
+
 def test_a_batch_of_which_nobody_waits_for_one_answer(device, groups):
     """Prompts are read whole beside rows that go on, and with 32 rows two at a time."""
     plain, model = (each.to(device) for each in made())

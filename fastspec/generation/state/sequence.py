@@ -43,15 +43,15 @@ class SequenceState:
     may share one. None: there is one kind, and every layer has its own.
 
     Slots below a row's length hold its committed tokens, `capacity` of them at most; the `tail` slots after it are
-    provisional, written by every forward pass and moved or forgotten by `commit`. The buffers start small and double when
-    `reserve` asks for more. Raises FastSpecError, with the size, when memory cannot hold the capacity.
+    provisional, written by every forward pass and moved or forgotten by `commit`. The buffers start with `first` slots (None: FIRST_SLOTS)
+    and double when `reserve` asks for more. Raises FastSpecError, with the size, when memory cannot hold the capacity.
     """
 
     def __init__(
         self, kinds: Sequence[LayerState], *, rows: int, capacity: int, tail: int, device: torch.device,
-        order: Sequence[tuple[int, int]] | None = None,
+        order: Sequence[tuple[int, int]] | None = None, first: int | None = None,
     ) -> None:  # fmt: skip
-        self.kinds, self.tail, self.slots = tuple(kinds), tail, 0
+        self.kinds, self.tail, self.slots, self.first = tuple(kinds), tail, 0, first or FIRST_SLOTS
         order = [(0, layer) for layer in range(kinds[0].layers)] if order is None else order
         self.places: list[tuple[LayerState, int]] = [(self.kinds[kind], layer) for kind, layer in order]
         """The state of every layer of the model, and the layer's number in it."""
@@ -73,7 +73,7 @@ class SequenceState:
         self.lengths.zero_()
         for kind in self.kinds:
             kind.clear()
-        self.reserve(min(capacity, FIRST_SLOTS))
+        self.reserve(min(capacity, self.first))
 
     @property
     def bound(self) -> int:
@@ -104,7 +104,7 @@ class SequenceState:
         """Committed tokens to make room for: twice what there is, the call's capacity at most; on CUDA a round number whatever the
         capacity is, so that calls of any length share the graphs that were captured on these buffers."""
         if self.lengths.is_cuda:
-            return max(FIRST_SLOTS, min(1 << (committed - 1).bit_length(), -(-committed // WIDE_STEP) * WIDE_STEP))
+            return max(self.first, min(1 << (committed - 1).bit_length(), -(-committed // WIDE_STEP) * WIDE_STEP))
         return min(max(committed, 2 * self.bound), self.limit)
 
     def commit(self, ops: Ops, verdict: Verdict, active: Tensor) -> None:

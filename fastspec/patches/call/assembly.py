@@ -16,6 +16,7 @@ from fastspec.generation.drafters.given_text import CHUNKS
 from fastspec.generation.encoder_source import Source
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.rounds import TOGETHER_TOKENS
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Clock
 from fastspec.generation.state.base import Held
@@ -114,7 +115,8 @@ class Assembly:
     def entry(self, engine: Engine[HFModel], rows: int) -> tuple[HFModel, Drafter | None]:
         """A target and a drafter of so many rows, for prompts to begin in: the same ones for all prompts."""
         known = engine.entries.get(rows)
-        made = self._made(rows, self._drawn) if known is None else (known[0], self._opened(*known, rows))
+        first = TOGETHER_TOKENS // rows if rows > 1 else None  # longer ones are not read together
+        made = self._made(rows, self._drawn, first) if known is None else (known[0], self._opened(*known, rows))
         engine.entries[rows] = target, drafter = made
         if self.shift is not None:
             target.move(self.shift[:1].expand(rows))
@@ -139,14 +141,14 @@ class Assembly:
             return None
         return key
 
-    def _made(self, rows: int, process: Process | None) -> tuple[HFModel, Drafter | None]:
-        """A target and a drafter; drafts may be drawn under `process`."""
+    def _made(self, rows: int, process: Process | None, first: int | None = None) -> tuple[HFModel, Drafter | None]:
+        """A target, whose buffers have `first` slots at first, and a drafter; drafts may be drawn under `process`."""
         drafter = self._drafter(rows, process)
         nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
         nodes = max(nodes, *CHUNKS.get(self.device.type, CHUNKS["cuda"])) if self.answers else nodes
         target = language_model(
             self.model, self.source, rows=rows, capacity=self.capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops,
-            bounded=self.bounded, likeliest=self.likeliest and (drafter is None or not drafter.traits.reads_logits),
+            bounded=self.bounded, likeliest=self.likeliest and (drafter is None or not drafter.traits.reads_logits), first=first,
         )  # fmt: skip
         if drafter is not None:
             drafter.bind(target)

@@ -17,10 +17,10 @@ from fastspec.patches.hf.tree_check import check_states, check_trust
 
 def language_model(
     model: Any, source: Source | None, *, rows: int, capacity: int, tail: int, taps: Any, ops: Ops, drafts: bool = False,
-    bounded: bool = True, likeliest: bool = False,
+    bounded: bool = True, likeliest: bool = False, first: int | None = None,
 ) -> HFModel:  # fmt: skip
-    """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts`, `bounded` and `likeliest` as for
-    `HFModel`.
+    """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts`, `bounded`, `likeliest` and
+    `first` as for `HFModel`.
 
     Raises Unsupported for a model that has no adapter, or one of its decoder alone, and cannot be relied on
     (`fastspec.patches.hf.tree_check`).
@@ -46,5 +46,6 @@ def language_model(
     if source is not None:
         return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
     return HFModel(
-        model, adapter, rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops, drafts=drafts, bounded=bounded, likeliest=likeliest
-    )
+        model, adapter, rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops, drafts=drafts, bounded=bounded, likeliest=likeliest,
+        first=first,
+    )  # fmt: skip

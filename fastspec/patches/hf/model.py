@@ -59,12 +59,14 @@ class HFModel(Target):
     With `drafts` its tokens are nothing but drafts: texts may go past what the model reads exactly.
     Where it is `bounded`, layers that see a span of the text keep no more of it than that.
     With `likeliest` nobody reads more of the logits than the likeliest tokens, see `Target.score`.
+    Buffers have `first` slots at first, see `SequenceState`.
     `early` = (target, k) makes the target's own first k layers, its final norm and its LM head a model on the target's cache.
     """
 
     def __init__(
         self, model: Any, adapter: Adapter | None, *, rows: int, capacity: int, tail: int, taps: tuple[int, ...] | None, ops: Ops,
         early: tuple[HFModel, int] | None = None, drafts: bool = False, bounded: bool = True, likeliest: bool = False,
+        first: int | None = None,
     ) -> None:  # fmt: skip
         self.model, self.adapter, self.taps, self.ops, self.likeliest = model, adapter, taps, ops, likeliest
         self.last_position = rope_bound(model.config)
@@ -81,7 +83,7 @@ class HFModel(Target):
         self.state: SequenceState
         if early is None:
             self.state = sequence_state(
-                model, self.spans, rows=rows, capacity=capacity, tail=tail, bounded=bounded,
+                model, self.spans, rows=rows, capacity=capacity, tail=tail, bounded=bounded, first=first,
                 chunk=padded_width(self.widest) if ops.captures else self.widest,
             )  # fmt: skip
         else:

@@ -17,12 +17,13 @@ from fastspec.patches.hf.shards import local_heads
 
 
 def sequence_state(
-    model: Any, spans: Sequence[Span | None], *, rows: int, capacity: int, tail: int, chunk: int, bounded: bool
+    model: Any, spans: Sequence[Span | None], *, rows: int, capacity: int, tail: int, chunk: int, bounded: bool,
+    first: int | None = None,
 ) -> SequenceState:  # fmt: skip
     """The state of `rows` texts of at most `capacity` tokens, for passes over up to `tail` nodes or `chunk` tokens of a prompt. What a
     layer keeps is where it computes.
 
-    Where it is `bounded`, layers that see a span of the text keep no more than they can see again.
+    Where it is `bounded`, layers that see a span of the text keep no more than they can see again. `first` is that of `SequenceState`.
     """
     dtype, owners, devices = dtype_of(model), kept_by(model.config), layer_devices(model)
     kinds: list[tuple[Any, ...]] = [
@@ -42,4 +43,4 @@ def sequence_state(
             made.append(WindowState(len(layers), rows, *key[1:], span=key[0], ring=ring, dtype=dtype, device=device))
     found = list(of)
     order = [(found.index(keys[owner]), of[keys[owner]].index(owner)) for owner in owners]
-    return SequenceState(made, rows=rows, capacity=capacity, tail=tail, device=device_of(model), order=order)
+    return SequenceState(made, rows=rows, capacity=capacity, tail=tail, device=device_of(model), order=order, first=first)
