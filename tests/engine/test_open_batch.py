@@ -180,6 +180,18 @@ def test_a_prompt_is_moved_to_the_models_device(monkeypatch):
         assert options["input_ids"].is_meta and options["attention_mask"].is_meta and options["input_ids"].shape == (1, 5)
 
 
+def test_tokens_that_the_model_has_not_are_refused():
+    """They would end the process on CUDA; here, with captured passes, those that come later."""
+    plain, model = made()
+    ids = texts(9)[0]
+    with fastspec.continuous(model, "autoregressive", rows=2, max_length=40) as batch:
+        for _ in range(2):  # the second time with settings that are known
+            for token in (-1, 97):
+                with pytest.raises(ValueError, match=f"tokens from .*{token}.* the model those from 0 to 96"):
+                    batch.submit(torch.cat((ids, torch.tensor([token]))), max_new_tokens=4, **GREEDY)
+            assert told([batch.submit(ids, max_new_tokens=4, **GREEDY)]) == [alone(plain, ids, 4)]
+
+
 def test_prompts_with_images_are_refused():
     model = fastspec.patch(seeing("qwen2_5_vl"))
     with fastspec.continuous(model, "nasd", rows=1, max_length=60) as batch, pytest.raises(Unsupported, match="tokens alone, without"):

@@ -114,14 +114,25 @@ def _again(settled: Settled, given: dict[str, Any], seed: int | None) -> Single:
     return Single(ids, ids, given["generation_config"].max_new_tokens, settled.ends, rule, streamer)
 
 
+def _check_tokens(model: Any, ids: Any) -> None:
+    """Raise ValueError for tokens that the model has no embedding of: on CUDA these end the whole process."""
+    if not isinstance(ids, Tensor) or not ids.numel():
+        return
+    size = max(model.config.get_text_config().vocab_size, getattr(model.get_input_embeddings(), "num_embeddings", 0))
+    least, most = ids.aminmax()
+    if least < 0 or most >= size:
+        raise ValueError(f"the prompt has tokens from {int(least)} to {int(most)}, and the model those from 0 to {size - 1}")
+
+
 def prepare(
     model: Any, original: Callable[..., Any], given: dict[str, Any], seed: int | None, known: SettledSettings | None = None
 ) -> Single:  # fmt: skip
     """A prompt from the arguments of `generate` by name, `original` being the model's own, which prepares it and does not decode; where
     its settings are `known`, the prompt stays where it is, and is to be moved.
 
-    Raises Unsupported for what an open batch does not decode, and ValueError as transformers does.
+    Raises Unsupported for what an open batch does not decode, and ValueError as transformers does, and for tokens that the model has not.
     """
+    _check_tokens(model, given.get("input_ids"))
     settled = None if known is None else known.find(model, original, given)
     if settled is not None:
         return _again(settled, given, seed)
