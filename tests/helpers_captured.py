@@ -51,10 +51,12 @@ class Stand(capture.Captured):
     def __call__(self, program: Any, key: Any) -> Any:
         if key != self.key:
             self.key, self.graph, self.result = key, None, None
-            return program()
+            with capture.SPENT.on("first_runs"):
+                return program()
         self.replays += 1
         if self.graph is None:
-            self.graph, self.result = True, program()
+            with capture.SPENT.on("captures"):
+                self.graph, self.result = True, program()
             return self.result
         before = [(owner, dict(vars(owner))) for owner in owners(program)]
         result = program()

@@ -60,6 +60,7 @@ class Waiting:
         self.running, self.padded, self.lengths = [False] * rows, [False] * rows, [10 * (row + 1) for row in range(rows)]
         self.queue = deque(enumerate(prompts))
         """(number, tokens) of each prompt."""
+        self.reads_together = True
         self.wanted, self.long, self.reserved = True, True, set()  # type: tuple[bool, bool, set[int]]
 
     def free(self) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True)
@@ -42,6 +42,12 @@ class Stats:
     """What a cascade did with each row: `fastspec.cascade.explain.Explanation`."""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Count anew, of the same assistant and rows."""
+        blank = Stats(assistant=self.assistant, rows=self.rows)
+        for each in fields(blank):
+            setattr(self, each.name, getattr(blank, each.name))
 
     @property
     def acceptance_length(self) -> float:

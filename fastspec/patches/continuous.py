@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from dataclasses import fields
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
@@ -18,6 +17,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.config import ContinuousBatch
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.open_batch import OpenBatch
 from fastspec.generation.engine.rounds import TOGETHER, Rounds
@@ -182,19 +182,17 @@ class Continuous:
         ))  # fmt: skip
         began, numbers, vocabulary = time.perf_counter(), torch.Generator().manual_seed(0), self.model.config.get_text_config().vocab_size
         whole: dict[str, Any] = {"max_new_tokens": WARM_NEW, "eos_token_id": vocabulary, "pad_token_id": 0}  # which no token is
+        tell = told or (lambda done, of: None)
         for done, (lengths, options) in enumerate(calls):
-            if told is not None:
-                told(done, len(calls))
+            tell(done, len(calls))
             texts = [torch.randint(vocabulary, (1, count), generator=numbers) for count in lengths]
             with self._changed:  # so that they come at once
                 futures = [self.submit(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts]
             for future in futures:
                 future.result()
         with self.session.turn.taken(device_of(self.model)):  # the last turn counts on behind its answers
-            for field in fields(blank := Stats(assistant=self.stats.assistant, rows=self.stats.rows)):
-                setattr(self.stats, field.name, getattr(blank, field.name))
-        if told is not None:
-            told(len(calls), len(calls))
+            self.stats.begin()
+        tell(len(calls), len(calls))
         return time.perf_counter() - began
 
     @property
@@ -297,14 +295,21 @@ class Continuous:
                         if self._closing:
                             break
                         continue
+                made = self._made()
                 try:
                     with self.session.turn.taken(device_of(self.model)):
                         self._widths.turn()
+                    if self._made() != made:  # of the model as it was just now, and not as it may be when the next prompt comes
+                        self._stale = self._stale or self._has_changed()
                 except Exception as error:
                     self._recover(error)
                 if self._dead is not None:
                     break
         self._widths.current.engine.end()
+
+    def _made(self) -> Hashable:
+        """What changes where something is made of the model that later rounds use: a graph, or where prompts begin."""
+        return SPENT.first_runs, SPENT.captures, sum(len(each.engine.entries) for each in self._widths.made.values())
 
     def _take(self, single: Single) -> None:
         """Let a prompt that has arrived wait for a row; one that cannot be brought to the model's device ends."""

@@ -217,6 +217,32 @@ def test_a_prompt_that_comes_behind_what_makes_the_model_whole_does_not_end_with
         assert told(later) == [alone(plain, ids, 6)]
 
 
+@pytest.mark.parametrize("narrows", [True, False])
+def test_what_was_made_of_a_model_that_is_another_by_now_is_not_kept(narrows, monkeypatch):
+    """Of twelve prompts four wait; a module is another while they are read, which needs what was not made before, and is then put back."""
+    stand_in(monkeypatch)
+    plain, model = made()
+    ids, options = texts(*[5] * 8, *[40] * 4), {**GREEDY, "max_new_tokens": 6}
+    want, layer = [alone(plain, each, 6) for each in ids], model.model.layers[1]
+    whole = layer.mlp
+    with fastspec.continuous(model, "autoregressive", rows=8, max_length=80, narrows=narrows) as batch:
+        told([batch.submit(ids[0], **options)])
+        before = batch._widths.made[8].engine
+        gates = {0: Gate(), 8: Gate()}
+        with batch._changed:
+            futures = [batch.submit(each, streamer=gates.get(at), **options) for at, each in enumerate(ids)]
+        for gate, mlp in zip(gates.values(), (Doubled(whole), whole), strict=True):
+            assert gate.seen.acquire(timeout=30)
+            layer.mlp = mlp
+            gate.go.release(9)
+        assert told(futures[:8]) == want[:8] and told(futures[8:]) != want[8:]
+        for _ in range(3):
+            with batch._changed:
+                futures = [batch.submit(each, **options) for each in ids[8:]]
+            assert told(futures) == want[8:]
+        assert batch._widths.made[8].engine is not before
+
+
 class Tuned(nn.Linear):
     """A layer that holds PEFT's switches, as its tuners' layers do."""
 

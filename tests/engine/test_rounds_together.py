@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -117,11 +118,31 @@ def test_prompts_that_cannot_be_read_together_are_read_alone(broken, drafts):
     together = broken == ("drafter",) and not drafts
     with nullcontext() if together else pytest.warns(RuntimeWarning, match=r"2 prompts could not be read in one pass \(AssertionError: no"):
         rounds.turn()
-    assert rounds.together == (8 if together else 1)
+    assert batch.reads_together is together
     assert engine.counts == ([2] if together else [2, 1, 1])
     assert outcomes(batch) == [("read", 0, [4]), ("read", 1, [2])]
     assert [(row, source) for row, *_, source in engine.admitted] == ([(0, 0), (1, 1)] if together else [(0, None), (1, None)])
     assert [asked[3] for asked in rounds.verifier.asked] == [[0], [1]]  # type: ignore[attr-defined]
+
+
+def test_other_rounds_of_the_batch_do_not_try_again_either():
+    batch: Any = Waiting(4, 4, 2)
+    with pytest.warns(RuntimeWarning, match="as all that come are"):
+        capturing(batch, broken=("target",))[0].turn()
+    batch.queue += [(7, 3), (8, 3)]
+    others, engine = capturing(batch)
+    others.turn()
+    assert engine.counts == [1, 1] and [prompt for _, prompt, _ in outcomes(batch)] == [0, 1, 7, 8]
+
+
+def test_where_warnings_are_errors_they_end_the_group_alone():
+    batch: Any = Waiting(3, 4, 2)
+    rounds, _ = capturing(batch, broken=("target",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rounds.turn()
+    refused = [entry for entry in batch.log if entry[0] == "refuse"]
+    assert [prompt for _, prompt, _ in refused] == [0, 1] and all("read in one pass" in str(error) for *_, error in refused)
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -182,7 +182,8 @@ class Decoding(ABC):
     """Which of transformers' hidden states the drafter reads; None for no features, () for the last one after the norm."""
     continuous: ClassVar[bool] = False
     """Whether its drafters take a new prompt in place of a row that has ended (`Drafter.copy_row`). Such a decoding is asked for a drafter
-    of a single row besides; where that is not reusable, for a new one for every prompt."""
+    of a single row besides, and where rows move (`Drafter.move_row`) and passes are captured for others of 2, 4 and 8 rows, in which
+    prompts begin together; where these are not reusable, for a new one every time."""
     reads_source: ClassVar[bool] = False
     """Whether its drafters read the source of an encoder-decoder model themselves (`reading`). Others are given the decoder's tokens."""
 

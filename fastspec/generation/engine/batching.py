@@ -37,6 +37,8 @@ class Batch:
         self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens of its answer) -> what `stop` answered
         self.stops: dict[int, int] = {}  # prompt -> length of its answer when it was stopped, where they go on
         self.measures: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.reads_together = True
+        """Whether one pass may read several of the prompts that wait; not where one could not."""
 
     @property
     def running(self) -> list[bool]:

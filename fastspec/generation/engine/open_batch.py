@@ -118,8 +118,9 @@ class OpenBatch(Batch):
         return self.prompts[row] is not None
 
     def refuse(self, prompt: int, error: Exception) -> None:
-        """End one prompt with an error."""
-        self._leave(prompt, error)
+        """End one prompt with an error, if it has not ended."""
+        if self.prompts[prompt] is not None:
+            self._leave(prompt, error)
 
     def take(self, prompt: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
         """See `Batch.take`; a prompt that has ended leaves its row."""

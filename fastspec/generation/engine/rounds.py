@@ -115,7 +115,8 @@ class Rounds(Generic[TargetT]):
     def _lets_in(self) -> bool:
         """Whether prompts that wait take rows now."""
         free = len(self.batch.free())
-        return free > 0 and (free >= len(self.batch.ahead(self.gathered)) or not any(self.batch.running))
+        gathered = self.gathered if self.batch.reads_together else 1
+        return free > 0 and (free >= len(self.batch.ahead(gathered)) or not any(self.batch.running))
 
     def _admit(self) -> None:
         """Read prompts that wait, as far as this turn goes, and give those that were read whole their rows."""
@@ -143,7 +144,8 @@ class Rounds(Generic[TargetT]):
 
     def _count_of_next(self, room: int | None) -> int:
         """How many of the prompts that wait are read in one pass: a power of two, since each number has its graphs."""
-        lengths = self.batch.ahead(min(self.together, len(self.batch.free())))
+        most = self.together if self.batch.reads_together else 1
+        lengths = self.batch.ahead(min(most, len(self.batch.free())))
         most = TOGETHER_TOKENS if room is None else min(room, TOGETHER_TOKENS)
         count = 1 << (len(lengths).bit_length() - 1)
         while count > 1 and count * padded_width(max(lengths[:count])) > most:
@@ -199,14 +201,18 @@ class Rounds(Generic[TargetT]):
 
     def _one_by_one(self, pairs: Sequence[tuple[Waiting, tuple[Tensor, Tensor] | None]], error: Exception) -> int:
         """Read alone what could not be read together, so that what one prompt raises is that one's -> the tokens. Where none of them raises
-        anything, together is what does not work here: it is not tried again, which is said."""
+        anything, together is what does not work here: it is not tried again, which is said, by an error of these where warnings are."""
         read = [self._read_alone(waiting, None, first) for waiting, first in pairs]
         if all(read):
-            self.together = self.gathered = 1
-            warnings.warn(
-                f"fastspec: {len(pairs)} prompts could not be read in one pass ({type(error).__name__}: {error}); each was read alone, as "
-                "all that come are from here on", RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+            self.batch.reads_together = False
+            try:
+                warnings.warn(
+                    f"fastspec: {len(pairs)} prompts could not be read in one pass ({type(error).__name__}: {error}); each was read alone, "
+                    "as all that come are from here on", RuntimeWarning, stacklevel=2,
+                )  # fmt: skip
+            except RuntimeWarning as raised:
+                for (_, prompt, _), _ in pairs:
+                    self.batch.refuse(prompt, raised)
         return sum(read)
 
     def _first(self, waiting: Waiting, logits: Tensor, count: Tensor) -> tuple[Tensor, Tensor] | None:
