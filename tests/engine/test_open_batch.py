@@ -190,6 +190,9 @@ def test_tokens_that_the_model_has_not_are_refused():
                 with pytest.raises(ValueError, match=f"tokens from .*{token}.* the model those from 0 to 96"):
                     batch.submit(torch.cat((ids, torch.tensor([token]))), max_new_tokens=4, **GREEDY)
             assert told([batch.submit(ids, max_new_tokens=4, **GREEDY)]) == [alone(plain, ids, 4)]
+        padded, mask = torch.cat((torch.tensor([-1, 97]), ids)), torch.tensor([[0, 0] + [1] * 9])  # nobody reads what is masked
+        found = batch.submit(padded, attention_mask=mask, max_new_tokens=4, **GREEDY).result()
+        assert found[0, 2:].tolist() == alone(plain, ids, 4)
 
 
 def test_prompts_with_images_are_refused():

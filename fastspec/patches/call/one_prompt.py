@@ -114,9 +114,9 @@ def _again(settled: Settled, given: dict[str, Any], seed: int | None) -> Single:
     return Single(ids, ids, given["generation_config"].max_new_tokens, settled.ends, rule, streamer)
 
 
-def _check_tokens(model: Any, ids: Any) -> None:
+def _check_tokens(model: Any, ids: Tensor) -> None:
     """Raise ValueError for tokens that the model has no embedding of: on CUDA these end the whole process."""
-    if not isinstance(ids, Tensor) or not ids.numel():
+    if not ids.numel():
         return
     size = max(model.config.get_text_config().vocab_size, getattr(model.get_input_embeddings(), "num_embeddings", 0))
     least, most = ids.aminmax()
@@ -132,9 +132,9 @@ def prepare(
 
     Raises Unsupported for what an open batch does not decode, and ValueError as transformers does, and for tokens that the model has not.
     """
-    _check_tokens(model, given.get("input_ids"))
     settled = None if known is None else known.find(model, original, given)
     if settled is not None:
+        _check_tokens(model, given["input_ids"])
         return _again(settled, given, seed)
     asked = None if known is None else settings_of(model, original, given)
     device = device_of(model)
@@ -157,6 +157,7 @@ def prepare(
         ids = input_ids.to(device, copy=True)
         keep = real_tokens(model, ids, mask, generation_config, 0)
         refuse_prompts(model, ids, keep, 0)
+        _check_tokens(model, ids[keep.bool()])
         shift = position_shift(model, ids, keep, model_kwargs)
         if shift is not None and bool(shift.any()):
             raise Unsupported(f"{type(model).__name__} does not count positions from 0, as an open batch does: ask generate")
