@@ -17,16 +17,29 @@ Result = TypeVar("Result")
 
 
 class Spent(threading.local):
-    """Host seconds that this thread has spent on first runs, which compile what is not compiled yet, and on captures."""
+    """Host seconds that this thread has spent on first runs, which compile what is not compiled yet, and on captures; and who is to hear of
+    what it makes of a model for later rounds to go on with."""
 
     first_runs = 0.0
     captures = 0.0
+    watched: Callable[[], object] | None = None
+    """Called before and after something is made of a model, which may be another by then."""
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """The block makes something of a model that is kept."""
+        if self.watched is not None:
+            self.watched()
+        yield
+        if self.watched is not None:
+            self.watched()
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
-        """Add the block's seconds."""
+        """Add the seconds of the block, which makes something."""
         start = time.perf_counter()
-        yield
+        with self.making():
+            yield
         setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
 

@@ -38,14 +38,12 @@ from fastspec.patches.hf.shards import processes_of
 from fastspec.patches.hf.watch import Watch
 from fastspec.patches.pool import weights_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
-from fastspec.patches.warmup import open_batch_calls
+from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
 
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
 CHUNK = 256
 """Tokens of prompts that are read between two rounds."""
-WARM_NEW = 24
-"""Tokens of a warm-up's answers: several rounds, whatever is accepted, of which the second is captured."""
 
 
 def continuous(
@@ -120,6 +118,8 @@ class Continuous:
         self._changed = threading.Condition()
         self._closing = False
         self._dead: Exception | None = None
+        self._room = 0
+        """Tokens of each row that rounds have room for from the first on."""
         self._stale = False
         """Whether the model is not what the rounds were made of, `_parts`."""
         self._settled = SettledSettings()
@@ -163,34 +163,39 @@ class Continuous:
             self._changed.notify_all()
         return single.future
 
-    def warmup(self, length: int = 2048, told: Callable[[int, int], object] | None = None) -> float:
+    def warmup(self, length: int = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
         """Answer prompts of random tokens, so that later ones find their kernels compiled and their rounds captured -> the seconds that it
         took.
 
         There are prompts of up to `length` tokens, as far as a row has room for them, and rounds of every number of rows, greedy and
-        sampled, whose buffers have room for texts of `length` tokens from then on. To be called before prompts come: `stats` begin anew
-        behind it. `told` is called with (calls that are done, of how many).
+        sampled; where these are captured their buffers have room for texts of `length` tokens from then on. N-gram drafts have graphs for
+        many shapes of trees, of which a warm-up sees some. To be called before prompts come: `stats` begin anew behind it. `told` is
+        called with (calls that are done, of how many).
         Raises Unsupported for a `length` below 1, and for rows without room for an answer.
         """
         longest = min(length, self.max_length - WARM_NEW)
         if longest < 1:
             raise Unsupported(f"warmup: length={length} and max_length={self.max_length}: at least 1 and {WARM_NEW + 1} are accepted")
-        rounds = self._widths.current
-        calls = list(open_batch_calls(
-            longest, WARM_NEW + rounds.engine.main.longest, self._widths.steps, min(rounds.together, self._widths.rows),
-            captures=rounds.engine.target.captures,
-        ))  # fmt: skip
+        rounds, captures = self._widths.current, self._widths.current.engine.target.captures
+        calls = list(open_batch_calls(longest, self._widths.steps, min(rounds.together, self._widths.rows), captures=captures))
         began, numbers, vocabulary = time.perf_counter(), torch.Generator().manual_seed(0), self.model.config.get_text_config().vocab_size
         whole: dict[str, Any] = {"max_new_tokens": WARM_NEW, "eos_token_id": vocabulary, "pad_token_id": 0}  # which no token is
         tell = told or (lambda done, of: None)
+        device = device_of(self.model)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), self.session.turn.taken(device):
+            self._room = room_for(length, rounds.engine.main.longest) if captures else 0
+            for each in self._widths.made.values():
+                each.engine.reserve(self._room)
         for done, (lengths, options) in enumerate(calls):
             tell(done, len(calls))
+            with self.session.turn.taken(device):
+                self._widths.needed.clear()  # each call in rounds of its own number of rows
             texts = [torch.randint(vocabulary, (1, count), generator=numbers) for count in lengths]
             with self._changed:  # so that they come at once
                 futures = [self.submit(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts]
             for future in futures:
                 future.result()
-        with self.session.turn.taken(device_of(self.model)):  # the last turn counts on behind its answers
+        with self.session.turn.taken(device):  # the last turn counts on behind its answers
             self.stats.begin()
         tell(len(calls), len(calls))
         return time.perf_counter() - began
@@ -258,11 +263,13 @@ class Continuous:
         if engine.drafter is not None:
             engine.drafter.begin(*blank, features, root)
         engine.begin(root)
+        engine.reserve(self._room)
         entry = partial(assembly.entry, engine) if other is None else other.entry
         return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), entry, self.chunk, self._together)
 
     def _run(self) -> None:
         """What the thread does. What nothing else takes care of ends all prompts: none may wait for a thread that has gone."""
+        SPENT.watched = self._look
         try:
             self._turns()
         except Exception as fatal:
@@ -295,21 +302,18 @@ class Continuous:
                         if self._closing:
                             break
                         continue
-                made = self._made()
                 try:
                     with self.session.turn.taken(device_of(self.model)):
                         self._widths.turn()
-                    if self._made() != made:  # of the model as it was just now, and not as it may be when the next prompt comes
-                        self._stale = self._stale or self._has_changed()
                 except Exception as error:
                     self._recover(error)
                 if self._dead is not None:
                     break
         self._widths.current.engine.end()
 
-    def _made(self) -> Hashable:
-        """What changes where something is made of the model that later rounds use: a graph, or where prompts begin."""
-        return SPENT.first_runs, SPENT.captures, sum(len(each.engine.entries) for each in self._widths.made.values())
+    def _look(self) -> None:
+        """See whether the model is another, in the middle of a turn that makes something of it."""
+        self._stale = self._stale or self._has_changed()
 
     def _take(self, single: Single) -> None:
         """Let a prompt that has arrived wait for a row; one that cannot be brought to the model's device ends."""

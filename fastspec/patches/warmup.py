@@ -10,6 +10,7 @@ import torch
 
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import padded_width
+from fastspec.generation.engine.round_program import rounded
 from fastspec.generation.engine.rounds import groups
 from fastspec.generation.prompt_parts import widest_part
 from fastspec.patches.hf.compat import device_of, unwrapped
@@ -18,6 +19,12 @@ from fastspec.patches.session import session_of
 
 NEW = 4
 """Tokens of every call: its first round runs, the second is captured."""
+WARM_NEW = 24
+"""Tokens of a warm-up's answers: several rounds, whatever is accepted, of which the second is captured."""
+WARM_LENGTH = 1920
+"""Tokens of texts that a warm-up is for: with what rounds write beyond their ends they have room in buffers of 2,048."""
+OVERSHOT = 4
+"""Rounds that may write beyond the longest text: the one that ends it, one in flight, the one that is launched, and the next."""
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
 
@@ -31,25 +38,28 @@ def widths(length: int, rows: int, *, captures: bool) -> list[int]:
     return [length, *(width for width in reversed(powers) if width < length)]
 
 
+def room_for(length: int, longest: int) -> int:
+    """Committed tokens of a row that the rounds of an open batch make room for where texts have up to `length` tokens, and a round commits
+    `longest` at most."""
+    return rounded(length + OVERSHOT * longest)
+
+
 def open_batch_calls(
-    length: int, room: int, steps: Sequence[int], together: int, *, captures: bool
+    length: int, steps: Sequence[int], together: int, *, captures: bool
 ) -> Iterator[tuple[list[int], dict[str, Any]]]:  # fmt: skip
     """What warms up an open batch: the tokens of prompts that come at once, `length` at most, and how their tokens are chosen.
 
-    First come the passes that read prompts, alone and up to `together` of them at once. Where passes are captured each comes twice: the
-    first one compiles, and of the rounds in every number of rows of `steps`, which come behind, one text is only `room` tokens shorter than
-    `length`: their buffers grow, and they are captured anew, when texts are longer than that.
+    First come the passes that read prompts, alone and up to `together` of them at once; where passes are captured each comes twice: the
+    first one compiles. Then come rounds of every number of rows in `steps`.
     """
-    single, short = widths(length, 1, captures=captures), min(padded_width(1), length)
     several = [[min(width, length)] * count for count, width in groups(together) if width < 2 * length]
-    passes = [*([width] for width in single), *sorted(several, key=max, reverse=True)]
+    passes = [*([width] for width in widths(length, 1, captures=captures)), *sorted(several, key=max, reverse=True)]
     for lengths in passes:
         for _ in range(1 + captures):
             yield lengths, GREEDY
-    first = max(short, length - room) if captures else short
     for count in steps:
         for options in (GREEDY, SAMPLED):
-            yield [first] + [short] * (count - 1), options
+            yield [min(padded_width(1), length)] * count, options
 
 
 def warmup(

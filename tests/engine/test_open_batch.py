@@ -180,6 +180,17 @@ def test_a_prompt_is_moved_to_the_models_device(monkeypatch):
         assert options["input_ids"].is_meta and options["attention_mask"].is_meta and options["input_ids"].shape == (1, 5)
 
 
+class Taking(torch.nn.Module):
+    """An embedding that takes one token more."""
+
+    def __init__(self, inner: torch.nn.Embedding) -> None:
+        super().__init__()
+        self.inner, self.weight = inner, inner.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids % 97)
+
+
 def test_tokens_that_the_model_has_not_are_refused():
     """They would end the process on CUDA; here, with captured passes, those that come later."""
     plain, model = made()
@@ -190,6 +201,9 @@ def test_tokens_that_the_model_has_not_are_refused():
                 with pytest.raises(ValueError, match=f"tokens from .*{token}.* the model those from 0 to 96"):
                     batch.submit(torch.cat((ids, torch.tensor([token]))), max_new_tokens=4, **GREEDY)
             assert told([batch.submit(ids, max_new_tokens=4, **GREEDY)]) == [alone(plain, ids, 4)]
+            model.model.embed_tokens, own = Taking(model.model.embed_tokens), model.model.embed_tokens  # nobody knows what that has
+            assert batch.submit(torch.cat((ids, torch.tensor([97]))), max_new_tokens=4, **GREEDY).result().shape == (1, 14)
+            model.model.embed_tokens = own
         padded, mask = torch.cat((torch.tensor([-1, 97]), ids)), torch.tensor([[0, 0] + [1] * 9])  # nobody reads what is masked
         found = batch.submit(padded, attention_mask=mask, max_new_tokens=4, **GREEDY).result()
         assert found[0, 2:].tolist() == alone(plain, ids, 4)

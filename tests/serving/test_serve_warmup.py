@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers_captured import stand_in, what_no_graph_served
 from helpers_models import tiny_head
+from helpers_open import GREEDY, alone, made, texts, told
 from helpers_serve import MARKS
 from helpers_training import small_target, small_tokenizer
 from test_fallback import ON_CUDA
@@ -91,30 +92,31 @@ def test_no_end_token_and_no_padding_shorten_a_warm_up(monkeypatch: pytest.Monke
 
 def test_rows_without_room_for_a_warm_up_are_refused() -> None:
     with fastspec.continuous(fastspec.patch(small_target()), "nasd", rows=1, max_length=24) as batch:
-        with pytest.raises(Unsupported, match="length=2048 and max_length=24"):
+        with pytest.raises(Unsupported, match="length=1920 and max_length=24"):
             batch.warmup()
         with pytest.raises(Unsupported, match="length=0"):
             batch.warmup(0)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
-@pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["plain", "eagle3"])
-def test_prompts_behind_a_warm_up_find_everything_captured(assistant: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of every length up to the warm-up's, alone and several at once, in every number of rows."""
+@pytest.mark.parametrize(("assistant", "kind"), [("autoregressive", "random"), (TREE, "random"), (TREE, "bigram")], ids=str)
+def test_texts_behind_a_warm_up_find_everything_captured(assistant: Any, kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of one token up to the warm-up's length, which is all that buffers have room for, alone and several at once, in every number
+    of rows, whatever drafts are accepted."""
     if device == "cpu":
         stand_in(monkeypatch)
     monkeypatch.setattr(sequence, "FIRST_SLOTS", 64)
-    made = what_no_graph_served(monkeypatch)
-    model = fastspec.patch(target := small_target().to(device), eagle3=tiny_head(target))
+    monkeypatch.setattr(sequence.SequenceState, "_wanted", lambda self, committed: max(self.first, 1 << (committed - 1).bit_length()))
+    ran = what_no_graph_served(monkeypatch)
+    plain, model = (each.to(device) for each in made(kind, max_position_embeddings=512))
     with fastspec.continuous(model, assistant, rows=2, max_length=400) as batch:
-        batch.warmup(length=100)
-        assert made
-        made.clear()
-        for count in (1, 2, 3):
-            for length in (1, 84):
+        batch.warmup(length=128)
+        assert ran
+        ran.clear()
+        for count in (2, 1, 3):
+            for length in (1, 108):
                 with batch._changed:
-                    ids = [torch.randint(5, 90, (max(1, length - 7 * row),)) for row in range(count)]
-                    futures = [batch.submit(each, max_new_tokens=8, do_sample=row == 1) for row, each in enumerate(ids)]
-                for future in futures:
-                    future.result()
-        assert not made
+                    ids = texts(length, *[9] * (count - 1))
+                    futures = [batch.submit(each, **GREEDY, max_new_tokens=20 + 9 * (place > 0)) for place, each in enumerate(ids)]
+                assert told(futures)[0] == alone(plain, ids[0].to(device), 20)
+        assert not ran

@@ -65,6 +65,12 @@ class Engine(Generic[TargetT]):
         """Take the phases of the rounds from here on down, or not."""
         self.main.clock = self.plain.clock = clock
 
+    def reserve(self, committed: int) -> None:
+        """Make room for so many committed tokens of each row, as far as the call may reach."""
+        self.target.reserve(committed)
+        if self.drafter is not None:
+            self.drafter.reserve(committed)
+
     def begin(self, root: Tensor) -> None:
         """Start after a prompt whose first new tokens are root [B]."""
         self.drain()

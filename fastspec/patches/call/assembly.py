@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.errors import Unsupported
+from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, Drafter, Place, Process, adopt
 from fastspec.generation.drafters.given_text import CHUNKS
 from fastspec.generation.encoder_source import Source
@@ -115,8 +116,11 @@ class Assembly:
     def entry(self, engine: Engine[HFModel], rows: int) -> tuple[HFModel, Drafter | None]:
         """A target and a drafter of so many rows, for prompts to begin in: the same ones for all prompts."""
         known = engine.entries.get(rows)
-        first = TOGETHER_TOKENS // rows if rows > 1 else None  # longer ones are not read together
-        made = self._made(rows, self._drawn, first) if known is None else (known[0], self._opened(*known, rows))
+        if known is None:
+            with SPENT.making():  # longer prompts are not read together
+                made = self._made(rows, self._drawn, TOGETHER_TOKENS // rows if rows > 1 else None)
+        else:
+            made = known[0], self._opened(*known, rows)
         engine.entries[rows] = target, drafter = made
         if self.shift is not None:
             target.move(self.shift[:1].expand(rows))

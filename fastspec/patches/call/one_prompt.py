@@ -115,10 +115,10 @@ def _again(settled: Settled, given: dict[str, Any], seed: int | None) -> Single:
 
 
 def _check_tokens(model: Any, ids: Tensor) -> None:
-    """Raise ValueError for tokens that the model has no embedding of: on CUDA these end the whole process."""
-    if not ids.numel():
+    """Raise ValueError for tokens that the model has no embedding of, as far as that can be known: on CUDA these end the whole process."""
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if size is None or not ids.numel():
         return
-    size = max(model.config.get_text_config().vocab_size, getattr(model.get_input_embeddings(), "num_embeddings", 0))
     least, most = ids.aminmax()
     if least < 0 or most >= size:
         raise ValueError(f"the prompt has tokens from {int(least)} to {int(most)}, and the model those from 0 to {size - 1}")

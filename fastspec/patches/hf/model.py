@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
-from fastspec.generation.capture import CapturedByShape, padded_width
+from fastspec.generation.capture import SPENT, CapturedByShape, padded_width
 from fastspec.generation.layers.decoder import LayerParts, is_plain
 from fastspec.generation.layers.mixers import Nodes, Rotary, Sight, Summed
 from fastspec.generation.layers.whole import WholeLayers
@@ -204,7 +204,8 @@ class HFModel(Target):
         committed = self.state.reserve(committed)
         count = self._positions() + (0 if self.shift is None else SHIFT_ROOM)
         if self.adapter is not None and (not self.tables or len(self.tables[self.kinds[0]].cos) < count):
-            self.tables = rotary_tables(self.model, self.adapter, self.kinds, count)
+            with SPENT.making():
+                self.tables = rotary_tables(self.model, self.adapter, self.kinds, count)
         return committed
 
     def _positions(self) -> int:
