@@ -82,9 +82,10 @@ def test_a_cache_keeps_its_dtype_as_it_grows_and_begins_again_with_empty_rows(mo
 
 @pytest.mark.parametrize("committed, slots", [(1, 1024), (1024, 1024), (1025, 2048), (5000, 8192), (16385, 32768), (40000, 49152)])
 def test_buffers_on_cuda_have_round_sizes(committed, slots):
-    """Powers of two, then steps of 16,384, whatever the call's capacity is."""
-    cache: Any = SimpleNamespace(lengths=SimpleNamespace(is_cuda=True))
-    assert SequenceState._wanted(cache, committed) == slots
+    """Powers of two, then steps of 16,384, whatever the call's capacity is, and no fewer than the first."""
+    for first, least in ((1024, slots), (128, min(slots, max(128, 1 << (committed - 1).bit_length()))), (4096, max(slots, 4096))):
+        cache: Any = SimpleNamespace(lengths=SimpleNamespace(is_cuda=True), first=first)
+        assert SequenceState._wanted(cache, committed) == least
 
 
 def test_a_cache_that_memory_cannot_hold_is_refused_before_it_is_made(monkeypatch):
