@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 
 
 class Spent(threading.local):
-    """Host seconds that this thread has spent on first runs, which compile what is not compiled yet, and on captures; and who is to hear of
-    what it makes of a model for later rounds to go on with."""
+    """Host seconds that this thread has spent on first runs, which compile what is not compiled yet, and on captures, and a function
+    to call around whatever it makes of a model and keeps."""
 
     first_runs = 0.0
     captures = 0.0

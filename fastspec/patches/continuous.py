@@ -118,8 +118,6 @@ class Continuous:
         self._changed = threading.Condition()
         self._closing = False
         self._dead: Exception | None = None
-        self._room = 0
-        """Tokens of each row that rounds have room for from the first on."""
         self._stale = False
         """Whether the model is not what the rounds were made of, `_parts`."""
         self._settled = SettledSettings()
@@ -143,7 +141,7 @@ class Continuous:
         batch's thread; what it raises ends this prompt alone.
 
         Raises Unsupported for what an open batch does not decode, a prompt that with its answer is longer than `max_length` included;
-        ValueError for settings that transformers refuses; FastSpecError where the batch is closed.
+        ValueError for settings that transformers refuses, and tokens that the model has not; FastSpecError where the batch is closed.
         """
         refuse_overrides(self.model)
         if ids.dim() == 1:
@@ -183,9 +181,7 @@ class Continuous:
         tell = told or (lambda done, of: None)
         device = device_of(self.model)
         with torch.no_grad(), torch.autocast(device.type, enabled=False), self.session.turn.taken(device):
-            self._room = room_for(length, rounds.engine.main.longest) if captures else 0
-            for each in self._widths.made.values():
-                each.engine.reserve(self._room)
+            self._widths.reserve(room_for(length, rounds.engine.main.longest) if captures else 0)
         for done, (lengths, options) in enumerate(calls):
             tell(done, len(calls))
             with self.session.turn.taken(device):
@@ -263,7 +259,6 @@ class Continuous:
         if engine.drafter is not None:
             engine.drafter.begin(*blank, features, root)
         engine.begin(root)
-        engine.reserve(self._room)
         entry = partial(assembly.entry, engine) if other is None else other.entry
         return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), entry, self.chunk, self._together)
 

@@ -24,7 +24,8 @@ WARM_NEW = 24
 WARM_LENGTH = 1920
 """Tokens of texts that a warm-up is for: with what rounds write beyond their ends they have room in buffers of 2,048."""
 OVERSHOT = 4
-"""Rounds that may write beyond the longest text: the one that ends it, one in flight, the one that is launched, and the next."""
+"""Rounds whose tokens need room beyond a text's limit: the one that ends it, one that was launched before that was read, the next one of
+the rows beside it, and the one that may be launched behind that."""
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
 

@@ -30,6 +30,8 @@ class Widths(Generic[TargetT]):
         self.made: dict[int, Rounds[TargetT]] = {}
         self.needed: deque[int] = deque(maxlen=PATIENCE)
         """The rows that the last turns had prompts for."""
+        self.room = 0
+        """Committed tokens of each row that all rounds have room for."""
         self.begin()
 
     def begin(self) -> None:
@@ -40,9 +42,16 @@ class Widths(Generic[TargetT]):
         made = self.make(self.rows, None)
         assert made is not None
         self.current = self.made[self.rows] = made
+        made.engine.reserve(self.room)
         drafter = self.current.engine.drafter
         if drafter is not None and not drafter.moves:
             self.steps = [self.rows]
+
+    def reserve(self, room: int) -> None:
+        """Make room for so many committed tokens of each row in all rounds, those that are made later too."""
+        self.room = room
+        for each in self.made.values():
+            each.engine.reserve(room)
 
     def turn(self) -> None:
         """A turn of the rounds that the load needs. Before these change no round is launched ahead, since prompts move between two."""
@@ -60,4 +69,5 @@ class Widths(Generic[TargetT]):
         if made is None:
             return
         self.current = self.made[width] = made
+        made.engine.reserve(self.room)
         self.batch.lengths = self.current.engine.take_rows(former.engine, self.batch.resize(width))

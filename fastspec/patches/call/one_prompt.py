@@ -157,7 +157,7 @@ def prepare(
         ids = input_ids.to(device, copy=True)
         keep = real_tokens(model, ids, mask, generation_config, 0)
         refuse_prompts(model, ids, keep, 0)
-        _check_tokens(model, ids[keep.bool()])
+        _check_tokens(model, ids[keep])
         shift = position_shift(model, ids, keep, model_kwargs)
         if shift is not None and bool(shift.any()):
             raise Unsupported(f"{type(model).__name__} does not count positions from 0, as an open batch does: ask generate")
