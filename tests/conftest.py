@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_examples import register
+from helpers_pairwise import left_out
 
 register()
 
@@ -38,11 +39,14 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Where nothing is drafted, the pair whose drafts are right repeats the one whose drafts are wrong: only in `make test-slow`."""
+    """Left to `make test-slow`: where nothing is drafted, the pair whose drafts are right, which repeats the one whose drafts are wrong;
+    and of tests with three and more axes of parameters what holds no pair of values that the others have not."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if "bigram" in (params.get("pair"), params.get("kind")) and params.get("assistant") == "autoregressive":
             item.add_marker(pytest.mark.slow)
+    for item in left_out(items):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
