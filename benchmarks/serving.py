@@ -1,15 +1,20 @@
-"""What a server of OpenAI's routes does under load: tokens per second, time to first token, and how long a running stream stands still.
+"""What servers of OpenAI's routes do under load: tokens per second, time to first token, and how long a running stream stands still.
 
-    fastspec serve smollm2-135m-instruct --rows 8 --port 8000 &
-    python benchmarks/serving.py --server fastspec=http://127.0.0.1:8000/v1 --server other=http://127.0.0.1:8001/v1 \\
-        --model smollm2-135m-instruct --prompts benchmarks/prompts.jsonl --in-flight 1 8 32 --out rows.jsonl
+    python benchmarks/serving.py --model smollm2-135m-instruct --prompts mt_bench.jsonl --ways whole streamed long --in-flight 1 8 32 \\
+        --start "fastspec=fastspec serve smollm2-135m-instruct --rows 32 --warmup --port {port}" \\
+        --start "vllm=vllm serve {model} --served-model-name smollm2-135m-instruct --no-enable-prefix-caching --port {port}"
+    python benchmarks/serving.py --model NAME --prompts prompts.jsonl --server one=http://127.0.0.1:8000/v1 --server other=http://127.0.0.1:8001/v1
 
-Every server gets the same greedy streamed chats, so many of them in flight at a time, the servers in turns at each load. With `--long N`
-every tenth request begins with a text of N words. Before anything is timed each server answers four prompts; `equal` is the share of
-answers that are those of the first server at its first load, which in fp32 must be 1. `pause_ms` are the times between the moments at which
-text of a stream arrives, chunks within 2 ms of each other taken for one, since a round brings several tokens. One client reads all streams,
-and a small model on a GPU makes tokens faster than it reads chunks: with `--whole` answers come in one piece, which leaves the server's own
-speed, and no time to a first token.
+Servers run already (`--server`), or are started here, all at once, and ended (`--start`): a free port takes the place of `{port}` in a
+command, a folder with the model, which another library reads, that of `{model}`, and its shipped head that of `{head}`. `ready_s` is the
+time until such a server is ready, the others starting beside it.
+
+Every server gets the same greedy chats, so many of them in flight at a time and six times as many in all, or `--requests` where those are
+more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`, in one piece; or `long`, streamed, where every tenth
+request begins with a text of `--long` words. Before anything is timed each server answers four prompts; `equal` is the share of answers
+that are the first server's when it was first asked, which in fp32 must be 1. `pause_ms` are the times between the moments at which text of
+a stream arrives, chunks within 2 ms of each other taken for one, since a round brings several tokens. One client reads all streams, and a
+small model on a GPU makes tokens faster than it reads chunks: whole answers leave the server's own speed, and no time to a first token.
 """
 
 from __future__ import annotations
@@ -20,12 +25,13 @@ import importlib.metadata
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
+from serving_started import started  # the script beside this one
 
 from fastspec.bench.prompts import read_rows
 from fastspec.bench.report import quantiles
@@ -34,6 +40,8 @@ from fastspec.devices import cpu_name
 TOGETHER = 0.002
 """Seconds within which chunks count as one."""
 LONG_EVERY = 10
+REQUESTS = 6
+"""Times those in flight: so many requests at the least."""
 
 
 @dataclass(slots=True)
@@ -107,34 +115,48 @@ def row_of(server: str, in_flight: int, answers: Sequence[Answer], seconds: floa
     }  # fmt: skip
 
 
+def rows_of(given: argparse.Namespace, servers: dict[str, str], ready: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """A row for every way, load and server."""
+    for way in given.ways:
+        whole, long = way == "whole", given.long if way == "long" else 0
+        most = max(given.requests, REQUESTS * max(given.in_flight))
+        prompts = texts(given.prompts, most, long)
+        for url in servers.values():
+            asyncio.run(load(url, given.model, prompts[:4], 4, given.max_tokens, whole))
+        wanted: list[str] = []
+        for in_flight in given.in_flight:
+            count = max(given.requests, REQUESTS * in_flight)
+            for name, url in servers.items():
+                answers, seconds = asyncio.run(load(url, given.model, prompts[:count], in_flight, given.max_tokens, whole))
+                wanted += [answer.text for answer in answers[len(wanted) :]]
+                row = row_of(name, in_flight, answers, seconds, wanted[:count])
+                row |= {"streamed": not whole, "max_tokens": given.max_tokens, "long": long, "note": given.note, "ready_s": ready.get(name)}
+                row |= {"client_cpu": cpu_name(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
+                yield row | {package: importlib.metadata.version(package) for package in ("torch", "transformers", "openai")}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and write a row for every server and load."""
+    """Measure, print, and append a row for every way, load and server."""
     parser = argparse.ArgumentParser(description="Load servers of OpenAI's routes, and compare them.")
-    parser.add_argument("--server", action="append", required=True, help="NAME=URL; may be given several times")
+    parser.add_argument("--server", action="append", default=[], help="NAME=URL of one that runs; may be given several times")
+    parser.add_argument("--start", action="append", default=[], help="NAME=COMMAND of one to start; may be given several times")
+    parser.add_argument("--patience", type=float, default=600, help="seconds until servers that are started must be ready")
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True, help="jsonl file in Spec-Bench's form")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=64, help="of every load, or six times those in flight where that is more")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--whole", action="store_true", help="answers are not streamed")
-    parser.add_argument("--long", type=int, default=0, help="words of a text that every tenth prompt begins with")
+    parser.add_argument("--ways", nargs="+", default=["streamed"], choices=("streamed", "whole", "long"))
+    parser.add_argument("--long", type=int, default=1500, help="words of the text that every tenth prompt begins with, where asked so")
     parser.add_argument("--note", default="", help="what the rows say of the machine and the servers")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
-    prompts = texts(given.prompts, given.requests, given.long)
-    servers = dict(server.split("=", 1) for server in given.server)
-    for url in servers.values():
-        asyncio.run(load(url, given.model, prompts[:4], 4, given.max_tokens, given.whole))
-    wanted: list[str] | None = None
-    for in_flight in given.in_flight:
-        for name, url in servers.items():
-            answers, seconds = asyncio.run(load(url, given.model, prompts, in_flight, given.max_tokens, given.whole))
-            wanted = wanted or [answer.text for answer in answers]
-            row = row_of(name, in_flight, answers, seconds, wanted)
-            row |= {"streamed": not given.whole, "max_tokens": given.max_tokens, "long": given.long, "note": given.note}
-            row |= {"client_cpu": cpu_name(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
-            row |= {package: importlib.metadata.version(package) for package in ("torch", "transformers", "openai")}
-            print(json.dumps(row))
+    if not given.server + given.start:
+        parser.error("name a --server, or one to --start")
+    with started(given.start, given.model, given.patience) as own:
+        servers = dict(server.split("=", 1) for server in given.server) | {name: server.url for name, server in own.items()}
+        for row in rows_of(given, servers, {name: server.ready_s for name, server in own.items()}):
+            print(json.dumps(row), flush=True)
             if given.out is not None:
                 with given.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")

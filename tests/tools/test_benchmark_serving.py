@@ -1,0 +1,119 @@
+"""The benchmark of servers starts them, loads them in every way, and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openai")
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SERVER = """
+import json, os, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Server(BaseHTTPRequestHandler):
+    def log_message(self, *args): ...
+
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = asked["messages"][0]["content"].split("\\n")[-1][: asked["max_tokens"]] + sys.argv[2]
+        usage = {"completion_tokens": len(text), "prompt_tokens": 1, "total_tokens": 1 + len(text)}
+        common = {"id": "a", "created": 1, "model": "m"}
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream" if asked.get("stream") else "application/json")
+        self.end_headers()
+        if not asked.get("stream"):
+            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+            self.wfile.write(json.dumps({**common, "object": "chat.completion", "choices": [choice], "usage": usage}).encode())
+            return
+        for place, letter in enumerate(text):
+            delta = {"index": 0, "delta": {"content": letter}, "finish_reason": None}
+            chunk = {**common, "object": "chat.completion.chunk", "choices": [delta]}
+            self.wfile.write(f"data: {json.dumps(chunk)}\\n\\n".encode())
+        self.wfile.write(f"data: {json.dumps({**common, 'object': 'chat.completion.chunk', 'choices': [], 'usage': usage})}\\n\\n".encode())
+        self.wfile.write(b"data: [DONE]\\n\\n")
+
+open(sys.argv[3], "a").write(f"{os.getpid()}\\n")
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
+"""
+
+
+@pytest.fixture
+def serving(monkeypatch):
+    """The script as a module, with those beside it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    spec = importlib.util.spec_from_file_location("serving_script", FOLDER / "serving.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "serving_script", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def files(tmp_path):
+    """(the server's script, prompts, what it notes its process in)."""
+    (tmp_path / "server.py").write_text(SERVER, encoding="utf-8")
+    prompts = [{"question_id": number, "category": "a", "turns": [f"prompt {number}"]} for number in range(5)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
+    return tmp_path / "server.py", tmp_path / "prompts.jsonl", tmp_path / "pids"
+
+
+def test_every_way_and_load_of_servers_that_are_started(serving, files, tmp_path):
+    script, prompts, pids = files
+    command = f"{sys.executable} {script} {{port}}"
+    out = tmp_path / "rows.jsonl"
+    serving.main([
+        "--start", f"one={command} '' {pids}", "--start", f"other={command} ' and more' {pids}", "--model", "m", "--prompts", str(prompts),
+        "--ways", "streamed", "whole", "long", "--long", "8", "--in-flight", "1", "3", "--requests", "4", "--max-tokens", "7",
+        "--out", str(out),
+    ])  # fmt: skip
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [(row["server"], row["in_flight"], row["requests"]) for row in rows] == 3 * [
+        ("one", 1, 6), ("other", 1, 6), ("one", 3, 18), ("other", 3, 18)
+    ]  # fmt: skip
+    assert [(row["streamed"], row["long"]) for row in rows] == [(True, 0)] * 4 + [(False, 0)] * 4 + [(True, 8)] * 4
+    for row in rows:
+        mine = row["server"] == "one"
+        assert row["equal"] == mine and row["new_tokens"] == row["requests"] * (7 if mine else 16) and row["tokens_per_second"] > 0
+        assert (row["first_token_ms"][1] > 0) == row["streamed"] and row["ready_s"] > 0
+    for pid in map(int, pids.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_server_that_ends_or_is_never_ready_is_told_with_its_own_words(serving, files):
+    script, prompts, pids = files
+    given = ["--model", "m", "--prompts", str(prompts)]
+    with pytest.raises(SystemExit, match=r"(?s)bad ended with status 3.*no such model"):
+        serving.main([
+            *given, "--start", f"good={sys.executable} {script} {{port}} '' {pids}",
+            "--start", f"bad={sys.executable} -c 'import sys; print(\"no such model\"); sys.exit(3)'",
+        ])  # fmt: skip
+    with pytest.raises(SystemExit, match=r"slow was not ready within 0.5 s"):
+        serving.main([*given, "--patience", "0.5", "--start", f"slow={sys.executable} -c 'import time; time.sleep(60)'"])
+    for pid in map(int, pids.read_text().split() if pids.exists() else []):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with pytest.raises(SystemExit):
+        serving.main(given)
+
+
+def test_a_command_gets_the_folders_of_the_model_and_of_its_head(serving, files, tmp_path, monkeypatch):
+    script, _, pids = files
+    beside = sys.modules["serving_started"]
+    monkeypatch.setattr(beside, "load_model", lambda name, dtype: (name, "tokenizer"))
+    monkeypatch.setattr(beside, "saved", lambda name, model, tokenizer: contextlib.nullcontext(f"/folder of {model}"))
+    monkeypatch.setattr(beside, "find_head", lambda name: f"/head of {name}")
+    with beside.started([f"one={sys.executable} {script} {{port}} '{{model}}, {{head}}' {pids}"], "m", 30) as found:
+        (answer,), _ = serving.asyncio.run(serving.load(found["one"].url, "m", ["prompt"], 1, 0))
+    assert answer.text == "/folder of m, /head of m"
