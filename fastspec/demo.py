@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import time
 from collections import deque
@@ -31,6 +32,8 @@ NEW_TOKENS, NEW_TOKENS_ON_CUDA = 96, 48
 WARM_UP = 8
 """New tokens of transformers' warm-up."""
 METHODS = (BASELINE, "autoregressive", "eagle3")
+BUSY = 0.5
+"""Load average per processor from which on other programs may decide what is measured."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,17 @@ class Run:
 
 @dataclass
 class Result:
-    """Everything measured in one demo: `runs[method]` holds one run per prompt, in the order of `prompts`."""
+    """Everything measured in one demo: `runs[method]` holds one run per prompt, in the order of `prompts`.
+
+    `load` is the machine's load average over the minute before, per processor; None where the system does not tell it.
+    """
 
     model: str
     device: str
     dtype: str
     prompts: list[str]
     runs: dict[str, list[Run]] = field(default_factory=dict)
+    load: float | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per method, medians over the prompts; `ratio` pairs each prompt with transformers' own run of it."""
@@ -71,7 +78,8 @@ class Result:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        return {"model": self.model, "device": self.device, "dtype": self.dtype, "prompts": self.prompts, "rows": self.rows()}
+        told = {"model": self.model, "device": self.device, "dtype": self.dtype, "load": self.load, "prompts": self.prompts}
+        return told | {"rows": self.rows()}
 
 
 class MarkedStreamer:
@@ -135,6 +143,7 @@ def run_demo(
         raise Unsupported(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     if head is None and model != SMOLLM2:
         raise Unsupported(f"no head ships with fastspec for {model!r}: name one with --head (a directory or a hub id)")
+    load = load_per_processor()  # before any of it is our own
     say = console.print if console else _silent
     with console.status("Importing torch and transformers") if console else contextlib.nullcontext():
         import torch
@@ -146,7 +155,7 @@ def run_demo(
     texts = prompts or [text for _, text in PROMPTS]
     labels = [""] * len(texts) if prompts else [category for category, _ in PROMPTS]
     inputs = [encode(tokenizer, text, device) for text in texts]
-    result = Result(model, device, str(target.dtype).removeprefix("torch."), texts)
+    result = Result(model, device, str(target.dtype).removeprefix("torch."), texts, load=load)
 
     def timed(method: str) -> list[Run]:
         say(f"[dim]timing {method}: one warm-up, then {len(inputs)} prompts[/]")  # a spinner's thread would take time from the runs
@@ -192,6 +201,16 @@ def print_table(result: Result, console: Console) -> None:
         console.print(
             f"In {result.dtype} a pass over several tokens rounds differently from a pass over each, so a near-tie can fall the other way."
         )
+    if result.load is not None and result.load >= BUSY:
+        console.print(
+            f"Other programs ran on this machine before the demo began (load average {result.load:.1f} per processor): "
+            "alone on it the ratios may be others."
+        )
+
+
+def load_per_processor() -> float | None:
+    """The machine's load average over the last minute by its processors; None where the system does not tell it."""
+    return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else None
 
 
 def _generate(model: Any, inputs: dict[str, Any], method: str, max_new_tokens: int, streamer: Any = None) -> Run:

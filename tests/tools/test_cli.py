@@ -14,10 +14,11 @@ import pytest
 from helpers_heads import as_eagle3, write
 from helpers_models import tiny_head
 from helpers_training import small_target, small_tokenizer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fastspec.cli import app
-from fastspec.demo import Result, Run
+from fastspec.demo import Result, Run, print_table
 
 HEAD = "smollm2-135m-instruct"
 
@@ -50,7 +51,7 @@ def test_demo_json_is_one_object_on_stdout_and_nothing_else(saved: Path) -> None
 
 def check_demo(found: dict[str, Any], model: str, prompt: str) -> None:
     """What the JSON of a demo on the CPU says."""
-    assert set(found) == {"model", "device", "dtype", "prompts", "rows"}
+    assert set(found) == {"model", "device", "dtype", "load", "prompts", "rows"}
     assert (found["model"], found["dtype"], found["prompts"]) == (model, "float32", [prompt])
     assert [row["method"] for row in found["rows"]] == ["transformers", "autoregressive", "eagle3"]
     for row in found["rows"]:
@@ -96,6 +97,13 @@ def test_inspect_names_the_dialect_of_the_shipped_head() -> None:
     done = run("inspect", HEAD)
     assert done.exit_code == 0, done.output
     assert "EAGLE-3" in done.output and re.search(r"dialect +fastspec", done.output) and "SpecForge" not in done.output
+
+
+@pytest.mark.parametrize(("load", "told"), [(None, False), (0.2, False), (2.5, True)])
+def test_the_table_says_that_the_machine_was_busy(load: float | None, told: bool) -> None:
+    console = Console(record=True, width=200)
+    print_table(Result("m", "cpu", "float32", ["a"], {"transformers": [Run([1, 2], 1.0, 1.0)]}, load), console)
+    assert ("load average 2.5 per processor" in console.export_text()) == told
 
 
 def test_rows_pair_each_prompt_with_its_own_baseline() -> None:
