@@ -33,6 +33,7 @@ class Checked(BaseHandler):
         body = self.prepared({name: _without_null(value) for name, value in body.items() if value is not None})
         asked = read(body, request_id, self.limits, self.needs)
         self._check_template(body.get("chat_template_kwargs", {}))
+        self._check_bias(body.get("logit_bias", {}))
         token = ASKED.set(asked)
         try:
             if asked.stop:  # which may take seconds: other requests go on meanwhile
@@ -54,6 +55,13 @@ class Checked(BaseHandler):
         taken = [name for name in variables if name in OWN_OF_TEMPLATES]
         if taken:
             raise refuse(f"chat_template_kwargs has {taken[0]!r}, which is no variable of the model's template")
+
+    def _check_bias(self, bias: Body) -> None:
+        """Tokens that the model has not would be found by the processor, in the middle of the answer."""
+        size = self.model_manager.batch.model.config.get_text_config().vocab_size
+        outside = [token for token in bias if int(token) >= size]
+        if outside:
+            raise refuse(f"logit_bias names token {outside[0][:20]}, and the model's tokens end before {size}")
 
     def _build_generation_config(self, body: Body, model_generation_config: Any, use_cb: bool = False) -> Any:
         config = super()._build_generation_config({**body, "seed": None}, model_generation_config, use_cb=use_cb)  # a global seed otherwise

@@ -52,14 +52,15 @@ def refuse(message: str, status: int = 400) -> HTTPException:
 
 
 def _whole(low: int, high: int = 2**63 - 1) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high, f"a whole number from {low} on"
+    said = f"{low}" if low == high else f"a whole number from {low} on"
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high, said
 
 
 def _number(low: float, high: float) -> tuple[Callable[[Any], bool], str]:
     def accepts(value: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
 
-    return accepts, f"a number from {low:g} to {high:g}"
+    return accepts, f"{low:g}" if low == high else f"a number from {low:g} to {high:g}"
 
 
 def _is_stop(value: Any) -> bool:
@@ -177,7 +178,7 @@ def _settings(text: Any) -> Body:
     except ValueError as error:
         raise refuse(f"generation_config is no JSON text: {error}") from error
     if not isinstance(found, dict):
-        raise refuse("generation_config must be a JSON text of an object, {\"max_new_tokens\": 64} in quotes")
+        raise refuse('generation_config must be a JSON text of an object, {"max_new_tokens": 64} in quotes')
     unknown = [name for name in found if name not in KNOWN]
     if unknown:
         raise refuse(f"generation_config has {unknown[0]!r}, which transformers' GenerationConfig does not know")
