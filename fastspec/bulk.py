@@ -91,6 +91,21 @@ def encode(tokenizer: Any, prompt: str | list[dict[str, Any]], chat: bool) -> An
     return tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
 
 
+def read_left(prompts: str | Path, out: Path, share: tuple[int, int] = (0, 1)) -> tuple[int, list[Task]]:
+    """(the lines of a process's share, those of them that `out` does not answer yet). Raises Unsupported for files that are not what they
+    should be, where `out` answers other prompts, and where it cannot be written."""
+    place, fits = (out, out.is_file()) if out.exists() else (out.parent, out.parent.is_dir())
+    if not fits or not os.access(place, os.W_OK):
+        raise Unsupported(f"{out} cannot be written: name a file in a folder that is there")
+    tasks, answered = list(read_tasks(prompts)), read_answered(out)
+    for task in tasks:
+        if task.line in answered and answered[task.line] != task.prompt:
+            raise Unsupported(f"{out} answers another prompt in line {task.line} of {prompts}: name another --out, or remove the file")
+    rank, ranks = share
+    mine = [task for index, task in enumerate(tasks) if index % ranks == rank]
+    return len(mine), [task for task in mine if task.line not in answered]
+
+
 class Answers:
     """Writes answers as they come, a line each, appended in one piece: several processes may share the file."""
 
@@ -115,9 +130,13 @@ class Answers:
     def add(self, task: Task, more: dict[str, Any]) -> None:
         """Write a line."""
         named = {} if task.id is None else {"id": task.id}
-        line = json.dumps({"line": task.line, **named, "prompt": task.prompt, **more}, ensure_ascii=False) + "\n"
+        row = {"line": task.line, **named, "prompt": task.prompt, **more}
+        try:
+            line = f"{json.dumps(row, ensure_ascii=False)}\n".encode()
+        except UnicodeEncodeError:  # half of a character, which JSON may name and UTF-8 has no place for
+            line = f"{json.dumps(row)}\n".encode()
         with self.lock:
-            os.write(self.file, line.encode())
+            os.write(self.file, line)
             self.failed += "error" in more
             self.written += "error" not in more
         self.tell("error" in more)
@@ -137,15 +156,10 @@ def answer_file(
     A line of `out` has `line`, `id` where there is one, `prompt`, `text`, `tokens` and `finish` ("stop" or "length"), or `error`; they
     come as answers are done. At a temperature above 0 answers are sampled, that of line n by seed + n, so that they do not depend on who
     answers when. share (r, n): this process answers every n-th of the lines, from the r-th on. `tell(total, failed)` hears of every answer.
-    Raises Unsupported where `out` answers other prompts.
+    A prompt that the tokenizer or the chat template does not take is told in its line. Raises Unsupported as `read_left` does.
     """
-    out, (rank, ranks) = Path(out), share
-    tasks, answered = list(read_tasks(prompts)), read_answered(out)
-    for task in tasks:
-        if task.line in answered and answered[task.line] != task.prompt:
-            raise Unsupported(f"{out} answers another prompt in line {task.line} of {prompts}: name another --out, or remove the file")
-    mine = [task for index, task in enumerate(tasks) if index % ranks == rank]
-    left = [task for task in mine if task.line not in answered]
+    out = Path(out)
+    mine, left = read_left(prompts, out, share)
     room = threading.Semaphore(AHEAD * rows)
     answers = Answers(out, tokenizer, lambda failed: tell(len(left), failed))
     greedy = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # the defaults, which stand for "not given"
@@ -156,6 +170,11 @@ def answer_file(
                 room.acquire()
                 try:
                     ids = encode(tokenizer, task.prompt, chat)
+                except Exception as error:  # of any kind: a template raises what it likes
+                    answers.add(task, {"error": f"{type(error).__name__}: {error}"})
+                    room.release()
+                    continue
+                try:
                     future = batch.submit(ids, max_new_tokens=max_new_tokens, seed=seed + task.line, **sampling)
                 except (FastSpecError, ValueError) as error:
                     answers.add(task, {"error": str(error)})
@@ -167,7 +186,7 @@ def answer_file(
                 future.add_done_callback(lambda _: room.release())
     finally:
         answers.close()
-    return Done(len(mine) - len(left), answers.written, answers.failed)
+    return Done(mine - len(left), answers.written, answers.failed)
 
 
 def share_of_process() -> tuple[int, int]:

@@ -48,9 +48,10 @@ def generate(
     backend: Backend = "auto",
 ) -> None:
     """Answer a file of prompts. An interrupted run goes on with the same command; under `accelerate launch` every GPU takes its share."""
-    from fastspec.bulk import answer_file, share_of_process
+    from fastspec.bulk import answer_file, read_left, share_of_process
 
     console, share = Console(stderr=True, highlight=False), share_of_process()
+    read_left(prompts, out)  # what is wrong with the files is told before a model is loaded
     target, tokenizer, chosen = patched_model(model, eagle3, assistant, device, backend)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=share[0] > 0) as bar:

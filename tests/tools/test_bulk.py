@@ -108,3 +108,31 @@ def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 1 and 'not a row with "prompt"' in refused.output.replace("\n", " ")
     assert torch.is_grad_enabled()
+
+
+def test_a_prompt_that_no_tokenizer_or_template_takes_ends_no_other(small, tmp_path):
+    """Half of a character, which JSON may name, and a message without content."""
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": "\ud83c w5"}, {"messages": [{"role": "user"}]}, {"prompt": "w5 w6"}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    for _ in range(2):  # and again, when the file has a line of each
+        assert answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=3).failed == 2
+    found = answers(out)
+    assert [row["line"] for row in found] == [1, 1, 2, 2, 3] and found[0]["prompt"] == rows[0]["prompt"]
+    assert "error" in found[0] and "error" in found[2] and found[4]["text"] == emitted(small, "w5 w6", 3)[0]
+
+
+def test_files_that_cannot_be_read_or_written_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("fastspec.cli_serving.patched_model", lambda *_: pytest.fail("a model was loaded"))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w5"}')
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "w5"')
+    for prompts, out, words in (
+        (file, tmp_path, "cannot be written"), (file, tmp_path / "none" / "out.jsonl", "cannot be written"),
+        (file, file / "out.jsonl", "cannot be written"), (tmp_path / "broken.jsonl", tmp_path / "out.jsonl", "no JSON object"),
+        (tmp_path / "none.jsonl", tmp_path / "out.jsonl", "no such file"),
+    ):  # fmt: skip
+        done = CliRunner().invoke(app, ["generate", "--prompts", str(prompts), "--out", str(out)])
+        assert done.exit_code == 1 and isinstance(done.exception, (Unsupported, SystemExit)), done.exception
+        assert words in str(done.exception) + done.output
+    assert not (tmp_path / "out.jsonl").exists()
