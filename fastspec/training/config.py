@@ -131,9 +131,9 @@ class TrainConfig:
     def _check_kind(self) -> None:
         """Settings that the kind of head does not have."""
         block = self.kind in BLOCK_KINDS
-        if self.kind == "eagle" and (self.taps or self.hidden_size or self.draft_vocab_size):
-            given = {name: getattr(self, name) for name in ("taps", "hidden_size", "draft_vocab_size")}
-            raise ValueError(f'heads of kind "eagle" take taps, hidden size and vocabulary from the target: leave out {given}')
+        given = [name for name in ("taps", "hidden_size", "draft_vocab_size") if getattr(self, name)]
+        if self.kind == "eagle" and given:
+            raise ValueError(f'heads of kind "eagle" take taps, hidden size and vocabulary from the target: leave out {", ".join(given)}')
         for name in ("layers", "block_size", "rank"):
             if getattr(self, name) and not block:
                 kinds = ", ".join(BLOCK_KINDS)
