@@ -20,6 +20,8 @@ from fastspec.reading import parse_json
 
 AHEAD = 4
 """Prompts per row that are handed to the batch before their turn."""
+BEGINS = b'{"line": '
+"""Every line of answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,7 @@ def read_answered(path: Path) -> dict[int, Any]:
         return {}
     whole = path.read_bytes()
     kept = whole[: whole.rfind(b"\n") + 1]
-    if len(kept) < len(whole):
-        with path.open("r+b") as file:
-            file.truncate(len(kept))
-    found = {}
+    cut, found = whole[len(kept) :], {}
     for number, line in enumerate(kept.decode("utf-8", "replace").split("\n"), 1):
         if not line.strip():
             continue
@@ -77,6 +76,11 @@ def read_answered(path: Path) -> dict[int, Any]:
             raise Unsupported(f"{path}, line {number} is no answer of fastspec generate: name another --out, or remove the file") from error
         if not failed:
             found[held] = prompt
+    if cut and cut[: len(BEGINS)] != BEGINS[: len(cut)]:
+        raise Unsupported(f"{path} ends in what is no answer of fastspec generate: name another --out, or remove the file")
+    if cut:
+        with path.open("r+b") as file:
+            file.truncate(len(kept))
     return found
 
 
@@ -114,6 +118,7 @@ class Answers:
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.lock = threading.Lock()
         self.written = self.failed = 0
+        self.broken: OSError | None = None
 
     def answered(self, task: Task, count: int, limit: int, future: Future[Any]) -> None:
         """The answer to a task of `count` tokens is there, or what went wrong."""
@@ -128,7 +133,7 @@ class Answers:
         self.add(task, {"text": text, "tokens": len(tokens), "finish": "length" if len(tokens) >= limit else "stop"})
 
     def add(self, task: Task, more: dict[str, Any]) -> None:
-        """Write a line."""
+        """Write a line; none behind one that could not be written, which `broken` tells."""
         named = {} if task.id is None else {"id": task.id}
         row = {"line": task.line, **named, "prompt": task.prompt, **more}
         try:
@@ -136,7 +141,14 @@ class Answers:
         except UnicodeEncodeError:  # half of a character, which JSON may name and UTF-8 has no place for
             line = f"{json.dumps(row)}\n".encode()
         with self.lock:
-            os.write(self.file, line)
+            if self.broken is not None:
+                return
+            try:
+                while line:
+                    line = line[os.write(self.file, line) :]
+            except OSError as error:
+                self.broken = error
+                return
             self.failed += "error" in more
             self.written += "error" not in more
         self.tell("error" in more)
@@ -168,6 +180,9 @@ def answer_file(
         with fastspec.continuous(model, assistant, rows=rows, max_length=max_length, prefill_chunk=None) as batch:
             for task in left:
                 room.acquire()
+                if answers.broken is not None:
+                    batch.close(cancel=True)
+                    break
                 try:
                     ids = encode(tokenizer, task.prompt, chat)
                 except Exception as error:  # of any kind: a template raises what it likes
@@ -186,6 +201,8 @@ def answer_file(
                 future.add_done_callback(lambda _: room.release())
     finally:
         answers.close()
+    if answers.broken is not None:
+        raise Unsupported(f"{out} could not be written: {answers.broken}; the same command asks what is missing") from answers.broken
     return Done(mine - len(left), answers.written, answers.failed)
 
 

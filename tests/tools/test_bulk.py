@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec import Unsupported
-from fastspec.bulk import Done, answer_file, encode, read_tasks, share_of_process
+from fastspec.bulk import Done, answer_file, encode, read_left, read_tasks, share_of_process
 from fastspec.cli import app
 
 TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)
@@ -136,3 +137,37 @@ def test_files_that_cannot_be_read_or_written_are_told_before_a_model_is_loaded(
         assert done.exit_code == 1 and isinstance(done.exception, (Unsupported, SystemExit)), done.exception
         assert words in str(done.exception) + done.output
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("held", [b"my notes", b'{"prompt": "w5"}\n{"prompt": "w6"}', b'{"prompt": "w5"}', b"{"])
+def test_a_file_of_something_else_is_not_touched(tmp_path, held):
+    out, file = tmp_path / "out.jsonl", tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w5"}')
+    out.write_bytes(held)
+    if held == b"{":  # as far as it goes an answer's
+        assert read_left(file, out) == (1, list(read_tasks(file))) and out.read_bytes() == b""
+        return
+    with pytest.raises(Unsupported, match="no answer of fastspec generate"):
+        read_left(file, out)
+    assert out.read_bytes() == held
+
+
+def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(small, tmp_path, monkeypatch):
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"w5 w{number}"}) for number in range(4, 16)))
+    write, room = os.write, [200]
+
+    def full(handle: int, data: bytes) -> int:
+        taken = min(len(data), room[0])
+        if not taken:
+            raise OSError(28, "No space left on device")
+        room[0] -= taken
+        return write(handle, data[:taken])
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fastspec.bulk.os.write", full)
+        with pytest.raises(Unsupported, match="No space left"):
+            answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=3)
+    assert out.stat().st_size == 200
+    done = answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=3)
+    assert done.before and done.before + done.written == 12 and [row["line"] for row in answers(out)] == list(range(1, 13))
