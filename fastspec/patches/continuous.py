@@ -116,8 +116,8 @@ class Continuous:
         self._original = type(model).generate.__get__(model) if before is ABSENT else before
         self._arrived: deque[Single] = deque()
         self._changed = threading.Condition()
-        self._closing = False
-        self._dead: Exception | None = None
+        self._closing = self._left = False
+        self._dead: BaseException | None = None
         self._stale = False
         """Whether the model is not what the rounds were made of, `_parts`."""
         self._settled = SettledSettings()
@@ -212,15 +212,20 @@ class Continuous:
         return self._dead is None and not self._closing and self._thread.is_alive()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Take no more prompts, and return when all answers are there; with `cancel` those that are not are cancelled."""
+        """Take no more prompts, and return when all answers are there; with `cancel` those that are not are cancelled. May be called again
+        where it was interrupted. Raises FastSpecError in the batch's own thread, which calls callbacks and streamers."""
+        if threading.current_thread() is self._thread:
+            raise FastSpecError("a callback or a streamer cannot close its batch: its answers are not there before it returns")
         with self._changed:
-            first, self._closing = not self._closing, True
+            self._closing = True
             if cancel:
                 for single in [*self._arrived, *self._batch.queue, *(held for held in self._batch.prompts if held is not None)]:
                     assert isinstance(single, Single)
                     single.future.cancel()
             self._changed.notify_all()
         self._thread.join()
+        with self._changed:
+            first, self._left = not self._left, True
         if first:
             self.session.batches -= 1
             self.session.calls.append(self.stats)
@@ -267,7 +272,7 @@ class Continuous:
         SPENT.watched = self._look
         try:
             self._turns()
-        except Exception as fatal:
+        except BaseException as fatal:
             with self._changed:
                 self._dead = fatal
                 self._batch.fail(fatal)
@@ -342,7 +347,7 @@ class Continuous:
                 for _ in range(min(ready, len(self._arrived))):
                     self._arrived.popleft().finish([], error)
 
-    def _end_waiting(self, error: Exception) -> None:
+    def _end_waiting(self, error: BaseException) -> None:
         """End the prompts that wait with an error."""
         for single in (*self._batch.queue, *self._arrived):
             single.finish([], error)

@@ -58,7 +58,7 @@ class Prompt(Protocol):
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
         """Take a round's tokens."""
 
-    def finish(self, tokens: list[int], error: Exception | None) -> None:
+    def finish(self, tokens: list[int], error: BaseException | None) -> None:
         """Take the whole answer, or what went wrong; called once."""
 
     @property
@@ -80,7 +80,7 @@ class OpenBatch(Batch):
         """What each row holds, or is about to."""
         self.resize(rows)
         self.queue: deque[Prompt] = deque()
-        self.errors: dict[int, Exception] = {}
+        self.errors: dict[int, BaseException] = {}
         """What was raised in the middle of a round, by row."""
 
     def resize(self, rows: int) -> list[int]:
@@ -117,7 +117,7 @@ class OpenBatch(Batch):
         """See `Batch.expects`: not where it was cancelled."""
         return self.prompts[row] is not None
 
-    def refuse(self, prompt: int, error: Exception) -> None:
+    def refuse(self, prompt: int, error: BaseException) -> None:
         """End one prompt with an error, if it has not ended."""
         if self.prompts[prompt] is not None:
             self._leave(prompt, error)
@@ -139,7 +139,7 @@ class OpenBatch(Batch):
         """What the block raises ends the prompt of this row alone, once its round is over."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # a streamer's SystemExit, too, which would end the thread and nobody's waiting
             self.errors.setdefault(row, error)
 
     def cancel(self) -> None:
@@ -151,7 +151,7 @@ class OpenBatch(Batch):
             self.queue.remove(prompt)
             prompt.finish([], None)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End all prompts that hold rows."""
         for row, prompt in enumerate(self.prompts):
             if prompt is not None:
@@ -162,7 +162,7 @@ class OpenBatch(Batch):
         """Rows that hold a prompt."""
         return sum(prompt is not None for prompt in self.prompts)
 
-    def _leave(self, row: int, error: Exception | None) -> None:
+    def _leave(self, row: int, error: BaseException | None) -> None:
         prompt, self.prompts[row], self.active[row] = self.prompts[row], None, False
         self.stats.emitted += len(self.out.tokens[row])
         if prompt is not None:

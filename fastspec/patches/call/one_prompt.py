@@ -54,7 +54,7 @@ class Single:
         if self.streaming is not None:
             self.streaming.emit(0, tokens, accepted, done)
 
-    def finish(self, tokens: list[int], error: Exception | None) -> None:
+    def finish(self, tokens: list[int], error: BaseException | None) -> None:
         """Tell the streamer and whoever waits for the answer; neither where it was cancelled."""
         if self.future.cancelled():
             self.future.set_running_or_notify_cancel()
@@ -62,7 +62,7 @@ class Single:
         if error is None and self.streaming is not None:
             try:
                 self.streaming.end()
-            except Exception as raised:
+            except BaseException as raised:
                 error = raised
         if not self.future.set_running_or_notify_cancel():
             return

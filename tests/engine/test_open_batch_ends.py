@@ -1,0 +1,84 @@
+"""However a batch is left, nobody waits for it and the model is free again."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+from helpers_generate import NEVER, prompts, shallow_model
+
+import fastspec
+from fastspec import FastSpecError
+
+
+@pytest.fixture(scope="module")
+def model():
+    return fastspec.patch(shallow_model())
+
+
+class Leaving:
+    """A streamer that ends its thread when the first tokens, or the end, come."""
+
+    def __init__(self, at):
+        self.at, self.seen = at, 0
+
+    def put(self, value):
+        self.seen += 1
+        if self.at == "put" and self.seen > 1:
+            raise SystemExit(3)
+
+    def end(self):
+        if self.at == "end":
+            raise SystemExit(3)
+
+
+@pytest.mark.parametrize("at", ["put", "end"])
+def test_a_streamer_that_wants_to_leave_takes_nobody_with_it(model, at):
+    ids = prompts(5)["input_ids"]
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": NEVER}
+    expected = model.generate(ids, **options).tolist()
+    with fastspec.continuous(model, "autoregressive", rows=2) as batch:
+        leaving, other = batch.submit(ids, streamer=Leaving(at), **options), batch.submit(ids, **options)
+        assert isinstance(leaving.exception(60), SystemExit)
+        assert other.result(60).tolist() == expected
+        assert batch.alive and batch.submit(ids, **options).result(60).tolist() == expected
+    fastspec.unpatch(model)
+    fastspec.patch(model)
+
+
+def test_a_callback_cannot_close_its_batch_and_another_thread_can(model):
+    raised, done = [], threading.Event()
+    batch = fastspec.continuous(model, "autoregressive", rows=1)
+
+    def close(_):
+        try:
+            batch.close()
+        except FastSpecError as error:
+            raised.append(error)
+        done.set()
+
+    future = batch.submit(prompts(5)["input_ids"], max_new_tokens=4, do_sample=False, eos_token_id=NEVER)
+    future.add_done_callback(close)
+    future.result(60)
+    assert done.wait(60)
+    if raised:  # the callback came before the answer was looked at here, in the batch's thread
+        assert "cannot close its batch" in str(raised[0]) and batch.alive
+    batch.close()
+    batch.close()
+    fastspec.unpatch(model)
+    fastspec.patch(model)
+
+
+def test_a_close_that_was_interrupted_may_be_called_again(model, monkeypatch):
+    batch = fastspec.continuous(model, "autoregressive", rows=1)
+    future = batch.submit(prompts(5)["input_ids"], max_new_tokens=400, do_sample=False, eos_token_id=NEVER)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch._thread, "join", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            batch.close()
+    batch.close(cancel=True)
+    with pytest.raises(CancelledError):
+        future.result(60)
+    fastspec.unpatch(model)
+    fastspec.patch(model)
