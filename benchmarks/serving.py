@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
-from serving_started import started  # the script beside this one
+from serving_started import Started, started  # the script beside this one
 
 from fastspec.bench.prompts import read_rows
 from fastspec.bench.report import quantiles
@@ -115,22 +115,22 @@ def row_of(server: str, in_flight: int, answers: Sequence[Answer], seconds: floa
     }  # fmt: skip
 
 
-def rows_of(given: argparse.Namespace, servers: dict[str, str], ready: dict[str, float]) -> Iterator[dict[str, Any]]:
+def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[dict[str, Any]]:
     """A row for every way, load and server."""
     for way in given.ways:
         whole, long = way == "whole", given.long if way == "long" else 0
         most = max(given.requests, REQUESTS * max(given.in_flight))
         prompts = texts(given.prompts, most, long)
-        for url in servers.values():
-            asyncio.run(load(url, given.model, prompts[:4], 4, given.max_tokens, whole))
+        for server in servers.values():
+            asyncio.run(load(server.url, given.model, prompts[:4], 4, given.max_tokens, whole))
         wanted: list[str] = []
         for in_flight in given.in_flight:
             count = max(given.requests, REQUESTS * in_flight)
-            for name, url in servers.items():
-                answers, seconds = asyncio.run(load(url, given.model, prompts[:count], in_flight, given.max_tokens, whole))
+            for name, server in servers.items():
+                answers, seconds = asyncio.run(load(server.url, given.model, prompts[:count], in_flight, given.max_tokens, whole))
                 wanted += [answer.text for answer in answers[len(wanted) :]]
                 row = row_of(name, in_flight, answers, seconds, wanted[:count])
-                row |= {"streamed": not whole, "max_tokens": given.max_tokens, "long": long, "note": given.note, "ready_s": ready.get(name)}
+                row |= {"streamed": not whole, "max_tokens": given.max_tokens, "long": long, "note": given.note, "ready_s": server.ready_s}
                 row |= {"client_cpu": cpu_name(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
                 yield row | {package: importlib.metadata.version(package) for package in ("torch", "transformers", "openai")}
 
@@ -154,8 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not given.server + given.start:
         parser.error("name a --server, or one to --start")
     with started(given.start, given.model, given.patience) as own:
-        servers = dict(server.split("=", 1) for server in given.server) | {name: server.url for name, server in own.items()}
-        for row in rows_of(given, servers, {name: server.ready_s for name, server in own.items()}):
+        running = dict(text.split("=", 1) for text in given.server)
+        for row in rows_of(given, {name: Started(url) for name, url in running.items()} | own):
             print(json.dumps(row), flush=True)
             if given.out is not None:
                 with given.out.open("a", encoding="utf-8") as file:

@@ -31,10 +31,10 @@ GRACE = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A server that answers: its address, and the seconds from its start until it said so, others starting beside it."""
+    """A server that answers: its address, and the seconds from its start until it said so, others starting beside it; None where it ran."""
 
     url: str
-    ready_s: float
+    ready_s: float | None = None
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ def left_out(items: Iterable[Any]) -> list[Any]:
     tests: dict[Any, list[Any]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not any(item.get_closest_marker(name) for name in ("slow", "gpu", "clients")):
-            tests[item.path, item.originalname].append(item)
+            tests[item.parent, item.originalname].append(item)
     dropped = []
     for found in tests.values():
         axes = [axis for axis in zip(*map(values, found), strict=True) if len(set(axis)) > 1]
@@ -37,7 +37,7 @@ def left_out(items: Iterable[Any]) -> list[Any]:
 
 def values(item: Any) -> list[tuple[str, ...]]:
     """What an item has of every axis: the parameters that one `parametrize` gives together, and those of each fixture."""
-    together = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [mark.args[0] if mark.args else mark.kwargs["argnames"] for mark in item.iter_markers("parametrize")]
     axes = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in together]
     alone = [[name] for name in item.callspec.params if not any(name in names for names in axes)]
     return [tuple(repr(item.callspec.params[name]) for name in names) for names in axes + alone]

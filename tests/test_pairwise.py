@@ -29,7 +29,7 @@ def test_a_product_of_many_axes_shrinks_to_little_more_than_its_two_longest():
 class Item:
     """A collected test, as far as the selection looks at it."""
 
-    path, originalname = "test_x.py", "test_x"
+    parent, originalname = "test_x.py", "test_x"
 
     def __init__(self, params, marks=()):
         self.callspec = type("CallSpec", (), {"params": params})

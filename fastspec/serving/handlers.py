@@ -33,7 +33,6 @@ class Checked(BaseHandler):
         body = self.prepared({name: _without_null(value) for name, value in body.items() if value is not None})
         asked = read(body, request_id, self.limits, self.needs)
         self._check_template(body.get("chat_template_kwargs", {}))
-        self._check_bias(body.get("logit_bias", {}))
         token = ASKED.set(asked)
         try:
             if asked.stop:  # which may take seconds: other requests go on meanwhile
@@ -56,19 +55,15 @@ class Checked(BaseHandler):
         if taken:
             raise refuse(f"chat_template_kwargs has {taken[0]!r}, which is no variable of the model's template")
 
-    def _check_bias(self, bias: Body) -> None:
-        """Tokens that the model has not would be found by the processor, in the middle of the answer."""
-        size = self.model_manager.batch.model.config.get_text_config().vocab_size
-        outside = [token for token in bias if int(token) >= size]
-        if outside:
-            raise refuse(f"logit_bias names token {outside[0][:20]}, and the model's tokens end before {size}")
-
     def _build_generation_config(self, body: Body, model_generation_config: Any, use_cb: bool = False) -> Any:
         config = super()._build_generation_config({**body, "seed": None}, model_generation_config, use_cb=use_cb)  # a global seed otherwise
         if body.get("temperature"):  # transformers' server leaves that to the model's configuration
             config.do_sample = True
         if "logit_bias" in body:  # transformers' server takes it for chats alone, and its processor no whole numbers
             config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
+            size = self.model_manager.batch.model.config.get_text_config().vocab_size
+            if any(token >= size for (token,) in config.sequence_bias):  # which the processor would find in the middle of the answer
+                raise refuse(f"logit_bias names a token that the model has not: its tokens are 0 to {size - 1}")
         if not config.do_sample:  # the defaults, which stand for "not given"
             config.temperature, config.top_p, config.top_k = 1.0, 1.0, 50
         return config

@@ -178,7 +178,7 @@ def _settings(text: Any) -> Body:
     except ValueError as error:
         raise refuse(f"generation_config is no JSON text: {error}") from error
     if not isinstance(found, dict):
-        raise refuse('generation_config must be a JSON text of an object, {"max_new_tokens": 64} in quotes')
+        raise refuse("generation_config must be a JSON text of an object, {\"max_new_tokens\": 64} in quotes")
     unknown = [name for name in found if name not in KNOWN]
     if unknown:
         raise refuse(f"generation_config has {unknown[0]!r}, which transformers' GenerationConfig does not know")

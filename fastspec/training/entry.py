@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -44,6 +45,8 @@ def train(
     share of the training that is done, 0 to 1, after every step.
     """
     clock = Clock(config.stop_after)
+    if Path(config.output).exists() and not Path(config.output).is_dir():
+        raise Unsupported(f"{config.output} is no folder: a head is one")
     accelerator = Accelerator(
         cpu=_use(device) == "cpu",
         mixed_precision=config.mixed_precision,
@@ -100,8 +103,10 @@ def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: Clock, repo
     folder, ends = Path(config.output), end_tokens(target, tokenizer)
     if config.follow_ups:
         follow_up(tokenizer, ".", ends)
-    _record(config, folder)
     rows = read_prompts(_existing(config.prompts)) if config.prompts else []
+    if config.prompts and not rows:
+        raise Unsupported(f"{config.prompts} holds no prompt")
+    _record(config, folder)
     if config.answers:
         texts = Texts.join([_read_answers(_existing(path), rows, tokenizer) for path in config.answers])
     else:
@@ -117,7 +122,7 @@ def _record(config: TrainConfig, folder: Path) -> None:
     kinds = ("continue_cut", "second_answers", "follow_ups", "enlarge_minutes")
     found: dict[str, Any] = {name: getattr(config, name) for name in (*names, *kinds)}
     for name, paths in (("prompts", [config.prompts]), ("heldout", [config.heldout]), ("answers", config.answers)):
-        found[name] = [_existing(path).stat().st_size for path in paths if path]
+        found[name] = [hashlib.sha256(_existing(path).read_bytes()).hexdigest() for path in paths if path]
     path = folder / RECORD
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))

@@ -37,6 +37,7 @@ AGREE_EVERY = 10  # steps; several processes wait for each other and for the dev
 IDENTITY = (
     "batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps",
     "layers", "block_size", "anchors", "rank", "mask_token", "loss", "start_from", "keep_features", "share_lm_head", "norms",
+    "ttt_steps", "decay", "learning_rate", "final_learning_rate", "warmup_steps", "clip", "mixed_precision",
 )  # fmt: skip
 """Settings that a resumed run must share with the one it takes up."""
 
@@ -76,6 +77,9 @@ class Trainer:
         self.config, self.accelerator = config, accelerator
         self.texts = _usable(texts, config.max_length)
         self.heldout = _usable(heldout, config.max_length)
+        if not len(self.texts):
+            fits = f"an answer of three tokens and at most {config.max_length} in all"
+            raise Unsupported(f"there is no text to train on: of {len(texts)} none has {fits}")
         self.starts = self.texts.answer_starts
         self.folder = Path(config.output)
         self.progress = Progress()

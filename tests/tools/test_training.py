@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fastspec.cli import app
 from fastspec.errors import Unsupported
-from fastspec.training import entry, train
+from fastspec.training import TrainConfig, entry, train
 from fastspec.training.data import Texts
 from fastspec.training.shards import Clock, OutOfTime
 from fastspec.training.trainer import Trainer
@@ -231,3 +231,38 @@ def test_two_processes_share_the_batches_and_the_weights(tmp_path: Path, gib: fl
     for rows, mine in (read0, read1):  # validation and a look at the sizes come on top
         assert rows < 2 * mine if gib else rows > 2.5 * mine, (rows, mine)
     assert sum(losses0[-3:]) < sum(losses0[:3])
+
+
+def test_a_folder_is_not_gone_on_with_by_other_prompts_of_the_same_size_or_another_learning_rate(tmp_path):
+    model, tokenizer = small_target(), small_tokenizer()
+    prompts = Path(write_prompts(tmp_path / "prompts.jsonl", 12))
+    given = {
+        "target": "given", "output": str(tmp_path / "head"), "prompts": str(prompts), "epochs": 0.2, "batch_tokens": 256, "max_length": 64,
+        "length_multiple": 16, "new_tokens": 8, "intermediate_size": 64, "progress": False, "mixed_precision": "no",
+    }  # fmt: skip
+    assert train(TrainConfig(**given), target=model, tokenizer=tokenizer, device="cpu")
+    for other in ({"learning_rate": 0.5}, {"ttt_steps": 3}):
+        with pytest.raises(Unsupported, match=next(iter(other))):
+            train(TrainConfig(**given | other), target=model, tokenizer=tokenizer, device="cpu")
+    held = prompts.read_bytes()
+    prompts.write_bytes(held.replace(b"w1", b"w2"))
+    assert prompts.read_bytes() != held and len(prompts.read_bytes()) == len(held)
+    with pytest.raises(Unsupported, match="were made with prompts"):
+        train(TrainConfig(**given), target=model, tokenizer=tokenizer, device="cpu")
+
+
+def test_no_prompts_and_an_output_that_is_a_file_are_told(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    given = {"target": "given", "prompts": str(empty), "epochs": 1.0, "progress": False, "mixed_precision": "no"}
+    resources = {"target": small_target(), "tokenizer": small_tokenizer(), "device": "cpu"}
+    with pytest.raises(Unsupported, match="holds no prompt"):
+        train(TrainConfig(output=str(tmp_path / "head"), **given), **resources)
+    assert not (tmp_path / "head").exists()
+    with pytest.raises(Unsupported, match="is no folder"):
+        train(TrainConfig(output=str(empty), **given), **resources)
+
+
+def test_texts_of_which_none_can_be_trained_on_are_told(material: Material, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="no text to train on: of 160 none"):
+        Trainer(settings(tmp_path, max_length=2), *material, Accelerator(cpu=True))
