@@ -265,4 +265,4 @@ def test_no_prompts_and_an_output_that_is_a_file_are_told(tmp_path):
 
 def test_texts_of_which_none_can_be_trained_on_are_told(material: Material, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="no text to train on: of 160 none"):
-        Trainer(settings(tmp_path, max_length=2), *material, Accelerator(cpu=True))
+        Trainer(settings(tmp_path, max_length=2, new_tokens=1), *material, Accelerator(cpu=True))
