@@ -75,6 +75,7 @@ def figures(answer: Answer, base: Answer, floor_ms: float) -> Row:
         "accepted_counts": stats.lengths, "acceptance_by_position": [round(share, 3) for share in stats.acceptance_by_position],
         "rounds": stats.rounds, "prefill_ms": round(1e3 * prefill, 2), "ms_per_round": round(per_round, 3) if per_round else None,
         "phases_ms": {name: round(1e3 * seconds / stats.rounds, 3) for name, seconds in phases.items() if stats.rounds},
+        "beside_ms": round(1e3 * (answer.seconds - stats.seconds), 2) if stats.seconds else None,
         "floor_share": round(floor_ms / per_round, 3) if per_round else None, "peak_mib": answer.peak_mib,
     }  # fmt: skip
 

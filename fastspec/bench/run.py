@@ -168,7 +168,7 @@ def by_peer(
             drafted_by = {"head": head if way.chain else None, "draft_model": None, "early_exit": None}
             for (size, part), base, answer in zip(parts, bases, medians(found), strict=True):
                 row = row_of(part, way.name, drafted_by, answer, base, 0.0, tokenizer, runs)
-                yield row | told | {"prefill_ms": None, "batch_size": size}
+                yield row | told | {"prefill_ms": None, "beside_ms": None, "batch_size": size}
 
 
 def readable(head: EagleHead, source: str, place: str) -> str:

@@ -16,6 +16,7 @@ from fastspec.generation.engine.engine import Engine
 from fastspec.patches.hf.compat import is_capturing_hook
 from fastspec.patches.hf.replaced import has_replaced_methods
 from fastspec.patches.hf.shards import local_part
+from fastspec.patches.hf.walk import every_module
 
 KEPT = 4
 ADAPTERS_OF_PEFT = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
@@ -60,7 +61,7 @@ def weights_of(model: nn.Module) -> Hashable:
     places: list[int] = []
     changed: list[Hashable] = []
     kinds: list[type[nn.Module]] = []
-    for index, module in enumerate(model.modules()):  # once: it takes most of the time
+    for index, module in enumerate(every_module(model)):
         places += [local_part(parameter).data_ptr() for parameter in module._parameters.values() if parameter is not None]
         kinds.append(type(module))
         held = module.__dict__

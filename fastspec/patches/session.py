@@ -165,12 +165,12 @@ class PatchSession:
         on_cpu = self.backend == "auto" and device_of(model).type == "cpu"
         return why_torch(model.dtype, mode.adapter is not None) if on_cpu else None
 
-    def pack(self, model: Any, mode: Mode) -> None:
+    def pack(self, model: Any, mode: Mode, ops: Ops | None = None) -> None:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the model was moved. Those
-        that compressed-tensors has yet to unpack wait for that."""
+        that compressed-tensors has yet to unpack wait for that. `ops` are the session's for this mode, where they are known."""
         if any(map(is_unpacking_hook, model._forward_pre_hooks.values())):
             return
-        ops = self.ops(model, mode)
+        ops = ops or self.ops(model, mode)
         if ops.packs and not (self.packed and is_packed(self.packed[0])):
             self.packed += pack_model(model, experts=ops.experts is not None)
 

@@ -16,6 +16,7 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.loop import decode
+from fastspec.generation.ops import Ops
 from fastspec.generation.state.base import Held
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.assistants.mixtures import MixedDecoding
@@ -48,7 +49,7 @@ from fastspec.patches.hf.compat import (
     text_length,
 )
 from fastspec.patches.hf.limits import check_padding, layer_spans
-from fastspec.patches.hf.modes import Mode, mode_for
+from fastspec.patches.hf.modes import Mode
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
@@ -58,12 +59,13 @@ from fastspec.patches.session import PatchSession
 class Call:
     """One assisted call. Making it refuses what the call cannot have, before anything was decoded; `run` decodes.
 
-    `given` holds the user's own arguments by name, all else is what transformers made of them.
+    `given` holds the user's own arguments by name, `mode` and `ops` say how the model runs in this turn, all else is what transformers
+    made of the arguments.
     """
 
     def __init__(
         self, model: Any, session: PatchSession, decoding: Decoding | Continued, given: dict[str, Any], ids: Tensor,
-        processors: LogitsProcessorList, criteria: Any, config: Any, model_kwargs: dict[str, Any],
+        processors: LogitsProcessorList, criteria: Any, config: Any, model_kwargs: dict[str, Any], mode: Mode, ops: Ops,
     ) -> None:  # fmt: skip
         self.given = decoding if isinstance(decoding, Continued) else Continued(decoding)
         self.model, self.session, self.decoding, self.config, self.processors = model, session, self.given.decoding, config, processors
@@ -71,8 +73,7 @@ class Call:
         group = group_of(model)
         self.ranks = None if group is None else Ranks(group, self.device)
         """The processes that hold the model together."""
-        mode = mode_for(model)  # not before the call's turn has come
-        self.ids, self.ops = ids.to(self.device), session.ops(model, mode)
+        self.ids, self.ops = ids.to(self.device), ops
         self.pad = int(pad) if (pad := getattr(config, "_pad_token_tensor", None)) is not None else 0
         self.streamer = given.get("streamer")  # a custom loop is not handed the streamer
         self.handed_in = given_cache(given) is not None  # the cache is the user's own, to be filled in place

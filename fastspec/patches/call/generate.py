@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.errors import Unsupported
+from fastspec.generation.ops import Ops
 from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
 from fastspec.patches.call.in_step import Alone, InStep
@@ -25,7 +26,7 @@ from fastspec.patches.hf.compat import (
     plain_decoding,
     unpack_weights,
 )
-from fastspec.patches.hf.modes import mode_for
+from fastspec.patches.hf.modes import Mode, mode_for
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
 from fastspec.patches.hf.shards import processes_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
@@ -77,11 +78,12 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
                     raise
                 session.leave(reason)
                 return original(*args, **kwargs)
-        mode = mode_for(self)
-        session.pack(self, mode)
-        session.tell_mode(mode)
-        decode = partial(_decode, session, decoding, given, named, step)
         with session.turn.taken(device_of(self)):
+            mode = mode_for(self)  # not before the call's turn has come
+            ops = session.ops(self, mode)
+            session.pack(self, mode, ops)
+            session.tell_mode(mode)
+            decode = partial(_decode, session, decoding, given, named, step, mode, ops)
             try:
                 return original(**{**own_stop_strings(self, given), "custom_generate": decode})
             finally:
@@ -95,6 +97,8 @@ def _decode(
     given: dict[str, Any],
     named: bool,
     step: Alone,
+    mode: Mode,
+    ops: Ops,
     model: Any,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -106,7 +110,9 @@ def _decode(
     """What `generate` calls in place of its own loop, with what it has made of its arguments."""
     try:
         refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
-        call = Call(model, session, decoding, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        call = Call(
+            model, session, decoding, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, mode, ops
+        )  # fmt: skip
         refused = None
     except Unsupported as reason:
         refused = reason

@@ -22,6 +22,7 @@ from transformers.generation.utils import (
 from fastspec.generation.state.base import Held
 from fastspec.generation.state.recurrent import DeltaShape
 from fastspec.patches.hf.stop_strings import stop_criterion
+from fastspec.patches.hf.walk import every_module
 
 
 def layer_count(config: Any) -> int:
@@ -367,10 +368,14 @@ def has_capturing_hooks(model: nn.Module) -> bool:
 
 def drop_capturing_hooks(model: nn.Module) -> None:
     """Take them off again; transformers puts them back when it next needs them."""
-    for module in model.modules():
-        for key in [key for key, hook in module._forward_hooks.items() if is_capturing_hook(hook)]:
-            del module._forward_hooks[key]
-        module.__dict__.pop(CAPTURING_FLAG, None)
+    for module in every_module(model):
+        held = module.__dict__
+        hooks = held["_forward_hooks"]
+        if hooks:
+            for key in [key for key, hook in hooks.items() if is_capturing_hook(hook)]:
+                del hooks[key]
+        if CAPTURING_FLAG in held:
+            del held[CAPTURING_FLAG]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,6 +15,7 @@ from fastspec.generation.engine.round_program import EXTENT_BUCKET
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.compat import position_limit, rope_bound
 from fastspec.patches.hf.families import ADAPTERS, GENERIC
+from fastspec.patches.hf.walk import every_module
 
 LAYER_KINDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kinds of layers that see a span of the text -> the setting that says how long it is."""
@@ -130,16 +131,14 @@ def position_rows(model: Any) -> int | None:
     limit = position_limit(model.config)
     if limit is None:
         return None
-    words = model.get_input_embeddings()
-    rotary = False
-    for name, module in model.named_modules():
-        last = name.rpartition(".")[2].lower()
-        if any("pos" in each and table.dim() == 2 and table.shape[0] == limit for each, table in module.named_buffers(recurse=False)):
-            return limit  # GPT-J's rotary embedding has one since transformers 5.24
-        if "rotary" in type(module).__name__.lower():
-            rotary = True
-        elif isinstance(module, nn.Embedding) and module is not words and ("pos" in last or "wpe" in last):
-            return limit
-        elif callable(getattr(module, "make_weights", None)):  # XGLM's sinusoidal table grows
-            rotary = True
+    words, modules = model.get_input_embeddings(), every_module(model)
+    for module in modules:
+        for name, table in module._buffers.items():
+            if "pos" in name and table is not None and table.dim() == 2 and table.shape[0] == limit:
+                return limit  # GPT-J's rotary embedding has one since transformers 5.24
+        for name, part in module._modules.items():
+            if isinstance(part, nn.Embedding) and part is not words and any(each in name.lower() for each in ("pos", "wpe")):
+                return limit
+    kinds = set(map(type, modules))  # XGLM's sinusoidal table, which makes its weights, grows
+    rotary = any("rotary" in kind.__name__.lower() or callable(getattr(kind, "make_weights", None)) for kind in kinds)
     return None if rotary else limit

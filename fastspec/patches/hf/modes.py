@@ -227,7 +227,8 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
     if is_spread(model):
         return f"its layers are on {' and '.join(devices_of(model))}, uncaptured, through accelerate's hooks"
     looped = _looped_over(model, adapter)
-    found = next((module for module in looped if is_foreign(module)), None)
+    strangers = {kind for kind in set(map(type, looped)) if _is_strangers_kind(kind)}
+    found = next((module for module in looped if type(module) in strangers or _has_own_say(module)), None)
     if found is None:
         replaced = replaced_functions(model, looped)
         return None if not replaced else f"{replaced[0][0]} is someone else's ({where_defined(replaced[0][1])})"
@@ -249,15 +250,27 @@ def mode_of(model: Any) -> str:
 
 def is_foreign(module: nn.Module) -> bool:
     """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
-    forward = type(module).forward
-    home = forward.__module__.startswith(("transformers.", "torch.")) and not is_strangers(forward)
-    return not home or ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
+    return _is_strangers_kind(type(module)) or _has_own_say(module)
+
+
+def _is_strangers_kind(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class of modules is someone else's."""
+    forward = kind.forward
+    return not forward.__module__.startswith(("transformers.", "torch.")) or is_strangers(forward)
+
+
+def _has_own_say(module: nn.Module) -> bool:
+    """Whether an instance has a forward of someone else's or is watched."""
+    return ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
 
 
 def is_watched(module: nn.Module) -> bool:
     """Whether someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves weights: the replay of a
     graph would not run it."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    known = all(is_capturing_hook(hook) or is_unpacking_hook(hook) for hook in hooks)
-    return has_global_hooks() or hasattr(module, "_hf_hook") or not known
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    known = not hooks or all(
+        is_capturing_hook(hook) or is_unpacking_hook(hook)
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
+    return has_global_hooks() or "_hf_hook" in module.__dict__ or not known
 

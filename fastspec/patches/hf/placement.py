@@ -9,11 +9,13 @@ from torch import nn
 
 from fastspec.errors import Unsupported
 from fastspec.patches.hf.compat import device_of, layer_count
+from fastspec.patches.hf.walk import every_module
 
 
 def devices_of(model: Any) -> list[str]:
     """The devices that a model's parameters are on, in order of their names; those that are loaded for a pass count as none."""
-    return sorted(str(device) for device in {each.device for each in model.parameters()} if device.type != "meta")
+    found = {each.device for module in every_module(model) for each in module._parameters.values() if each is not None}
+    return sorted(str(device) for device in found if device.type != "meta")
 
 
 def is_spread(model: Any) -> bool:

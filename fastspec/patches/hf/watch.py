@@ -12,6 +12,7 @@ from fastspec.patches.hf.compat import has_global_hooks
 from fastspec.patches.hf.modes import row_now
 from fastspec.patches.hf.replaced import has_replaced_methods, replaced_functions
 from fastspec.patches.hf.shards import local_part
+from fastspec.patches.hf.walk import every_module
 
 HELD = "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks"
 """What modules hold that has a say in their passes, by the names of `torch.nn.Module`."""
@@ -27,7 +28,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.modules = model, list(model.modules())
+        self.model, self.modules = model, every_module(model)
         self.kinds, self.owns = list(map(type, self.modules)), list(map(vars, self.modules))
         self.sizes = list(map(len, self.owns))
         """Of the instances' attributes, so that a new one is seen."""

@@ -69,18 +69,18 @@ def test_layers_of_one_kind_on_two_devices_have_two_states(kind, monkeypatch):
     assert len(made.kinds) == 2 and [layer for _, layer in made.places] == [0, 1, *range(count - 2)]
 
 
-def on(model: Any, *places: str) -> None:
+def on(monkeypatch: pytest.MonkeyPatch, model: Any, *places: str) -> None:
     """Let layers seem to be on these devices in turn, as if accelerate had laid them so."""
-    for index, layer in enumerate(placement_stack(model)):
-        place = torch.device(places[index % len(places)])
-        layer.parameters = lambda place=place: iter([SimpleNamespace(device=place)])  # type: ignore[method-assign]
-    model.parameters = lambda: (each for layer in placement_stack(model) for each in layer.parameters())
+    seeming = [SimpleNamespace(device=torch.device(places[index % len(places)])) for index in range(len(placement_stack(model)))]
+    for layer, weight in zip(placement_stack(model), seeming, strict=True):
+        layer.parameters = lambda weight=weight: iter([weight])  # type: ignore[method-assign]
+    monkeypatch.setattr(placement, "every_module", lambda _: [SimpleNamespace(_parameters={"weight": weight}) for weight in seeming])
 
 
-def test_a_model_over_several_devices_is_taken_by_accelerates_hooks_alone():
+def test_a_model_over_several_devices_is_taken_by_accelerates_hooks_alone(monkeypatch):
     model = tiny_model("llama")
     assert placement.layer_devices(model) == [torch.device("cpu")] * model.config.num_hidden_layers and adapter_for(model) is not None
-    on(model, "cuda:0", "cuda:1")
+    on(monkeypatch, model, "cuda:0", "cuda:1")
     with pytest.raises(Unsupported, match=r"spread over cuda:0, cuda:1; without accelerate's hooks .*\(tp_plan='auto', under torchrun\)"):
         check_supported(model)
     accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
