@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 from helpers_training import END, VOCAB, settings, small_target, small_texts, small_tokenizer
+from transformers import GenerationConfig
 
+import fastspec
 from fastspec.errors import Unsupported
+from fastspec.patches.session import session_of
 from fastspec.training.config import TrainConfig
 from fastspec.training.data import Texts, batches, draft_vocabulary, join_answers, plan_batches
 from fastspec.training.enlarge import Enlarger, candidates, follow_up
-from fastspec.training.regenerate import answer, end_tokens, split_rows
+from fastspec.training.regenerate import answer, end_tokens
 from fastspec.training.shards import Clock, OutOfTime, Shards
 
 ROWS = [{"prompt": "w40 w41"}, {"turns": ["w50", "w60"]}]
@@ -43,6 +46,41 @@ def test_answers_equal_generate() -> None:
         ids = torch.tensor([prompt])
         expected = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=[7, END], pad_token_id=0)[0].tolist()
         assert texts.text(index)[0].tolist() == expected
+
+
+@pytest.mark.gpu
+def test_answers_on_a_gpu_equal_generate_and_leave_the_model_unpatched() -> None:
+    model, rng = small_target(3).cuda(), np.random.default_rng(0)
+    prompts = [rng.integers(2, VOCAB, size=int(rng.integers(1, 30))).tolist() for _ in range(150)]
+    texts = answer(model, prompts, np.zeros(150, bool), settings(Path("unused"), new_tokens=40), (7, END))
+    for index, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt], device="cuda")
+        expected = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=[7, END], pad_token_id=0)[0].tolist()
+        assert texts.text(index)[0].tolist() == expected
+    assert session_of(model) is None
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_answers_heed_no_settings_of_the_targets_own(is_patched: bool) -> None:
+    model, prompts = small_target(3), [[5, 9, 77], [40]]
+    asked = np.zeros(2, bool), settings(Path("unused"), new_tokens=40), (END,)
+    plain = rows_of(answer(model, prompts, *asked))
+    own = model.generation_config = GenerationConfig(repetition_penalty=1.5, max_new_tokens=3, do_sample=True, eos_token_id=9)
+    if is_patched:
+        fastspec.patch(model)
+    assert rows_of(answer(model, prompts, *asked)) == plain
+    assert model.generation_config is own and (session_of(model) is not None) == is_patched
+
+
+def test_sampled_answers_are_drawn_from_what_the_settings_leave() -> None:
+    model, prompts = small_target(3, peak=0.05), [[5, 9, 77]] * 60
+    some = answer(model, prompts, np.ones(60, bool), settings(Path("unused"), new_tokens=2, temperature=0.8, top_p=0.6), ())
+    drawn = {tuple(tokens[3:]) for tokens, _ in rows_of(some)}
+    logits = model(torch.tensor([[5, 9, 77]])).logits[0, -1] / 0.8
+    kept = logits.topk(64)
+    shares = kept.values.softmax(-1)
+    nucleus = set(kept.indices[shares.cumsum(-1) - shares < 0.6].tolist())
+    assert len(drawn) > 10 and {first for first, _ in drawn} <= nucleus and len(nucleus) < 64
 
 
 def test_cut_answers_are_continued(texts: Texts, tmp_path: Path) -> None:
@@ -160,14 +198,6 @@ def test_texts_survive_saving(tmp_path: Path) -> None:
         np.testing.assert_array_equal(getattr(texts, name), getattr(again, name))
     vocabulary, share = draft_vocabulary(again, 2, 60001)
     assert vocabulary.tolist() == [2, 3] and share == pytest.approx(2 / 3)
-
-
-def test_rows_are_split_by_number_and_by_memory() -> None:
-    sizes = sorted(np.random.default_rng(2).integers(1, 100, size=65).tolist())
-    groups = split_rows(list(range(65)), sizes, 16, 600)
-    assert [i for group in groups for i in group] == list(range(65))
-    assert all(len(group) <= 16 and len(group) * sizes[group[-1]] <= 600 for group in groups)
-    assert split_rows([4, 3], [900, 901], 16, 600) == [[4], [3]]
 
 
 def test_plan_covers_every_text_once() -> None:
