@@ -1,4 +1,4 @@
-"""Pictures of benchmarks/full_size.py and benchmarks/kernels.py from their rows.
+"""Pictures of benchmarks/full_size.py and benchmarks/kernel_times.py from their rows.
 
     python benchmarks/plot_gpu.py benchmarks/results/full_size_h200.jsonl benchmarks/results/kernels_h200.jsonl
 

@@ -1,4 +1,4 @@
-"""benchmarks/kernels.py: its cases of recurrent layers are computed alike by both ways, and count their bytes."""
+"""benchmarks/kernel_times.py: its cases of recurrent layers are computed alike by both ways, and count their bytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ HEADS, SIZE = (1, 2), (16, 16)
 @pytest.fixture(scope="module")
 def script() -> Any:
     """The benchmark as a module, on the CPU, in the dtype that kernels are interpreted in."""
-    spec = importlib.util.spec_from_file_location("benchmark_kernels", Path(__file__).parents[2] / "benchmarks" / "kernels.py")
+    spec = importlib.util.spec_from_file_location("benchmark_kernels", Path(__file__).parents[2] / "benchmarks" / "kernel_times.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)  # "kernels" is a folder of tests too
+    module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)

@@ -3,7 +3,9 @@
 Every time is one call inside a CUDA graph of many, over enough different buffers that none is found in the L2 cache. What a kernel
 gives is compared with its reference before it is timed. GB/s counts the bytes that the op has to move, each once.
 
-    python benchmarks/kernels.py --out rows.jsonl
+    python benchmarks/kernel_times.py --out rows.jsonl
+
+It is not named kernels.py: transformers looks for a package of that name, and would import the file into whatever runs in this folder.
 """
 
 from __future__ import annotations
