@@ -297,17 +297,19 @@ def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
 
 def main(target: int | str, shapes: list[str], only: str = "") -> None:
     """Print a row of JSON per launch; one that cannot be compiled says why. `only` is part of the name of those that are wanted, or says
-    which of so many equal parts."""
+    which of so many parts: of each op every second launch is in one of them, the first among these."""
     rows: list[dict[str, Any]] = []
     compiled(target, rows)
     part = re.fullmatch(r"(\d+)/(\d+)", only)
-    number = 0
+    counts: dict[str, int] = {}
     for shape in shapes:
         half = torch.bfloat16
         found = chain(recurrent_launches(half), mixture_launches(half)) if shape == MIXERS else launches(shape, half)
         for name, call in found:
-            number += 1
-            if (number - 1) % int(part[2]) != int(part[1]) if part else only not in name:
+            op = f"{shape}, {name.split(',')[0]}"
+            count = counts[op] = counts.get(op, -1) + 1
+            offset = list(counts).index(op) + count // 2  # so that ops of few launches do not all go to the first part
+            if (count % 2 or offset % int(part[2]) != int(part[1])) if part else only not in name:
                 continue
             before = len(rows)
             try:
