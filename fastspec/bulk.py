@@ -33,6 +33,14 @@ class Task:
     id: str | int | None
 
 
+def settings_of(
+    name: str, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, chat: bool = True
+) -> dict[str, Any]:
+    """What has a say in answers, as every line of them tells; greedy ones are drawn under no top-p, by no seed."""
+    drawn = {"temperature": temperature, "top_p": top_p, "seed": seed} if temperature else {"temperature": 0.0}
+    return {"model": name, "max_new_tokens": max_new_tokens, **drawn, "chat": chat}
+
+
 @dataclass(frozen=True, slots=True)
 class Done:
     """What a run came to: answers that were there before, those that it wrote, and prompts that could not be answered."""
@@ -58,9 +66,9 @@ def read_tasks(path: str | Path) -> Iterator[Task]:
         yield Task(number, prompt, name if isinstance(name, (str, int)) else None)
 
 
-def read_answered(path: Path) -> dict[int, Any]:
-    """Line numbers that a file of answers has an answer to -> their prompts. A last line that a stopped run left unfinished is cut off the
-    file. Raises Unsupported for a file that holds anything else."""
+def read_answered(path: Path) -> dict[int, tuple[Any, Any]]:
+    """Line numbers that a file of answers has an answer to -> their prompts and settings. A last line that a stopped run left unfinished
+    is cut off the file. Raises Unsupported for a file that holds anything else."""
     if not path.exists():
         return {}
     whole = path.read_bytes()
@@ -71,11 +79,11 @@ def read_answered(path: Path) -> dict[int, Any]:
             continue
         try:
             row = parse_json(line)
-            held, prompt, failed = row["line"], row["prompt"], "error" in row
+            held, prompt, settings, failed = row["line"], row["prompt"], row["settings"], "error" in row
         except (ValueError, KeyError, TypeError) as error:
             raise Unsupported(f"{path}, line {number} is no answer of fastspec generate: name another --out, or remove the file") from error
         if not failed:
-            found[held] = prompt
+            found[held] = prompt, settings
     if cut and cut[: len(BEGINS)] != BEGINS[: len(cut)]:
         raise Unsupported(f"{path} ends in what is no answer of fastspec generate: name another --out, or remove the file")
     if cut:
@@ -95,16 +103,26 @@ def encode(tokenizer: Any, prompt: str | list[dict[str, Any]], chat: bool) -> An
     return tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
 
 
-def read_left(prompts: str | Path, out: Path, share: tuple[int, int] = (0, 1)) -> tuple[int, list[Task]]:
+def read_left(
+    prompts: str | Path, out: Path, settings: dict[str, Any], share: tuple[int, int] = (0, 1)
+) -> tuple[int, list[Task]]:  # fmt: skip
     """(the lines of a process's share, those of them that `out` does not answer yet). Raises Unsupported for files that are not what they
-    should be, where `out` answers other prompts, and where it cannot be written."""
+    should be, where `out` answers other prompts or was asked with other settings, and where it cannot be written."""
     place, fits = (out, out.is_file()) if out.exists() else (out.parent, out.parent.is_dir())
     if not fits or not os.access(place, os.W_OK):
         raise Unsupported(f"{out} cannot be written: name a file in a folder that is there")
     tasks, answered = list(read_tasks(prompts)), read_answered(out)
     for task in tasks:
-        if task.line in answered and answered[task.line] != task.prompt:
+        if task.line not in answered:
+            continue
+        prompt, asked = answered[task.line]
+        if prompt != task.prompt:
             raise Unsupported(f"{out} answers another prompt in line {task.line} of {prompts}: name another --out, or remove the file")
+        if asked != settings:
+            raise Unsupported(
+                f"{out} answers line {task.line} by other settings, {json.dumps(asked)}, and now they are {json.dumps(settings)}: name "
+                "another --out, or remove the file"
+            )
     rank, ranks = share
     mine = [task for index, task in enumerate(tasks) if index % ranks == rank]
     return len(mine), [task for task in mine if task.line not in answered]
@@ -113,8 +131,8 @@ def read_left(prompts: str | Path, out: Path, share: tuple[int, int] = (0, 1)) -
 class Answers:
     """Writes answers as they come, a line each, appended in one piece: several processes may share the file."""
 
-    def __init__(self, path: Path, tokenizer: Any, tell: Callable[[bool], None]) -> None:
-        self.tokenizer, self.tell = tokenizer, tell
+    def __init__(self, path: Path, tokenizer: Any, settings: dict[str, Any], tell: Callable[[bool], None]) -> None:
+        self.tokenizer, self.settings, self.tell = tokenizer, settings, tell
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.lock = threading.Lock()
         self.written = self.failed = 0
@@ -135,7 +153,7 @@ class Answers:
     def add(self, task: Task, more: dict[str, Any]) -> None:
         """Write a line; none behind one that could not be written, which `broken` tells."""
         named = {} if task.id is None else {"id": task.id}
-        row = {"line": task.line, **named, "prompt": task.prompt, **more}
+        row = {"line": task.line, **named, "prompt": task.prompt, **more, "settings": self.settings}
         try:
             line = f"{json.dumps(row, ensure_ascii=False)}\n".encode()
         except UnicodeEncodeError:  # half of a character, which JSON may name and UTF-8 has no place for
@@ -161,19 +179,21 @@ class Answers:
 def answer_file(
     model: Any, tokenizer: Any, prompts: str | Path, out: str | Path, *, assistant: Any, rows: int, max_new_tokens: int,
     max_length: int | None = None, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, chat: bool = True,
-    share: tuple[int, int] = (0, 1), tell: Callable[[int, bool], None] = lambda total, failed: None,
+    share: tuple[int, int] = (0, 1), name: str = "", tell: Callable[[int, bool], None] = lambda total, failed: None,
 ) -> Done:  # fmt: skip
     """Answer every line of `prompts` that `out` does not answer yet, in an open batch of `rows` rows.
 
-    A line of `out` has `line`, `id` where there is one, `prompt`, `text`, `tokens` and `finish` ("stop" or "length"), or `error`; they
-    come as answers are done. At a temperature above 0 answers are sampled, that of line n by seed + n, so that they do not depend on who
-    answers when. share (r, n): this process answers every n-th of the lines, from the r-th on. `tell(total, failed)` hears of every answer.
+    A line of `out` has `line`, `id` where there is one, `prompt`, `text`, `tokens` and `finish` ("stop" or "length"), or `error`, and
+    `settings` with the model's `name`; they come as answers are done. At a temperature above 0 answers are sampled, that of line n by
+    seed + n, so that they do not depend on who answers when. share (r, n): this process answers every n-th of the lines, from the r-th on.
+    `tell(total, failed)` hears of every answer.
     A prompt that the tokenizer or the chat template does not take is told in its line. Raises Unsupported as `read_left` does.
     """
     out = Path(out)
-    mine, left = read_left(prompts, out, share)
+    settings = settings_of(name, max_new_tokens, temperature, top_p, seed, chat)
+    mine, left = read_left(prompts, out, settings, share)
     room = threading.Semaphore(AHEAD * rows)
-    answers = Answers(out, tokenizer, lambda failed: tell(len(left), failed))
+    answers = Answers(out, tokenizer, settings, lambda failed: tell(len(left), failed))
     greedy = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # the defaults, which stand for "not given"
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else greedy
     try:

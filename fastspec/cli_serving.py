@@ -48,17 +48,18 @@ def generate(
     backend: Backend = "auto",
 ) -> None:
     """Answer a file of prompts. An interrupted run goes on with the same command; under `accelerate launch` every GPU takes its share."""
-    from fastspec.bulk import answer_file, read_left, share_of_process
+    from fastspec.bulk import answer_file, read_left, settings_of, share_of_process
 
     console, share = Console(stderr=True, highlight=False), share_of_process()
-    read_left(prompts, out)  # what is wrong with the files is told before a model is loaded
+    settings = settings_of(model, max_new_tokens, temperature, top_p, seed, not raw)
+    read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
     target, tokenizer, chosen = patched_model(model, eagle3, assistant, device, backend)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=share[0] > 0) as bar:
         task = bar.add_task("answers", total=None)
         done = answer_file(
             target, tokenizer, prompts, out, assistant=chosen, rows=rows, max_new_tokens=max_new_tokens, max_length=max_length,
-            temperature=temperature, top_p=top_p, seed=seed, chat=not raw, share=share,
+            temperature=temperature, top_p=top_p, seed=seed, chat=not raw, share=share, name=model,
             tell=lambda total, failed: bar.update(task, total=total, advance=1),
         )  # fmt: skip
     console.print(f"{done.written} answers written to {out}, {done.before} were there, {done.failed} prompts failed", markup=False)

