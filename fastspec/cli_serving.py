@@ -16,6 +16,9 @@ from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.models import SHIPPED, SMOLLM2, load_model
 
+ASSISTANTS = ("eagle3", "nasd", "autoregressive")
+"""What a command that brings one head can name."""
+
 
 def patched_model(name: str, head: str | None, assistant: str | None, device: str | None, backend: str) -> tuple[Any, Any, str]:
     """(model, tokenizer, assistant) of a command: the model patched with the EAGLE-3 head that it names or that ships for the model, and
@@ -23,6 +26,8 @@ def patched_model(name: str, head: str | None, assistant: str | None, device: st
     import fastspec
     from fastspec.bulk import own_device
 
+    if assistant not in (None, *ASSISTANTS):
+        raise Unsupported(f"--assistant {assistant}: accepted are {', '.join(ASSISTANTS)}")
     found = head if head is not None else dict(SHIPPED.get(name, ())).get("eagle3")
     chosen = assistant if assistant is not None else "eagle3" if found is not None else "nasd"
     if chosen == "eagle3" and found is None:

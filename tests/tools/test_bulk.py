@@ -188,3 +188,13 @@ def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(sma
     assert out.stat().st_size == 200
     done = answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=3)
     assert done.before and done.before + done.written == 12 and [row["line"] for row in answers(out)] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompts", "{file}", "--out", "{out}"], ["serve", "--port", "0"]], ids=str)
+def test_an_assistant_that_these_commands_do_not_have_is_told_before_a_model_is_loaded(tmp_path, monkeypatch, command):
+    monkeypatch.setattr("fastspec.cli_serving.load_model", lambda *_: pytest.fail("a model was loaded"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5"}')
+    given = [word.format(file=tmp_path / "prompts.jsonl", out=tmp_path / "out.jsonl") for word in command]
+    done = CliRunner().invoke(app, [*given, "--assistant", "speculative"])
+    assert done.exit_code == 1
+    assert "--assistant speculative: accepted are eagle3, nasd, autoregressive" in f"{done.exception} {done.output}".replace("\n", " ")
