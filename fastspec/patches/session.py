@@ -29,6 +29,8 @@ from fastspec.patches.checks.verdict import self_check
 from fastspec.patches.hf.compat import device_of, is_unpacking_hook
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.modes import Mode
+from fastspec.patches.hf.shards import local_part
+from fastspec.patches.hf.walk import every_module
 from fastspec.patches.on_cpu import named, why_torch
 from fastspec.patches.pool import Engines
 from fastspec.patches.tuning.store import use_tuned
@@ -134,6 +136,9 @@ class PatchSession:
     """Open batches (`fastspec.continuous`), whose threads run the model."""
     packed: list[Tensor] = field(default_factory=list)
     """Parameters, or what lies here of them, that became views of a packed buffer, or were turned in their own."""
+    laid: Tensor | tuple[Any, ...] | None = None
+    """Where laying the weights together moved none: one that lay so already, of a model that shares its weights with a patched one; else
+    device, dtype, mode and number of modules of a model that has nothing to lay together."""
 
     def ops(self, model: Any, mode: Mode) -> Ops:
         """The backend's kernels for a model that runs in this mode now: it may have moved, or been hooked, since it was patched. Raises
@@ -171,8 +176,15 @@ class PatchSession:
         if any(map(is_unpacking_hook, model._forward_pre_hooks.values())):
             return
         ops = ops or self.ops(model, mode)
-        if ops.packs and not (self.packed and is_packed(self.packed[0])):
+        if ops.packs and not self._is_laid(model, mode):
             self.packed += pack_model(model, experts=ops.experts is not None)
+            if not self.packed:
+                lies = next((part for part in map(local_part, model.parameters()) if is_packed(part)), None)
+                self.laid = _kind(model, mode) if lies is None else lies
+
+    def _is_laid(self, model: Any, mode: Mode) -> bool:
+        lies = self.packed[0] if self.packed else self.laid
+        return is_packed(lies) if isinstance(lies, Tensor) else lies == _kind(model, mode)
 
     def tell_mode(self, mode: Mode) -> None:
         """Warn once of each reason why a model of a known family runs in generic mode."""
@@ -231,6 +243,10 @@ class PatchSession:
             unpack(parameter)
         self.packed.clear()
         return names
+
+
+def _kind(model: Any, mode: Mode) -> tuple[Any, ...]:
+    return device_of(model), model.dtype, mode.adapter is not None, len(every_module(model))
 
 
 def session_of(model: Any) -> PatchSession | None:

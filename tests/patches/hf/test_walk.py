@@ -11,8 +11,10 @@ from helpers_models import tiny_head, tiny_model
 from torch import nn
 
 import fastspec
+from fastspec.bench.methods import twin
 from fastspec.patches.call import generate
 from fastspec.patches.hf import modes
+from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.walk import every_module
 from fastspec.patches.session import PatchSession
 
@@ -54,3 +56,30 @@ def test_a_call_asks_once_how_its_model_runs(monkeypatch, assistant):
     monkeypatch.setattr(PatchSession, "ops", counted("ops", PatchSession.ops))
     model.generate(ids, **asked)
     assert sorted(looks) == ["mode", "ops"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_are_laid_together_once_though_nothing_may_have_moved(monkeypatch, family):
+    """A second model on weights that the first one's patch laid together, and one whose layers have nothing to lay, have none moved."""
+    stand_in(monkeypatch)
+    first = tiny_model(family)
+    second = twin(first)
+    asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "assistant": "autoregressive", "pad_token_id": 0}
+    ids = torch.arange(1, 7)[None]
+    packs: list[Any] = []
+
+    def counted(model: Any, **more: Any) -> Any:
+        packs.append(model)
+        return pack_model(model, **more)
+
+    monkeypatch.setattr("fastspec.patches.session.pack_model", counted)
+    for model in (first, second):
+        fastspec.patch(model)
+        texts = {tuple(model.generate(ids, **asked)[0].tolist()) for _ in range(3)}
+        assert len(texts) == 1 and packs.count(model) == 1
+    second.to(torch.float64).to(torch.float32)  # new storages, of both
+    second.generate(ids, **asked)
+    second.generate(ids, **asked)
+    assert packs.count(second) == (2 if family == "llama" else 1)
+    fastspec.unpatch(second)
+    fastspec.unpatch(first)
