@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.errors import Unsupported
-from fastspec.generation.ops import Ops
 from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
 from fastspec.patches.call.in_step import Alone, InStep
@@ -26,7 +25,7 @@ from fastspec.patches.hf.compat import (
     plain_decoding,
     unpack_weights,
 )
-from fastspec.patches.hf.modes import Mode, mode_for
+from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
 from fastspec.patches.hf.shards import processes_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
@@ -79,11 +78,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
                 session.leave(reason)
                 return original(*args, **kwargs)
         with session.turn.taken(device_of(self)):
-            mode = mode_for(self)  # not before the call's turn has come
-            ops = session.ops(self, mode)
-            session.pack(self, mode, ops)
-            session.tell_mode(mode)
-            decode = partial(_decode, session, decoding, given, named, step, mode, ops)
+            decode = partial(_decode, session, decoding, given, named, step)
             try:
                 return original(**{**own_stop_strings(self, given), "custom_generate": decode})
             finally:
@@ -97,8 +92,6 @@ def _decode(
     given: dict[str, Any],
     named: bool,
     step: Alone,
-    mode: Mode,
-    ops: Ops,
     model: Any,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -108,6 +101,10 @@ def _decode(
     **model_kwargs: Any,
 ) -> Any:
     """What `generate` calls in place of its own loop, with what it has made of its arguments."""
+    mode = mode_for(model)  # not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
+    ops = session.ops(model, mode)
+    session.pack(model, mode, ops)
+    session.tell_mode(mode)
     try:
         refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
         call = Call(

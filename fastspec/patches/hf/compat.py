@@ -369,13 +369,10 @@ def has_capturing_hooks(model: nn.Module) -> bool:
 def drop_capturing_hooks(model: nn.Module) -> None:
     """Take them off again; transformers puts them back when it next needs them."""
     for module in every_module(model):
-        held = module.__dict__
-        hooks = held["_forward_hooks"]
-        if hooks:
-            for key in [key for key, hook in hooks.items() if is_capturing_hook(hook)]:
-                del hooks[key]
-        if CAPTURING_FLAG in held:
-            del held[CAPTURING_FLAG]
+        if module._forward_hooks:
+            for key in [key for key, hook in module._forward_hooks.items() if is_capturing_hook(hook)]:
+                del module._forward_hooks[key]
+        module.__dict__.pop(CAPTURING_FLAG, None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

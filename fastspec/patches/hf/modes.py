@@ -226,9 +226,12 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
         return "under autocast"
     if is_spread(model):
         return f"its layers are on {' and '.join(devices_of(model))}, uncaptured, through accelerate's hooks"
+    layers = list(getattr(decoder_of(model), adapter.layers))
+    if len(set(layers)) < len(layers):
+        return "a layer of its decoder stands there more than once, and keeps all of its keys and values in one place"
     looped = _looped_over(model, adapter)
-    strangers = {kind for kind in set(map(type, looped)) if _is_strangers_kind(kind)}
-    found = next((module for module in looped if type(module) in strangers or _has_own_say(module)), None)
+    own: set[type[nn.Module]] = set()  # classes whose forward is transformers' or torch's, each asked once
+    found = next((module for module in looped if _is_foreign(module, own)), None)
     if found is None:
         replaced = replaced_functions(model, looped)
         return None if not replaced else f"{replaced[0][0]} is someone else's ({where_defined(replaced[0][1])})"
@@ -250,17 +253,17 @@ def mode_of(model: Any) -> str:
 
 def is_foreign(module: nn.Module) -> bool:
     """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
-    return _is_strangers_kind(type(module)) or _has_own_say(module)
+    return _is_foreign(module, set())
 
 
-def _is_strangers_kind(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a class of modules is someone else's."""
-    forward = kind.forward
-    return not forward.__module__.startswith(("transformers.", "torch.")) or is_strangers(forward)
-
-
-def _has_own_say(module: nn.Module) -> bool:
-    """Whether an instance has a forward of someone else's or is watched."""
+def _is_foreign(module: nn.Module, own: set[type[nn.Module]]) -> bool:
+    """`is_foreign`, where classes whose forward is not someone else's are known; the module's is added if it is such."""
+    kind = type(module)
+    if kind not in own:
+        forward = kind.forward
+        if not forward.__module__.startswith(("transformers.", "torch.")) or is_strangers(forward):
+            return True
+        own.add(kind)
     return ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
 
 
@@ -272,5 +275,5 @@ def is_watched(module: nn.Module) -> bool:
         is_capturing_hook(hook) or is_unpacking_hook(hook)
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
-    return has_global_hooks() or "_hf_hook" in module.__dict__ or not known
+    return has_global_hooks() or "_hf_hook" in module.__dict__ or hasattr(type(module), "_hf_hook") or not known
 

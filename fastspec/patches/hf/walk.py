@@ -13,5 +13,5 @@ def every_module(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module is not None and module not in found:
             found[module] = None
-            waiting += reversed(module._modules.values())
+            waiting += reversed(list(module._modules.values()))
     return list(found)
