@@ -97,5 +97,8 @@ def test_a_layer_that_stands_in_a_model_twice_is_refused(assistant):
     model = tiny_model("llama")
     model.model.layers[2] = model.model.layers[1]
     fastspec.patch(model)
-    with pytest.warns(UserWarning, match="stands there more than once"), pytest.raises(Unsupported, match="does not run as fastspec has to"):
+    with (
+        pytest.warns(UserWarning, match="stands there more than once"),
+        pytest.raises(Unsupported, match="does not run as fastspec has to"),
+    ):
         model.generate(ids(), assistant=assistant, **ASKED)
