@@ -27,6 +27,7 @@ from fastspec.patches.hf.limits import LAYER_KINDS, spans_of
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.replaced import attention_functions, replaced_functions
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
+from fastspec.patches.hf.walk import every_module
 from fastspec.patches.hf.wrappers import autocast_inside
 
 LENGTHS = (12, 7)
@@ -104,10 +105,11 @@ def _verdict(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdic
 
 def _key(model: Any) -> Any:
     config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    parts = frozenset((type(module), getattr(module.__dict__.get("forward"), "__qualname__", None)) for module in model.modules())
+    modules = every_module(model)  # one that stands in two places is counted once
+    parts = frozenset((type(module), getattr(module.__dict__.get("forward"), "__qualname__", None)) for module in modules), len(modules)
     attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
     versions = torch.__version__, transformers.__version__
-    replaced = frozenset((*attention_functions(model), *replaced_functions(model, list(model.modules()))))
+    replaced = frozenset((*attention_functions(model), *replaced_functions(model, modules)))
     return type(model), hash(config), parts, replaced, attention, _computed(model), device_of(model).type, has_global_hooks(), versions
 
 

@@ -94,6 +94,10 @@ def test_a_hook_that_a_generate_of_ones_own_sets_for_the_length_of_a_call(monkey
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd"])
 def test_a_layer_that_stands_in_a_model_twice_is_refused(assistant):
     """Both passes of it add to one place of transformers' cache; what plain decoding then says is nothing that a tree can be scored by."""
+    other = tiny_model("llama")  # which may run by its own forward, and is found to
+    fastspec.patch(other)
+    other.model.layers[1].register_forward_hook(lambda *_: None)
+    other.generate(ids(), assistant=assistant, **ASKED)
     model = tiny_model("llama")
     model.model.layers[2] = model.model.layers[1]
     fastspec.patch(model)
