@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from fastspec.bench.measure import until_end
+from fastspec.bench.measure import left_padded, until_end
 from fastspec.config import ContinuousBatch
 from fastspec.patches.api import patched
 from fastspec.patches.session import session_of
@@ -119,13 +119,11 @@ def _call(
     target: Any, prompts: Sequence[Sequence[int]], draws: bool, config: TrainConfig, ends: Sequence[int], rows: int
 ) -> list[list[int]]:
     """The answers to prompts that are all sampled, or all greedy, the end token included where one was reached."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=target.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
     how: dict[str, Any] = {"temperature": config.temperature, "top_k": TOP_K, "top_p": config.top_p} if draws else {}
     asked = GenerationConfig(max_new_tokens=config.new_tokens, do_sample=draws, eos_token_id=list(ends) or None, pad_token_id=0, **how)
-    out = target.generate(ids, attention_mask=mask, generation_config=asked, assistant=ContinuousBatch("autoregressive", rows))
-    return [until_end(tokens, ends) for tokens in out[:, longest:].tolist()]
+    inputs = left_padded([list(prompt) for prompt in prompts], asked, target.device)
+    out = target.generate(**inputs, generation_config=asked, assistant=ContinuousBatch("autoregressive", rows))
+    return [until_end(tokens, ends) for tokens in out[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
 def _rows(target: Any, length: int) -> int:

@@ -230,8 +230,7 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
     if len(set(layers)) < len(layers):
         return "a layer of its decoder stands there more than once, and keeps all of its keys and values in one place"
     looped = _looped_over(model, adapter)
-    own: set[type[nn.Module]] = set()  # classes whose forward is transformers' or torch's, each asked once
-    found = next((module for module in looped if _is_foreign(module, own)), None)
+    found = next((module for module in looped if is_foreign(module)), None)
     if found is None:
         replaced = replaced_functions(model, looped)
         return None if not replaced else f"{replaced[0][0]} is someone else's ({where_defined(replaced[0][1])})"
@@ -253,27 +252,15 @@ def mode_of(model: Any) -> str:
 
 def is_foreign(module: nn.Module) -> bool:
     """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
-    return _is_foreign(module, set())
-
-
-def _is_foreign(module: nn.Module, own: set[type[nn.Module]]) -> bool:
-    """`is_foreign`, where classes whose forward is not someone else's are known; the module's is added if it is such."""
-    kind = type(module)
-    if kind not in own:
-        forward = kind.forward
-        if not forward.__module__.startswith(("transformers.", "torch.")) or is_strangers(forward):
-            return True
-        own.add(kind)
-    return ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
+    forward = type(module).forward
+    home = forward.__module__.startswith(("transformers.", "torch.")) and not is_strangers(forward)
+    return not home or ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
 
 
 def is_watched(module: nn.Module) -> bool:
     """Whether someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves weights: the replay of a
     graph would not run it."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    known = not hooks or all(
-        is_capturing_hook(hook) or is_unpacking_hook(hook)
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    )
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    known = all(is_capturing_hook(hook) or is_unpacking_hook(hook) for hook in hooks)
     return has_global_hooks() or "_hf_hook" in module.__dict__ or hasattr(type(module), "_hf_hook") or not known
 
