@@ -287,6 +287,7 @@ def train(
     mixed_precision: Annotated[str | None, typer.Option(help="no, bf16 or fp16.")] = None,
     compile: Annotated[bool | None, typer.Option(help="Compile the unrolled head.")] = None,
     keep_features: Annotated[float | None, typer.Option(help="GiB for what the target says of texts, which it then reads once.")] = None,
+    keep_features_host: Annotated[float | None, typer.Option(help="GiB of the host's memory for more of it.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of shuffling and of the weights.")] = None,
     resume: Annotated[bool | None, typer.Option(help="Take up an interrupted run in the output directory.")] = None,
     device: Device = None,

@@ -45,7 +45,8 @@ class TrainConfig:
     falls along a cosine over it. `stop_after` ends one call after about so many minutes, to be taken up by the same call; `minutes`
     and `enlarge_minutes` count over all calls. Texts are saved every `shard_texts`, the training state every `checkpoint_minutes`
     (0: only at the end). `keep_features` is the memory of the target's device, in GiB, for what it says of texts that come again: so many
-    of them are read once and not once an epoch (0: none). Of several processes each takes as much, and its own share of the texts.
+    of them are read once and not once an epoch (0: none). `keep_features_host` is memory of the host for texts that have no room there. Of
+    several processes each takes as much, and its own share of the texts.
     """
 
     target: str
@@ -84,6 +85,7 @@ class TrainConfig:
     mixed_precision: str = "bf16"
     compile: bool = False
     keep_features: float = 0.0
+    keep_features_host: float = 0.0
 
     new_tokens: int = 512
     sampled_share: float = 0.5
@@ -116,7 +118,7 @@ class TrainConfig:
         for name in ("batch_tokens", "length_multiple", "max_length", "ttt_steps", "anchors", "new_tokens", "shard_texts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes", "keep_features"):
+        for name in ("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes", "keep_features", "keep_features_host"):
             if getattr(self, name) < 0:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be 0 or more")
         if self.new_tokens >= self.max_length:
@@ -154,6 +156,11 @@ class TrainConfig:
             raise ValueError(f'TrainConfig.loss is {self.loss!r}; kind "{self.kind}" accepts {", ".join(accepted)}')
         if self.decay < 0:
             raise ValueError(f"TrainConfig.decay is {self.decay}; it must be 0 (the default) or more")
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether what the target says of texts is kept anywhere."""
+        return self.keep_features > 0 or self.keep_features_host > 0
 
     @property
     def loss_name(self) -> str:

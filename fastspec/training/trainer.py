@@ -21,7 +21,7 @@ from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.training.card import model_card
 from fastspec.training.config import BLOCK_KINDS, TrainConfig
 from fastspec.training.data import Batch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
-from fastspec.training.features import KeptFeatures
+from fastspec.training.features import DEVICE, HOST, NOWHERE, KeptFeatures
 from fastspec.training.learner import Learner
 from fastspec.training.learner_block import BlockLearner
 from fastspec.training.learner_eagle import EagleLearner
@@ -36,7 +36,8 @@ PLAN = 2  # version of how texts become batches; a run of another version is not
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
 IDENTITY = (
     "batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps",
-    "layers", "block_size", "anchors", "rank", "mask_token", "loss", "start_from", "keep_features", "share_lm_head", "norms",
+    "layers", "block_size", "anchors", "rank", "mask_token", "loss", "start_from", "share_lm_head", "norms",
+    "keep_features", "keep_features_host",
     "ttt_steps", "decay", "learning_rate", "final_learning_rate", "warmup_steps", "clip", "mixed_precision",
 )  # fmt: skip
 """Settings that a resumed run must share with the one it takes up."""
@@ -87,7 +88,7 @@ class Trainer:
         self.identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY}
         self.identity |= {"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "processes": accelerator.num_processes}
         self.identity["plan"] = PLAN
-        if config.keep_features:  # what is kept hangs on it
+        if config.keeps_features:  # what is kept hangs on it
             self.identity["target_dtype"] = str(target.dtype)
         state = self._stored()
         if state is None and began is not None:
@@ -108,7 +109,7 @@ class Trainer:
             first = batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple) if fresh else None
             self.learner = EagleLearner(config, target, vocabulary, first, began if isinstance(began, EagleHead) else None)
         self.head, self.reader = self.learner.head, self.learner.reader
-        if config.keep_features:
+        if config.keeps_features:
             if not self.reader.distributions:  # fewer bytes a text: other texts are kept, and batches planned
                 self.identity["distributions"] = False
                 if state is not None and state["identity"].get("distributions") is not False:
@@ -143,7 +144,7 @@ class Trainer:
     def _plan(self, epoch: int) -> list[np.ndarray]:
         rng = np.random.default_rng((self.config.seed, epoch))
         if self.features is not None:
-            return self._own_groups(self.features.kept, rng)
+            return self._own_groups(self.features.place, rng)
         groups = plan_batches(self.texts.lengths, self.config.batch_tokens, self.config.length_multiple, rng, self.starts)
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         return groups[: max(1, len(groups) // world) * world][rank::world] or groups
@@ -155,7 +156,7 @@ class Trainer:
         if len(self.texts) < world:
             raise Unsupported(f"keep_features gives each of {world} processes its own texts, and there are {len(self.texts)}")
         try:
-            kept = KeptFeatures(self.reader, self.texts, self.config.keep_features, mine)
+            kept = KeptFeatures(self.reader, self.texts, self.config.keep_features, mine, self.config.keep_features_host)
         except Unsupported as raised:
             error = raised
         failed = torch.tensor([int(error is not None)], device=self.accelerator.device)
@@ -163,13 +164,13 @@ class Trainer:
             raise error or Unsupported("keep_features: another process can keep no text; its error says why")
         return kept
 
-    def _own_groups(self, kept: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        """Batches of this process's texts, in every epoch the same: those that are kept in memory apart from the others, whose batches the
-        target has to read. All processes have as many."""
+    def _own_groups(self, place: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        """Batches of this process's texts, in every epoch the same: those that are kept in one memory apart from those in another, and from
+        the others, whose batches the target has to read. All processes have as many."""
         tokens, multiple, lengths = self.config.batch_tokens, self.config.length_multiple, self.texts.lengths
         mine = np.arange(len(lengths)) % self.accelerator.num_processes == self.accelerator.process_index
         groups: list[np.ndarray] = []
-        for part in (np.flatnonzero(mine & kept), np.flatnonzero(mine & ~kept)):
+        for part in filter(len, (np.flatnonzero(mine & (place == each)) for each in (DEVICE, HOST, NOWHERE))):
             before, more = len(groups), [part[group] for group in plan_batches(lengths[part], tokens, multiple, rng, self.starts[part])]
             groups += more
             if before and more:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +29,7 @@ from fastspec.patches.assistants.heads import inspect_head, load_head
 from fastspec.patches.session import session_of
 from fastspec.training import ttt
 from fastspec.training.data import Batch, Texts, batches, plan_batches
-from fastspec.training.features import GIB, KeptFeatures
+from fastspec.training.features import DEVICE, GIB, HOST, NOWHERE, KeptFeatures
 from fastspec.training.target import TargetReader
 from fastspec.training.trainer import Trainer
 from fastspec.training.ttt import Teacher, TrainingTimeTest
@@ -69,26 +71,51 @@ def agree(one: Any, two: Any, batch: Batch, texts: Texts, **tolerance: float) ->
     assert torch.equal(one.where, two.where) and torch.equal(one.best, two.best)
 
 
+@contextmanager
+def unread(reader: TargetReader) -> Iterator[None]:
+    """Meanwhile the target cannot be asked."""
+
+    def refused(*args: Any) -> Any:
+        raise AssertionError("the target was asked for what is kept")
+
+    reader.said = refused  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del reader.said
+
+
 @limits(max_examples=20, deadline=None)
 @given(
-    taps=st.sampled_from([(), (1, 2, 4), (3,)]), vocabulary=st.integers(1, 128), gib=st.sampled_from([ALL, 3e-4, 1.2e-4]),
-    seed=st.integers(0, 99), chunk=st.sampled_from([50, 300, 4096]),
+    taps=st.sampled_from([(), (1, 2, 4), (3,)]), vocabulary=st.integers(1, 128), gib=st.sampled_from([ALL, 3e-4, 1.2e-4, 0.0]),
+    host=st.sampled_from([ALL, 1.2e-4]), seed=st.integers(0, 99), chunk=st.sampled_from([50, 300, 4096]),
 )  # fmt: skip
 def test_recalled_teachers_are_the_targets_own(
-    material: Material, taps: tuple[int, ...], vocabulary: int, gib: float, seed: int, chunk: int
+    material: Material, taps: tuple[int, ...], vocabulary: int, gib: float, host: float, seed: int, chunk: int
 ) -> None:
     model, texts, _ = material
     ids = torch.from_numpy(np.sort(np.random.default_rng(seed).choice(128, vocabulary, replace=False)))
     reader = TargetReader(model, taps, ids, chunk=chunk)
-    kept = KeptFeatures(reader, texts, gib, np.arange(len(texts)))
+    host = 0.0 if gib == ALL else host
+    kept = KeptFeatures(reader, texts, gib, np.arange(len(texts)), host)
     wide = max(1, len(taps)) * 64 * 4
-    held = kept.features.nbytes + kept.states.nbytes + kept.whole.nbytes + kept.best.nbytes
-    assert held <= gib * GIB and kept.features.shape[1] * 4 == wide
-    assert kept.kept.all() if gib == ALL else 0 < kept.kept.sum() < len(texts)
+    for place, room in ((DEVICE, gib), (HOST, host)):
+        shelf, here = kept.shelves.get(place), (kept.place == place).sum()
+        if shelf is None:
+            assert here == 0
+        else:
+            assert sum(part.nbytes for part in shelf.parts) <= room * GIB and shelf.features.shape[1] * 4 == wide
+    assert kept.place.all() if ALL in (gib, host) else 0 < kept.place.astype(bool).sum() < len(texts)
     for epoch in range(2):
         for batch in batches(texts, plan_batches(texts.lengths, 700, 16, np.random.default_rng((seed, epoch))), 16):
             agree(kept.read(batch), reader.read(batch.ids, batch.where), batch, texts)
-    assert (kept.read_before == kept.kept).all()
+    assert (kept.read_before == kept.place.astype(bool)).all()
+    for place in kept.shelves:  # batches of one place come from memory
+        here = np.flatnonzero(kept.place == place)
+        for batch in batches(texts, [here[group] for group in plan_batches(texts.lengths[here], 700, 16, None)], 16):
+            expected = reader.read(batch.ids, batch.where)
+            with unread(reader):
+                agree(kept.read(batch), expected, batch, texts)
 
 
 @pytest.mark.parametrize("change", ["hook", "class"])
@@ -117,13 +144,14 @@ def test_kept_texts_are_read_once(material: Material, tmp_path: Path, monkeypatc
 
 
 def test_texts_that_do_not_fit_are_read_every_time(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(settings(tmp_path, epochs=3.0, keep_features=4e-4), *material, Accelerator(cpu=True))
-    assert trainer.features is not None
-    kept = int(trainer.features.kept.sum())
+    trainer = Trainer(settings(tmp_path, epochs=3.0, keep_features=2e-4, keep_features_host=2e-4), *material, Accelerator(cpu=True))
+    assert trainer.features is not None and set(trainer.features.shelves) == {DEVICE, HOST}
+    place = trainer.features.place
+    kept = int((place != NOWHERE).sum())
     for epoch in range(3):
         groups = trainer._plan(epoch)
         assert sorted(np.concatenate(groups)) == list(range(len(trainer.texts)))
-        assert all(trainer.features.kept[group].all() or not trainer.features.kept[group].any() for group in groups)
+        assert all(len(set(place[group])) == 1 for group in groups)
     passes = counted(trainer.reader, monkeypatch)
     trainer.run()
     assert 0 < kept < len(trainer.texts)
@@ -134,20 +162,36 @@ def test_texts_that_do_not_fit_are_read_every_time(material: Material, tmp_path:
 def test_a_run_learns_the_same_from_memory(material: Material, tmp_path: Path, kind: str) -> None:
     sizes: dict[str, Any] = {"eagle": {"draft_vocab_size": 0}, "dspark": {"rank": 8, "block_size": 5, "mask_token": 3}}.get(kind, {})
     runs = []
-    for name, gib in (("one", 0.0), ("two", ALL)):
-        runs.append(Trainer(settings(tmp_path / name, kind=kind, epochs=2.0, keep_features=gib, **sizes), *material, Accelerator(cpu=True)))
+    for name, memory in (("one", {}), ("two", {"keep_features": ALL}), ("three", {"keep_features_host": ALL})):
+        runs.append(Trainer(settings(tmp_path / name, kind=kind, epochs=2.0, **memory, **sizes), *material, Accelerator(cpu=True)))
         runs[-1].run()
-    one, two = (dict(run.head.named_parameters()) for run in runs)
-    assert runs[0].progress.step == runs[1].progress.step > 4
+    one, *others = (dict(run.head.named_parameters()) for run in runs)
+    assert len({run.progress.step for run in runs}) == 1 and runs[0].progress.step > 4
     for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-3)
-    assert runs[0].validate()["top1"] == pytest.approx(runs[1].validate()["top1"], abs=0.02)
+        for other in others:
+            torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-3)
+    assert all(run.validate()["top1"] == pytest.approx(runs[0].validate()["top1"], abs=0.02) for run in runs)
 
 
 def test_less_memory_than_a_text_takes_is_refused(material: Material) -> None:
     reader = TargetReader(material[0], (1, 2, 4), torch.arange(90))
     with pytest.raises(Unsupported, match=r"keep_features is 1e-09 GiB, and the shortest text takes .*: allow more, or 0 for none"):
         KeptFeatures(reader, material[1], 1e-9, np.arange(60))
+    with pytest.raises(Unsupported, match=r"keep_features_host is 1e-09 GiB, and the shortest text takes .*: allow more, or 0 for none"):
+        KeptFeatures(reader, material[1], 0.0, np.arange(60), 1e-9)
+
+
+@pytest.mark.gpu
+def test_features_in_the_hosts_memory_are_those_of_the_device(material: Material) -> None:
+    model, texts = small_target().to("cuda"), material[1]
+    reader = TargetReader(model, (1, 2, 4), torch.arange(90, device="cuda"))
+    kept = KeptFeatures(reader, texts, 0.0, np.arange(len(texts)), ALL)
+    assert all(part.is_pinned() for part in kept.shelves[HOST].parts)
+    plan = plan_batches(texts.lengths, 700, 16, None)
+    said = [kept.read(batch.to(torch.device("cuda"))) for batch in batches(texts, plan, 16)]
+    with unread(reader):
+        for before, batch in zip(said, batches(texts, plan, 16), strict=True):
+            agree(kept.read(batch.to(torch.device("cuda"))), before, batch, texts)
 
 
 def test_a_run_that_kept_nothing_does_not_begin_to(material: Material, tmp_path: Path) -> None:
