@@ -89,6 +89,8 @@ class Job:
     memory: float = MEMORY
     cache_bytes: int | None = None
     """Of its keys and values, where it shall not measure for itself how much of `memory` is left for them."""
+    processes: int = 1
+    """GPUs of this host that hold the model together."""
 
     @property
     def new(self) -> list[int]:
@@ -106,6 +108,8 @@ class Job:
         }  # fmt: skip
         if self.cache_bytes is not None:
             options["kv_cache_memory_bytes"] = self.cache_bytes
+        if self.processes > 1:
+            options["tensor_parallel_size"] = self.processes
         if self.dummy:
             options["load_format"] = "dummy"
         if way.chain is not None:

@@ -327,3 +327,21 @@ def test_without_the_engine_nothing_is_measured_in_vain(peers: Any, tmp_path: Pa
     (tmp_path / "vllm.py").unlink()
     with pytest.raises(SystemExit, match=r"vllm is not installed for .*--peer-python, or give --no-peer"):
         peers.main(["--shapes", "tiny"])
+
+
+def test_an_engine_over_several_gpus_is_told_of_them_and_timed_without_its_prompt(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--shapes", "tiny", "--processes", "2", "--prefix", "7", "--tokens", "5", "--draft-vocab", "64", "--chains", "3"]
+    importlib.import_module("parallel_peer").main([*arguments, "--out", str(out)])
+    rows, seen = read(out), read(engine)
+    assert [(row["shape"], row["processes"], row["method"], row["drafts"]) for row in rows] == [
+        ("tiny", 2, "plain", None), ("tiny", 2, "eagle3", 3),
+    ]  # fmt: skip
+    assert all(row["round_ms"] < 1e3 and row["prefill_ms"] > 0 and row["engine_version"] == "0.0.stand-in" for row in rows)
+    settings, calls = ([each for each in seen if ("model" in each) is wanted] for wanted in (True, False))
+    assert all(each["tensor_parallel_size"] == 2 and each["load_format"] == "dummy" for each in settings)
+    assert [each["max_tokens"] for each in calls] == ([5] * 5 + [1] * 5) * 2
+    assert all(each["ignore_eos"] and [len(ids) for ids in each["prompts"]] == [7] for each in calls)
