@@ -2,7 +2,8 @@
 
     python benchmarks/serving.py --model smollm2-135m-instruct --prompts mt_bench.jsonl --ways whole streamed long --in-flight 1 8 32 \\
         --start "fastspec=fastspec serve smollm2-135m-instruct --rows 32 --warmup --port {port}" \\
-        --start "vllm=vllm serve {model} --served-model-name smollm2-135m-instruct --no-enable-prefix-caching --port {port}"
+        --start "vllm=vllm serve {model} --served-model-name smollm2-135m-instruct --no-enable-prefix-caching --gpu-memory-utilization 0.1
+            --kv-cache-memory-bytes 6000000000 --port {port}"
     python benchmarks/serving.py --model NAME --prompts prompts.jsonl --server one=http://127.0.0.1:8000/v1 --server other=http://127.0.0.1:8001/v1
 
 Servers run already (`--server`), or are started here, all at once, and ended (`--start`): a free port takes the place of `{port}` in a
@@ -13,8 +14,9 @@ Every server gets the same greedy chats, so many of them in flight at a time and
 more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`, in one piece; or `long`, streamed, where every tenth
 request begins with a text of `--long` words. Before anything is timed each server answers four prompts; `equal` is the share of answers
 that are the first server's when it was first asked, which in fp32 must be 1. `pause_ms` are the times between the moments at which text of
-a stream arrives, chunks within 2 ms of each other taken for one, since a round brings several tokens. One client reads all streams, and a
-small model on a GPU makes tokens faster than it reads chunks: whole answers leave the server's own speed, and no time to a first token.
+a stream arrives, chunks within 2 ms of each other taken for one, since a round brings several tokens. `acceptance_length` is what the
+server's `/metrics` say, fastspec's or vLLM's; null where they say nothing of drafts. One client reads all streams, and a small model on a
+GPU makes tokens faster than it reads chunks: whole answers leave the server's own speed, and no time to a first token.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ import importlib.metadata
 import json
 import os
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
+from prometheus_client.parser import text_string_to_metric_families
 from serving_started import Started, started  # the script beside this one
 
 from fastspec.bench.prompts import read_rows
@@ -42,6 +47,11 @@ TOGETHER = 0.002
 LONG_EVERY = 10
 REQUESTS = 6
 """Times those in flight: so many requests at the least."""
+COUNTS = {
+    "fastspec_row_rounds_total": "rounds", "fastspec_accepted_tokens_total": "accepted",
+    "vllm:spec_decode_num_drafts_total": "rounds", "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+}  # fmt: skip
+"""What servers count of drafts, by the name of a sample."""
 
 
 @dataclass(slots=True)
@@ -94,6 +104,27 @@ async def load(
         return answers, time.perf_counter() - begun
 
 
+def drafted(url: str) -> dict[str, float]:
+    """Rounds of a row, and drafts accepted in them, since the server's start; nothing of a server that does not say."""
+    try:
+        with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+    except urllib.error.HTTPError:
+        return {}
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in COUNTS:
+                found[COUNTS[sample.name]] = found.get(COUNTS[sample.name], 0.0) + sample.value
+    return found
+
+
+def acceptance(before: dict[str, float], after: dict[str, float]) -> float | None:
+    """Mean tokens of a round, the bonus token counted, between two looks."""
+    rounds, accepted = (after.get(name, 0.0) - before.get(name, 0.0) for name in ("rounds", "accepted"))
+    return round(1 + accepted / rounds, 3) if rounds else None
+
+
 def texts(path: str, requests: int, long: int) -> list[str]:
     """So many prompts of a file, again from its start where it has fewer; with `long` every tenth behind a text of so many words."""
     found = [row["text"] for row in read_rows(path)]
@@ -127,9 +158,12 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
         for in_flight in given.in_flight:
             count = max(given.requests, REQUESTS * in_flight)
             for name, server in servers.items():
+                before = drafted(server.url)
                 answers, seconds = asyncio.run(load(server.url, given.model, prompts[:count], in_flight, given.max_tokens, whole))
+                after = drafted(server.url)
                 wanted += [answer.text for answer in answers[len(wanted) :]]
                 row = row_of(name, in_flight, answers, seconds, wanted[:count])
+                row["acceptance_length"] = acceptance(before, after)
                 row |= {"streamed": not whole, "max_tokens": given.max_tokens, "long": long, "note": given.note, "ready_s": server.ready_s}
                 row |= {"client_cpu": cpu_name(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
                 yield row | {package: importlib.metadata.version(package) for package in ("torch", "transformers", "openai")}

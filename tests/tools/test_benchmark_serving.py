@@ -20,11 +20,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Server(BaseHTTPRequestHandler):
     def log_message(self, *args): ...
 
+    asked = 0
+
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
+        told = self.path == "/metrics" and sys.argv[2] != ""
+        self.send_response(200 if told or self.path == "/health" else 404)
         self.end_headers()
+        if told:
+            for name, count in (("drafts", 2), ("accepted_tokens", 3)):
+                name = "vllm:spec_decode_num_" + name
+                text = f"# TYPE {name} counter\\n" + "".join(f'{name}_total{{engine="{e}"}} {Server.asked * count}\\n' for e in "01")
+                self.wfile.write(text.encode())
 
     def do_POST(self):
+        Server.asked += 1
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = asked["messages"][0]["content"].split("\\n")[-1][: asked["max_tokens"]] + sys.argv[2]
         usage = {"completion_tokens": len(text), "prompt_tokens": 1, "total_tokens": 1 + len(text)}
@@ -85,6 +94,7 @@ def test_every_way_and_load_of_servers_that_are_started(serving, files, tmp_path
     for row in rows:
         mine = row["server"] == "one"
         assert row["equal"] == mine and row["new_tokens"] == row["requests"] * (7 if mine else 16) and row["tokens_per_second"] > 0
+        assert row["acceptance_length"] == (None if mine else 2.5)
         assert (row["first_token_ms"][1] > 0) == row["streamed"] and row["ready_s"] > 0
     for pid in map(int, pids.read_text().split()):
         with pytest.raises(ProcessLookupError):

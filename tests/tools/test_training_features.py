@@ -392,7 +392,7 @@ def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path, com
     model = small_target().cuda()
     texts, heldout = small_texts(model, 160, config), small_texts(model, 24, config)
     trainer = Trainer(config, model, texts, heldout, Accelerator(mixed_precision="bf16"))
-    assert trainer.features is not None and trainer.features.features.is_cuda
+    assert trainer.features is not None and trainer.features.shelves[DEVICE].features.is_cuda
     before = trainer.validate()["top1"]
     trainer.run()
     assert trainer.features.read_before.all() and trainer.validate()["top1"] > before + 0.5
