@@ -85,7 +85,9 @@ def serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer that a request may ask for, in tokens.")] = 4096,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a row; more are answered 429.")] = 64,
     max_body: Annotated[int, typer.Option(min=1, help="Longest body of a request, in bytes.")] = 1 << 20,
-    prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens read between two rounds.")] = 256,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens read between two rounds; 1,024 on CUDA and 256 elsewhere without it.")
+    ] = None,
     device: Device = None,
     backend: Backend = "auto",
     warmup: Annotated[bool, typer.Option("--warmup", help="Compile and capture before the port opens.")] = False,
@@ -103,7 +105,7 @@ def serve(
 
     listener = bound(host, port)  # before a model is loaded in vain
     target, tokenizer, chosen = patched_model(model, eagle3, assistant, device, backend)
-    with listener, continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk) as batch:
+    with listener, continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk or "auto") as batch:
         if warmup:
             with counting("calls") as told:
                 seconds = batch.warmup(warmup_length, told)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -42,13 +42,13 @@ from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, roo
 
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
-CHUNK = 256
-"""Tokens of prompts that are read between two rounds."""
+CHUNKS = {"cuda": 1024, "cpu": 256}
+"""Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one pass."""
 
 
 def continuous(
-    model: Any, assistant: Any = "eagle3", rows: int = 8, *, max_length: int | None = None, prefill_chunk: int | None = CHUNK,
-    narrows: bool = True,
+    model: Any, assistant: Any = "eagle3", rows: int = 8, *, max_length: int | None = None,
+    prefill_chunk: int | Literal["auto"] | None = "auto", narrows: bool = True,
 ) -> Continuous:  # fmt: skip
     """Decode prompts as they come, up to `rows` at a time:
 
@@ -58,8 +58,9 @@ def continuous(
 
     `assistant` is what `fastspec.ContinuousBatch` takes. A row has room for `max_length` tokens, prompt and answer (None: the model's
     positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are read `prefill_chunk` tokens at a time between two
-    rounds. None: any number, for work of which nobody waits for one answer; then one row in sixteen may stand idle until several prompts
-    can be read together. Where passes are captured, short prompts that wait at the same time are read together, up to eight in one pass.
+    rounds ("auto": 1,024 on CUDA, 256 elsewhere). None: any number, for work of which nobody waits for one answer; then one row in sixteen
+    may stand idle until several prompts can be read together. Where passes are captured, short prompts that wait at the same time are read
+    together, up to eight in one pass.
 
     Rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`, since a tree in an idle row costs as much as in another. In low
     precision a text's rounding depends on the number of rows, and so on the load. With `narrows=False` there are always `rows`, which take
@@ -85,8 +86,10 @@ def continuous(
             f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and prompts come to each at a "
             "time of its own; generate takes an assistant there, in all processes at once"
         )
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise Unsupported(f"continuous: prefill_chunk={prefill_chunk} must be at least 1")
+    if prefill_chunk == "auto":
+        prefill_chunk = CHUNKS.get(device_of(model).type, CHUNKS["cpu"])
+    if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
+        raise Unsupported(f'continuous: prefill_chunk={prefill_chunk!r} must be at least 1, None or "auto"')
     decoding = resolve(ContinuousBatch(assistant, rows), session.resources, model).decoding
     if isinstance(decoding, EagleDecoding) and decoding.auto is not None:
         raise Unsupported('total_tokens="auto" measures on the text of a call, which an open batch does not have: give a number of nodes')

@@ -4,7 +4,8 @@ second turn. A text that goes on from another takes its place, as it holds all o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from fastspec.errors import Unsupported
 from fastspec.training.config import ENLARGEMENTS, TrainConfig
 from fastspec.training.data import Row, Texts, first_turn
-from fastspec.training.regenerate import answer
+from fastspec.training.regenerate import answer, answering
 from fastspec.training.shards import Clock, Shards
 
 Pair = tuple[list[int], list[bool]]
@@ -36,18 +37,20 @@ class Enlarger:
     config: TrainConfig
     clock: Clock
     report: Callable[[dict[str, Any]], None] | None = None
+    patches: ExitStack = field(default_factory=ExitStack, init=False)
 
     def run(self, texts: Texts) -> Texts:
         """`texts` and what `config.continue_cut`, `second_answers` and `follow_ups` add to them; raises `OutOfTime` with the clock."""
         kinds = [kind for kind in ENLARGEMENTS if getattr(self.config, kind)]
         keep, parts, spent = np.ones(len(texts), dtype=bool), [], 0.0
-        for index, kind in enumerate(kinds):
-            minutes = self.config.enlarge_minutes * (index + 1) / len(kinds)
-            made, spent = self._kind(kind, texts, spent, 60 * minutes or float("inf"))
-            for part, origin in made:
-                parts.append(part)
-                if kind != "second_answers":
-                    keep[origin] = False
+        with ExitStack() as self.patches:
+            for index, kind in enumerate(kinds):
+                minutes = self.config.enlarge_minutes * (index + 1) / len(kinds)
+                made, spent = self._kind(kind, texts, spent, 60 * minutes or float("inf"))
+                for part, origin in made:
+                    parts.append(part)
+                    if kind != "second_answers":
+                        keep[origin] = False
         return Texts.join([texts.select(keep), *parts])
 
     def _kind(self, kind: str, texts: Texts, spent: float, bound: float) -> tuple[list[tuple[Texts, np.ndarray]], float]:
@@ -73,6 +76,7 @@ class Enlarger:
 
     def _shard(self, kind: str, texts: Texts, chosen: np.ndarray, rng: np.random.Generator) -> tuple[Texts, dict[str, Any]]:
         """One shard of texts that the target went on with, and beside them `origin` and `made`, the number of new tokens."""
+        self.patches.enter_context(answering(self.target))
         given, sampled = self._material(kind, [texts.text(i) for i in chosen], texts.greedy[chosen], rng)
         found = answer(self.target, [tokens for tokens, _ in given], sampled, self.config, self.ends)
         before = np.array([len(tokens) for tokens, _ in given])

@@ -7,7 +7,7 @@ Shards are written as they are done, so that a stopped run goes on where it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +57,21 @@ def answer_prompts(
     """
     shards = Shards(folder, clock)
     parts = []
-    for number, start in enumerate(range(0, len(rows), config.shard_texts)):
-        chosen, seed = rows[start : start + config.shard_texts], (config.seed, start)
+    with ExitStack() as stack:
+        for number, start in enumerate(range(0, len(rows), config.shard_texts)):
+            chosen, seed = rows[start : start + config.shard_texts], (config.seed, start)
 
-        def make(
-            chosen: Sequence[Row] = chosen, seed: tuple[int, int] = seed, start: int = start
-        ) -> tuple[Texts, dict[str, Any]]:
-            share = 0.0 if greedy else config.sampled_share
-            sampled = np.random.default_rng(seed).random(len(chosen)) < share
-            done = lambda count: tell(start + count, len(rows))  # noqa: E731
-            return answer(target, encode_prompts(tokenizer, chosen), sampled, config, ends, tell=done), {}
+            def make(
+                chosen: Sequence[Row] = chosen, seed: tuple[int, int] = seed, start: int = start
+            ) -> tuple[Texts, dict[str, Any]]:
+                stack.enter_context(answering(target))
+                share = 0.0 if greedy else config.sampled_share
+                sampled = np.random.default_rng(seed).random(len(chosen)) < share
+                done = lambda count: tell(start + count, len(rows))  # noqa: E731
+                return answer(target, encode_prompts(tokenizer, chosen), sampled, config, ends, tell=done), {}
 
-        parts.append(shards.get(number, seed, make)[0])
-        tell(start + len(chosen), len(rows))
+            parts.append(shards.get(number, seed, make)[0])
+            tell(start + len(chosen), len(rows))
     return Texts.join(parts)
 
 
@@ -87,7 +89,7 @@ def answer(
     order = sorted((i for i in range(len(prompts)) if 0 < len(prompts[i]) <= room), key=lambda i: -len(prompts[i]))
     answers: list[list[int]] = [[] for _ in prompts]
     answered = len(prompts) - len(order)
-    with _answering(target):
+    with answering(target):
         for draws in (False, True):
             left = [i for i in order if bool(sampled[i]) == draws]
             while left:
@@ -102,15 +104,17 @@ def answer(
 
 
 @contextmanager
-def _answering(target: Any) -> Iterator[None]:
-    """Let a target answer by fastspec's rounds, and by no settings of its own."""
+def answering(target: Any) -> Iterator[None]:
+    """Let a target answer by fastspec's rounds, and by no settings of its own. Around several answers it is patched, and its rounds are
+    captured, once for all of them."""
     own, target.generation_config = target.generation_config, GenerationConfig()
+    patches = session_of(target) is None
     try:
-        with nullcontext() if session_of(target) is not None else patched(target):
+        with patched(target) if patches else nullcontext():
             yield
     finally:
         target.generation_config = own
-        if target.device.type == "cuda":
+        if patches and target.device.type == "cuda":
             torch.cuda.empty_cache()  # what rounds held is the trainer's now
 
 

@@ -135,5 +135,7 @@ def test_a_batch_of_which_nobody_waits_for_one_answer(device, groups):
             futures = [batch.submit(each, max_new_tokens=3 + place % 5, **GREEDY) for place, each in enumerate(ids)]
         assert told(futures) == [alone(plain, each.to(device), 3 + place % 5) for place, each in enumerate(ids)]
     assert groups and set(groups) <= {2, 4, 8}
-    with pytest.raises(fastspec.Unsupported, match="prefill_chunk=0 must be at least 1"):
+    with pytest.raises(fastspec.Unsupported, match='prefill_chunk=0 must be at least 1, None or "auto"'):
         fastspec.continuous(model, prefill_chunk=0)
+    with fastspec.continuous(model, "autoregressive", rows=1, max_length=80) as batch:
+        assert batch.chunk == batch._widths.current.chunk == (1024 if device == "cuda" else 256)

@@ -13,10 +13,11 @@ from transformers import GenerationConfig
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.patches.session import session_of
+from fastspec.training import regenerate
 from fastspec.training.config import TrainConfig
 from fastspec.training.data import Texts, batches, draft_vocabulary, join_answers, plan_batches
 from fastspec.training.enlarge import Enlarger, candidates, follow_up
-from fastspec.training.regenerate import answer, end_tokens
+from fastspec.training.regenerate import answer, answer_prompts, end_tokens
 from fastspec.training.shards import Clock, OutOfTime, Shards
 
 ROWS = [{"prompt": "w40 w41"}, {"turns": ["w50", "w60"]}]
@@ -70,6 +71,26 @@ def test_answers_heed_no_settings_of_the_targets_own(is_patched: bool) -> None:
         fastspec.patch(model)
     assert rows_of(answer(model, prompts, *asked)) == plain
     assert model.generation_config is own and (session_of(model) is not None) == is_patched
+
+
+def test_a_target_is_patched_once_for_all_shards_and_unpatched_behind_them(
+    texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patches: list[object] = []
+    former = regenerate.patched
+    monkeypatch.setattr(regenerate, "patched", lambda model: patches.append(model) or former(model))
+    model = small_target(3)
+    model.generation_config.temperature = own = 0.75
+    rows = [{"prompt": f"w{n} w{n + 1}"} for n in range(10, 16)]
+    config = settings(tmp_path, prompts="none", shard_texts=2, second_answers=True, sampled_share=1.0)
+    for made in (1, 0):  # what is there asks nobody
+        patches.clear()
+        found = answer_prompts(model, small_tokenizer(), rows, (END,), config, tmp_path / "answers", Clock())
+        assert len(patches) == made and len(found) == 6 and len(list((tmp_path / "answers").iterdir())) == 3
+        assert session_of(model) is None and model.generation_config.temperature == own
+    patches.clear()
+    more = Enlarger(target=model, tokenizer=small_tokenizer(), ends=(END,), rows=rows, config=config, clock=Clock()).run(found)
+    assert len(patches) == 1 and len(more) == 12 and session_of(model) is None and model.generation_config.temperature == own
 
 
 def test_sampled_answers_are_drawn_from_what_the_settings_leave() -> None:

@@ -124,8 +124,10 @@ class OpenBatch(Batch):
 
     def take(self, prompt: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
         """See `Batch.take`; a prompt that has ended leaves its row."""
-        with self.guarded(prompt):
+        try:  # `guarded`, without what its generator costs a row and round
             super().take(prompt, tokens, accepted, None, None)
+        except BaseException as error:
+            self.errors.setdefault(prompt, error)
         if prompt in self.errors or not self.active[prompt]:
             self._leave(prompt, self.errors.pop(prompt, None))
 
