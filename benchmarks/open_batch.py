@@ -134,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", nargs="+", default=[], help="jsonl files")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights, in place of --model and --prompts")
     parser.add_argument("--assistant", default="autoregressive")
+    parser.add_argument("--tree", help="total_tokens,depth,top_k of eagle3, in place of the default")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--clients", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--chunks", nargs="+", type=int, default=[256, 1024])
@@ -145,9 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("name --prompts, or a --shape")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, prompts = made(args, device)
-    shared = {"model": args.shape or args.model, "assistant": args.assistant, "rows": args.rows, "device": device_name(model.device)}
-    shared |= {"dtype": str(model.dtype).removeprefix("torch."), **versions()}
-    with fastspec.continuous(model, args.assistant, rows=args.rows, max_length=2048) as batch:
+    assistant: Any = args.assistant
+    if args.tree is not None:
+        assistant = fastspec.Eagle3(**dict(zip(("total_tokens", "depth", "top_k"), map(int, args.tree.split(",")), strict=True)))
+    shared = {"model": args.shape or args.model, "assistant": args.assistant, "tree": args.tree, "rows": args.rows}
+    shared |= {"device": device_name(model.device), "dtype": str(model.dtype).removeprefix("torch."), **versions()}
+    with fastspec.continuous(model, assistant, rows=args.rows, max_length=2048) as batch:
         batch.warmup()
         load(batch, prompts, max(args.clients), max(1, args.tokens // 4))
         for _ in range(args.repeats):
