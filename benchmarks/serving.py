@@ -27,13 +27,13 @@ import importlib.metadata
 import json
 import os
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from serving_started import Started, started  # the script beside this one
@@ -107,15 +107,13 @@ async def load(
 def drafted(url: str) -> dict[str, float]:
     """Rounds of a row, and drafts accepted in them, since the server's start; nothing of a server that does not say."""
     try:
-        with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=60) as answer:
-            text = answer.read().decode()
-    except urllib.error.HTTPError:
+        with urllib.request.urlopen(url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=60) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    except (OSError, ValueError):  # no such route, or another's
         return {}
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name in COUNTS:
-                found[COUNTS[sample.name]] = found.get(COUNTS[sample.name], 0.0) + sample.value
+    for sample in (sample for family in families for sample in family.samples if sample.name in COUNTS):
+        found[COUNTS[sample.name]] = found.get(COUNTS[sample.name], 0.0) + sample.value
     return found
 
 
@@ -148,6 +146,7 @@ def row_of(server: str, in_flight: int, answers: Sequence[Answer], seconds: floa
 
 def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[dict[str, Any]]:
     """A row for every way, load and server."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     for way in given.ways:
         whole, long = way == "whole", given.long if way == "long" else 0
         most = max(given.requests, REQUESTS * max(given.in_flight))
@@ -165,6 +164,7 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
                 row = row_of(name, in_flight, answers, seconds, wanted[:count])
                 row["acceptance_length"] = acceptance(before, after)
                 row |= {"streamed": not whole, "max_tokens": given.max_tokens, "long": long, "note": given.note, "ready_s": server.ready_s}
+                row |= {"model": given.model, "prompts": Path(given.prompts).stem, "device": gpu or "cpu"}
                 row |= {"client_cpu": cpu_name(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
                 yield row | {package: importlib.metadata.version(package) for package in ("torch", "transformers", "openai")}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -72,6 +75,18 @@ def generate(
         raise typer.Exit(1)
 
 
+@contextmanager
+def left_alone_by_the_collector() -> Iterator[None]:
+    """What there is stays out of garbage collections: a full one goes through a million objects of torch and transformers, holds the
+    interpreter for some tenths of a second, and stops all streams meanwhile."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def serve(
     model: Annotated[str, typer.Argument(help="Hub id, directory or .gguf file of the target.")] = SMOLLM2,
     eagle3: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
@@ -111,4 +126,5 @@ def serve(
                 seconds = batch.warmup(warmup_length, told)
             Console(stderr=True, highlight=False).print(f"warmed up in {seconds:.1f} s", markup=False)
         app = build_app(batch, tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key)
-        run_server(app, listener, log_level=log_level, grace=grace)
+        with left_alone_by_the_collector():
+            run_server(app, listener, log_level=log_level, grace=grace)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal, cast
 
@@ -88,7 +89,8 @@ def continuous(
         )
     if prefill_chunk == "auto":
         prefill_chunk = CHUNKS.get(device_of(model).type, CHUNKS["cpu"])
-    if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
+    whole = isinstance(prefill_chunk, Integral) and not isinstance(prefill_chunk, bool) and prefill_chunk >= 1
+    if prefill_chunk is not None and not whole:
         raise Unsupported(f'continuous: prefill_chunk={prefill_chunk!r} must be at least 1, None or "auto"')
     decoding = resolve(ContinuousBatch(assistant, rows), session.resources, model).decoding
     if isinstance(decoding, EagleDecoding) and decoding.auto is not None:

@@ -76,7 +76,7 @@ class Enlarger:
 
     def _shard(self, kind: str, texts: Texts, chosen: np.ndarray, rng: np.random.Generator) -> tuple[Texts, dict[str, Any]]:
         """One shard of texts that the target went on with, and beside them `origin` and `made`, the number of new tokens."""
-        self.patches.enter_context(answering(self.target))
+        self.patches.enter_context(answering(self.target, self.config.max_length))
         given, sampled = self._material(kind, [texts.text(i) for i in chosen], texts.greedy[chosen], rng)
         found = answer(self.target, [tokens for tokens, _ in given], sampled, self.config, self.ends)
         before = np.array([len(tokens) for tokens, _ in given])

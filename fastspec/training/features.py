@@ -8,10 +8,14 @@ vocabulary are computed from the states anew; where the loss asks for none, no s
 
 from __future__ import annotations
 
+import math
+import os
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]  # of accelerate
 import torch
 from torch import Tensor
 
@@ -69,8 +73,9 @@ class KeptFeatures:
                 self.place[text], left[place] = place, left[place] - size[text]
         if not self.place.any():
             least = (size[mine].min() + (reader.drafted_bytes if gib else 0)) / GIB
-            name, given = ("keep_features", gib) if gib else ("keep_features_host", host_gib)
-            raise Unsupported(f"{name} is {given:g} GiB, and the shortest text takes {least:.3g}: allow more, or 0 for none")
+            given = {"keep_features": gib, "keep_features_host": host_gib}
+            told = " and ".join(f"{name} is {value:g} GiB" for name, value in given.items() if value)
+            raise Unsupported(f"{told}, and the shortest text takes {least:.3g}: allow more, or 0 for none")
         self.first, self.first_judged = self._begins(self.lengths), self._begins(self.judged)
         self.read_before = np.zeros(len(texts), dtype=bool)
         like = Shelf(features[0], states, judged.whole, judged.best)
@@ -89,9 +94,12 @@ class KeptFeatures:
         here = self.place == place
         tokens, count = int(self.lengths[here].sum()), int(self.judged[here].sum())
         where = self.device if place == DEVICE else torch.device("cpu")
+        sizes = [(n, *part.shape[1:]) for part, n in zip(like.parts, (tokens, count, count, count), strict=True)]
+        needed = sum(part.itemsize * math.prod(size) for part, size in zip(like.parts, sizes, strict=True))
+        if place == HOST and needed > (room := _host_room()):  # more would not be refused, but end the process once it is written to
+            raise Unsupported(f"{name} is {gib:g} GiB, and the host has {room / GIB:.3g} GiB left for each process")
         try:
-            sizes = zip(like.parts, (tokens, count, count, count), strict=True)
-            parts = [torch.empty((n, *part.shape[1:]), dtype=part.dtype, device=where) for part, n in sizes]
+            parts = [torch.empty(size, dtype=part.dtype, device=where) for part, size in zip(like.parts, sizes, strict=True)]
             if place == HOST and self.device.type == "cuda":
                 for part in parts:
                     _lock(part)
@@ -156,6 +164,15 @@ class KeptFeatures:
     def _moved(self, index: np.ndarray) -> Tensor:
         found = torch.from_numpy(index)
         return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found.to(self.device)
+
+
+def _host_room() -> float:
+    """Bytes of the host's memory that each process of it may still take, as far as the system and a container's limit say."""
+    room = float(psutil.virtual_memory().available)
+    most, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if most.exists() and used.exists() and (limit := most.read_text(encoding="utf-8").strip()).isdigit():
+        room = min(room, int(limit) - int(used.read_text(encoding="utf-8")))
+    return room / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _lock(part: Tensor) -> None:

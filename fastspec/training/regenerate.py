@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ A_CALL = 64
 """Prompts of a call for every row of it: at its end rows stand idle."""
 TOP_K = 64
 """The likeliest tokens, which sampled answers are drawn from."""
+_CHOSEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Target that answers -> the rows that were chosen for it."""
 
 
 def end_tokens(target: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -64,7 +67,7 @@ def answer_prompts(
             def make(
                 chosen: Sequence[Row] = chosen, seed: tuple[int, int] = seed, start: int = start
             ) -> tuple[Texts, dict[str, Any]]:
-                stack.enter_context(answering(target))
+                stack.enter_context(answering(target, config.max_length))
                 share = 0.0 if greedy else config.sampled_share
                 sampled = np.random.default_rng(seed).random(len(chosen)) < share
                 done = lambda count: tell(start + count, len(rows))  # noqa: E731
@@ -89,13 +92,12 @@ def answer(
     order = sorted((i for i in range(len(prompts)) if 0 < len(prompts[i]) <= room), key=lambda i: -len(prompts[i]))
     answers: list[list[int]] = [[] for _ in prompts]
     answered = len(prompts) - len(order)
-    with answering(target):
+    with answering(target, config.max_length) as most:
         for draws in (False, True):
             left = [i for i in order if bool(sampled[i]) == draws]
             while left:
-                rows = _rows(target, len(prompts[left[0]]) + config.new_tokens)
-                group, left = left[: A_CALL * rows], left[A_CALL * rows :]
-                for index, tokens in zip(group, _call(target, [prompts[i] for i in group], draws, config, ends, rows), strict=True):
+                group, left = left[: A_CALL * most], left[A_CALL * most :]
+                for index, tokens in zip(group, _call(target, [prompts[i] for i in group], draws, config, ends, most), strict=True):
                     answers[index] = tokens
                 answered += len(group)
                 tell(answered)
@@ -104,16 +106,20 @@ def answer(
 
 
 @contextmanager
-def answering(target: Any) -> Iterator[None]:
-    """Let a target answer by fastspec's rounds, and by no settings of its own. Around several answers it is patched, and its rounds are
-    captured, once for all of them."""
+def answering(target: Any, longest: int) -> Iterator[int]:
+    """Let a target answer by fastspec's rounds, and by no settings of its own -> the rows that are decoded at a time, of texts of up to
+    `longest` tokens. Around several answers it is patched, and the rows are chosen, once for all of them: what the first of them hold is no
+    reason to take fewer rows, whose rounds would be captured anew."""
     own, target.generation_config = target.generation_config, GenerationConfig()
-    patches = session_of(target) is None
+    patches, outermost = session_of(target) is None, target not in _CHOSEN
     try:
+        rows = _CHOSEN.setdefault(target, _rows(target, longest) if outermost else 0)
         with patched(target) if patches else nullcontext():
-            yield
+            yield rows
     finally:
         target.generation_config = own
+        if outermost:
+            _CHOSEN.pop(target, None)
         if patches and target.device.type == "cuda":
             torch.cuda.empty_cache()  # what rounds held is the trainer's now
 

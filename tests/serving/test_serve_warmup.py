@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def run(gate: Any, listener: socket.socket, **options: Any) -> None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(listener.getsockname())
+        found["frozen"] = gc.get_freeze_count()
 
     monkeypatch.setattr(server, "build_app", built)
     monkeypatch.setattr(server, "run_server", run)
@@ -54,6 +56,7 @@ def test_a_server_warms_up_before_its_port_opens(seen: dict[str, Any]) -> None:
     assert done.exit_code == 0, done.output
     assert "10 of 10 calls" in done.output and "warmed up in" in done.output  # prompts of 32, 64, 128, 176; rows 1, 2, 3, each twice
     assert seen["widths"] == {1, 2, 3} and seen["joined"] == 0
+    assert seen["frozen"] > 100_000 and gc.get_freeze_count() == 0, "collections leave what there was before the first request alone"
     done = CliRunner().invoke(app, [*arguments, "--warmup", "--warmup-length", "40"])
     assert done.exit_code == 0 and "8 of 8 calls" in done.output  # prompts of 40, 32
     done = CliRunner().invoke(app, arguments)

@@ -27,7 +27,7 @@ from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.patches.assistants.heads import inspect_head, load_head
 from fastspec.patches.session import session_of
-from fastspec.training import ttt
+from fastspec.training import features, ttt
 from fastspec.training.data import Batch, Texts, batches, plan_batches
 from fastspec.training.features import DEVICE, GIB, HOST, NOWHERE, KeptFeatures
 from fastspec.training.target import TargetReader
@@ -179,6 +179,18 @@ def test_less_memory_than_a_text_takes_is_refused(material: Material) -> None:
         KeptFeatures(reader, material[1], 1e-9, np.arange(60))
     with pytest.raises(Unsupported, match=r"keep_features_host is 1e-09 GiB, and the shortest text takes .*: allow more, or 0 for none"):
         KeptFeatures(reader, material[1], 0.0, np.arange(60), 1e-9)
+    with pytest.raises(Unsupported, match=r"keep_features is 1e-09 GiB and keep_features_host is 2e-09 GiB, and the shortest text takes"):
+        KeptFeatures(reader, material[1], 1e-9, np.arange(60), 2e-9)
+
+
+def test_memory_that_the_host_has_not_is_refused_before_it_is_taken(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = TargetReader(material[0], (1, 2, 4), torch.arange(90))
+    room = features._host_room()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert GIB / 64 < features._host_room() < room / 2
+    monkeypatch.setattr(features, "_host_room", lambda: 1000.0)
+    with pytest.raises(Unsupported, match=r"keep_features_host is 1 GiB, and the host has .* GiB left for each process"):
+        KeptFeatures(reader, material[1], 0.0, np.arange(60), ALL)
 
 
 @pytest.mark.gpu

@@ -77,8 +77,11 @@ def test_a_target_is_patched_once_for_all_shards_and_unpatched_behind_them(
     texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patches: list[object] = []
-    former = regenerate.patched
+    former, rows_of_call, chosen = regenerate.patched, regenerate._call, iter(range(3, 99))
+    calls: list[int] = []
     monkeypatch.setattr(regenerate, "patched", lambda model: patches.append(model) or former(model))
+    monkeypatch.setattr(regenerate, "_rows", lambda target, length: next(chosen))  # as the rounds of the former shards hold memory
+    monkeypatch.setattr(regenerate, "_call", lambda *given: calls.append(given[-1]) or rows_of_call(*given))
     model = small_target(3)
     model.generation_config.temperature = own = 0.75
     rows = [{"prompt": f"w{n} w{n + 1}"} for n in range(10, 16)]
@@ -88,8 +91,10 @@ def test_a_target_is_patched_once_for_all_shards_and_unpatched_behind_them(
         found = answer_prompts(model, small_tokenizer(), rows, (END,), config, tmp_path / "answers", Clock())
         assert len(patches) == made and len(found) == 6 and len(list((tmp_path / "answers").iterdir())) == 3
         assert session_of(model) is None and model.generation_config.temperature == own
+    assert len(calls) == 3 and len(set(calls)) == 1
     patches.clear()
     more = Enlarger(target=model, tokenizer=small_tokenizer(), ends=(END,), rows=rows, config=config, clock=Clock()).run(found)
+    assert len(calls) == 6 and len(set(calls[3:])) == 1
     assert len(patches) == 1 and len(more) == 12 and session_of(model) is None and model.generation_config.temperature == own
 
 
