@@ -21,7 +21,7 @@ from fastspec.generation.drafters.block.head import BlockHead
 from fastspec.training import TrainConfig, blocks
 from fastspec.training.blocks import BlockTraining, draw_anchors, places_of
 from fastspec.training.data import Texts, batches
-from fastspec.training.features import KeptFeatures
+from fastspec.training.features import DEVICE, KeptFeatures
 from fastspec.training.learner_block import block_for, default_taps, start_block, unused_token
 from fastspec.training.losses import LOSSES, row_losses
 from fastspec.training.target import TargetReader
@@ -240,7 +240,7 @@ def test_losses_of_the_texts_tokens_need_no_distributions(material: Material, ki
     whole = TargetReader(model, head.config.taps, vocabulary)
     training = BlockTraining(head, LOSSES["ce"], 0.7, bare.draft_id)
     kept = KeptFeatures(bare, texts, 1.0, np.arange(len(texts)))
-    assert kept.states.shape == (int(kept.judged.sum()), 0)
+    assert kept.shelves[DEVICE].states.shape == (int(kept.judged.sum()), 0)
     batch = next(batches(texts, [np.arange(5)], 16))
     anchors = torch.from_numpy(draw_anchors(batch.where.numpy(), tuple(batch.ids.shape), 4, np.random.default_rng(0)))
     wanted = training(batch.ids, whole.read(batch.ids, batch.where), anchors)
