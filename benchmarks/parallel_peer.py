@@ -19,29 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from full_size import SHAPES, make_head
+from full_size import SHAPES, make_head  # the scripts beside this one
+from peers import COMPILES, RUNS, write_configs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastspec.bench.device import device_name, versions
 from fastspec.bench.peers import Job, Peer, Way, answers, medians
-from fastspec.training.save import checkpoint_config
-
-COMPILES, RUNS = 2, 3
 
 
-def write_configs(name: str, folder: Path, draft_vocab: int) -> tuple[str, str]:
-    """Folders with the configurations of a shape and of a head for it, without weights: (target, head)."""
+def written(name: str, folder: Path, draft_vocab: int) -> tuple[str, str]:
+    """Folders with the configurations of a shape and of a head for it: (target, head)."""
     kind, sizes = SHAPES[name]
     config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=131072, bos_token_id=None, eos_token_id=None, pad_token_id=0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        head = make_head(model, draft_vocab)
-    target, drafts = folder / "target", folder / "head"
-    model.config.architectures = [type(model).__name__]  # which vLLM chooses its class by
-    model.config.save_pretrained(target)
-    drafts.mkdir()
-    (drafts / "config.json").write_text(json.dumps(checkpoint_config(head)))
-    return str(target), str(drafts)
+        return write_configs(model, make_head(model, draft_vocab), folder)
 
 
 def rows_of(peer: Peer, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -49,7 +41,7 @@ def rows_of(peer: Peer, name: str, args: argparse.Namespace) -> list[dict[str, A
     ids = torch.randint(10, SHAPES[name][1]["vocab_size"], (args.prefix,), generator=torch.Generator().manual_seed(0)).tolist()
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        target, head = write_configs(name, Path(folder), args.draft_vocab)
+        target, head = written(name, Path(folder), args.draft_vocab)
         for chain in (None, *args.chains):
             job = Job(
                 target, "bfloat16", [[ids], [ids]], (args.tokens, 1), exact_length=True, head=head, dummy=True, warmup=COMPILES, runs=RUNS,

@@ -119,11 +119,7 @@ def of_shape(name: str, new: int, cases: Sequence[Case], round_case: Case | None
             yield from found
     dtype = str(model.dtype).removeprefix("torch.")
     with tempfile.TemporaryDirectory() as folder:
-        target, drafts = Path(folder) / "target", Path(folder) / "head"
-        model.config.architectures = [type(model).__name__]  # which vLLM chooses its class by
-        model.config.save_pretrained(target)
-        drafts.mkdir()
-        (drafts / "config.json").write_text(json.dumps(checkpoint_config(head)))
+        target, drafts = write_configs(model, head, Path(folder))
         del model, head
         leave()
         if setup.peer is None:
@@ -135,8 +131,18 @@ def of_shape(name: str, new: int, cases: Sequence[Case], round_case: Case | None
                     chosen.append((case, batch))
                     seconds += other
             if chosen:
-                rows = partial(their_rows, str(target), str(drafts), dtype, chosen, method, new, long, setup)
+                rows = partial(their_rows, target, drafts, dtype, chosen, method, new, long, setup)
                 yield from setup.tried(f"{name}, {THEIRS} {method}", THEIRS, seconds, rows)
+
+
+def write_configs(model: Any, head: Any, folder: Path) -> tuple[str, str]:
+    """Folders with the configurations of a model and of its head, without weights, as vLLM reads them: (target, head)."""
+    target, drafts = folder / "target", folder / "head"
+    model.config.architectures = [type(model).__name__]  # which vLLM chooses its class by
+    model.config.save_pretrained(target)
+    drafts.mkdir()
+    (drafts / "config.json").write_text(json.dumps(checkpoint_config(head)))
+    return str(target), str(drafts)
 
 
 def told_case(name: str, method: str, case: Case) -> str:

@@ -29,6 +29,8 @@ SEED = 0
 """Of the order in which texts are chosen to be kept."""
 
 
+CGROUP = Path("/sys/fs/cgroup")
+"""Where a container's limits are told."""
 NOWHERE, DEVICE, HOST = 0, 1, 2
 """Where a text's features are kept; texts of one batch should share it, see `KeptFeatures.read`."""
 
@@ -169,9 +171,11 @@ class KeptFeatures:
 def _host_room() -> float:
     """Bytes of the host's memory that each process of it may still take, as far as the system and a container's limit say."""
     room = float(psutil.virtual_memory().available)
-    most, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if most.exists() and used.exists() and (limit := most.read_text(encoding="utf-8").strip()).isdigit():
-        room = min(room, int(limit) - int(used.read_text(encoding="utf-8")))
+    most, used, stat = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
+    if all(path.exists() for path in (most, used, stat)) and (limit := most.read_text(encoding="utf-8").strip()).isdigit():
+        parts = dict(line.split() for line in stat.read_text(encoding="utf-8").splitlines())
+        cached = int(parts["inactive_file"]) + int(parts["active_file"])  # of files that were read, which is given back when it is needed
+        room = min(room, int(limit) - int(used.read_text(encoding="utf-8")) + cached)
     return room / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

@@ -183,8 +183,15 @@ def test_less_memory_than_a_text_takes_is_refused(material: Material) -> None:
         KeptFeatures(reader, material[1], 1e-9, np.arange(60), 2e-9)
 
 
-def test_memory_that_the_host_has_not_is_refused_before_it_is_taken(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_host_has_not_is_refused_before_it_is_taken(
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader = TargetReader(material[0], (1, 2, 4), torch.arange(90))
+    monkeypatch.setattr(features, "CGROUP", tmp_path)
+    for name, text in (("max", "9000\n"), ("current", "8000\n"), ("stat", "anon 5000\ninactive_file 2000\nactive_file 500\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert features._host_room() == 9000 - 8000 + 2500, "what a container read of files is not in the way"
+    (tmp_path / "memory.max").write_text("max\n")
     room = features._host_room()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert GIB / 64 < features._host_room() < room / 2
