@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -52,14 +52,23 @@ class TreeShape:
 DEFAULT_TREES = {"cpu": TreeShape(total_tokens=16, depth=3, top_k=4), "cuda": TreeShape(total_tokens=60, depth=7, top_k=10)}
 # The same of EAGLE-3 on the C++ kernels of the CPU, whose products of 8 rows cost less than those of 16.
 CPP_TREE = TreeShape(total_tokens=8, depth=3, top_k=2)
-# (device type) -> the same in batches of MANY_ROWS rows and more, where a pass is bound by arithmetic.
-BATCH_TREES = {"cuda": TreeShape(total_tokens=32, depth=6, top_k=8)}
-MANY_ROWS = 8
+# (device type) -> the same in batches of so many rows and more, ascending: some 256 nodes in all, behind which arithmetic binds a pass.
+BATCH_TREES = {
+    "cuda": (
+        (8, TreeShape(total_tokens=32, depth=6, top_k=8)), (16, TreeShape(total_tokens=16, depth=5, top_k=4)),
+        (32, TreeShape(total_tokens=8, depth=5, top_k=2)), (128, TreeShape(total_tokens=4, depth=3, top_k=1)),
+    ),
+}  # fmt: skip
 # (temperature, depth) -> the depth of the device's trees at the most in calls that sample at this temperature and above, where fewer levels
 # are accepted than a greedy call's.
 SAMPLED_DEPTHS = ((0.8, 3), (0.0, 5))
 # (device type) -> numbers of nodes that total_tokens="auto" chooses from.
 AUTO_SIZES = {"cpu": (2, 4, 6, 8, 12, 16, 24, 32), "cuda": (8, 16, 24, 32, 48, 60, 64, 96, 128)}
+
+
+def for_rows(shape: TreeShape, batched: Iterable[tuple[int, TreeShape]], rows: int) -> TreeShape:
+    """The tree in a batch of so many rows: the last of `batched` that is for as few, else `shape`."""
+    return next((each for least, each in reversed(tuple(batched)) if rows >= least), shape)
 
 
 def sampled(shape: TreeShape, temperature: float) -> TreeShape:
@@ -180,11 +189,15 @@ class _DynamicTree:
         """Whether the tree is left to the device, the number of rows and the temperature."""
         return self.depth is None and self.top_k is None and self.total_tokens is None
 
+    def batched(self, device_type: str) -> tuple[tuple[int, TreeShape], ...]:
+        """(rows, the tree in batches of so many and more), ascending, where it is left to the device."""
+        return BATCH_TREES.get(device_type, ()) if self.is_default else ()
+
     def shape(self, device_type: str, rows: int = 1) -> TreeShape:
         """The tree to grow for each of so many rows on a device of this type ("cpu", "cuda"); with "auto" the largest of `sizes`."""
         default = DEFAULT_TREES.get(device_type, DEFAULT_TREES["cuda"])
         if self.is_default:
-            return BATCH_TREES.get(device_type, default) if rows >= MANY_ROWS else default
+            return for_rows(default, self.batched(device_type), rows)
         rest = default if self.total_tokens == "auto" else TreeShape()
         depth = rest.depth if self.depth is None else self.depth
         top_k = rest.top_k if self.top_k is None else self.top_k

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fastspec
 from fastspec import Eagle2, Eagle3
-from fastspec.config import AUTO_SIZES, BATCH_TREES, CPP_TREE, DEFAULT_TREES, MANY_ROWS, sampled
+from fastspec.config import AUTO_SIZES, BATCH_TREES, CPP_TREE, DEFAULT_TREES, sampled
 from fastspec.errors import Unsupported
 from fastspec.generation.state import window
 from fastspec.patches.assistants import registry as assistants
@@ -139,20 +139,38 @@ def test_the_trees_of_the_cpp_kernels_are_those_of_an_eagle3_without_sizes():
 
 
 def test_a_large_batch_grows_smaller_trees_where_none_was_named(monkeypatch):
-    small, large = fastspec.TreeShape(4, 1, 2), fastspec.TreeShape(6, 2, 2)
+    small, less, large = fastspec.TreeShape(3, 1, 2), fastspec.TreeShape(4, 1, 2), fastspec.TreeShape(6, 2, 2)
     monkeypatch.setitem(DEFAULT_TREES, "cpu", large)
-    monkeypatch.setitem(BATCH_TREES, "cpu", small)
-    assert [Eagle3().shape("cuda", rows) for rows in (1, MANY_ROWS - 1, MANY_ROWS)] == [DEFAULT_TREES["cuda"]] * 2 + [BATCH_TREES["cuda"]]
+    monkeypatch.setitem(BATCH_TREES, "cpu", ((3, less), (8, small)))
+    assert [Eagle3().shape("cpu", rows) for rows in (1, 2, 3, 7, 8, 100)] == [large, large, less, less, small, small]
+    assert Eagle3().shape("cuda") == Eagle3().shape("cuda", BATCH_TREES["cuda"][0][0] - 1) == DEFAULT_TREES["cuda"]
+    assert all(Eagle3().shape("cuda", rows) == shape for rows, shape in BATCH_TREES["cuda"])
     named = Eagle3(total_tokens=5, depth=2, top_k=2)
-    assert named.shape("cpu", MANY_ROWS) == named.shape("cpu") and AUTO.shape("cpu", MANY_ROWS) == AUTO.shape("cpu")
+    assert named.shape("cpu", 8) == named.shape("cpu") and AUTO.shape("cpu", 8) == AUTO.shape("cpu")
     target, head = MAKERS["bigram"]
     model = target()
     plain, patched = target(), fastspec.patch(model, eagle3=head(model))
-    for config, rows, nodes in ((Eagle3(), MANY_ROWS - 1, 6), (Eagle3(), MANY_ROWS, 4), (named, MANY_ROWS, 5)):
+    for config, rows, nodes in ((Eagle3(), 2, 6), (Eagle3(), 3, 4), (Eagle3(), 8, 3), (named, 8, 5)):
         decoding = assistants.resolve(config, session_of(patched).resources, patched)
         drafter = decoding.drafter(rows=rows, capacity=16, device=model.device, ops=TORCH, process=None)
         assert drafter.nodes == nodes
-    same((plain, patched), Eagle3(), prompts(*range(3, 3 + MANY_ROWS)))
+    same((plain, patched), Eagle3(), prompts(*range(3, 11)))
+
+
+def test_prompts_move_between_rows_that_grow_other_trees(monkeypatch):
+    """An open batch widens and narrows through trees of three sizes, and a text goes on in each."""
+    monkeypatch.setitem(DEFAULT_TREES, "cpu", fastspec.TreeShape(8, 3, 2))
+    monkeypatch.setitem(BATCH_TREES, "cpu", ((2, fastspec.TreeShape(6, 2, 2)), (4, fastspec.TreeShape(3, 1, 1))))
+    target, head = MAKERS["bigram"]
+    model = target()
+    plain, patched = target(), fastspec.patch(model, eagle3=head(model))
+    ids = [torch.arange(6 + length, 6 + 2 * length)[None] for length in range(3, 10)]
+    counts = [4 + 9 * (index % 3) for index in range(6)] + [90]
+    with fastspec.continuous(patched, Eagle3(), rows=4) as batch:
+        futures = [batch.submit(row, max_new_tokens=count, do_sample=False) for row, count in zip(ids, counts, strict=True)]
+        for row, count, future in zip(ids, counts, futures, strict=True):
+            assert future.result(60).tolist() == plain.generate(row, max_new_tokens=count, do_sample=False).tolist()
+        assert {width: rounds.engine.drafter.nodes for width, rounds in batch._widths.made.items() if width != 2} == {1: 8, 4: 3}
 
 
 def test_a_call_that_samples_grows_shallower_trees_where_none_was_named(monkeypatch):
@@ -173,7 +191,7 @@ def test_a_call_that_samples_grows_shallower_trees_where_none_was_named(monkeypa
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **{"assistant": "eagle3", **options})
     assert depths == [7, 3, 3, 5, 5, 3, 3, 6]
     assert sampled(fastspec.TreeShape(12, 2, 3), 1.0) == fastspec.TreeShape(12, 2, 3)
-    for shape in (*DEFAULT_TREES.values(), *BATCH_TREES.values(), CPP_TREE):
+    for shape in (*DEFAULT_TREES.values(), *(shape for _, shape in BATCH_TREES["cuda"]), CPP_TREE):
         assert all(sampled(shape, heat).total_tokens == shape.total_tokens for heat in (0.01, 0.79, 0.8, 1.0, 3.0))
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from fastspec.cascade.config import Cascade
 from fastspec.config import (
     CPP_TREE,
-    MANY_ROWS,
     Autoregressive,
     ContinuousBatch,
     Eagle1,
@@ -20,6 +19,7 @@ from fastspec.config import (
     Nasd,
     Speculative,
     TreeShape,
+    for_rows,
     sampled,
 )
 from fastspec.errors import Unsupported
@@ -66,8 +66,8 @@ class EagleDecoding(Decoding):
     shape: TreeShape
     auto: Eagle2 | Eagle3 | None = None
     """The config that leaves the number of nodes to a measurement; `shape` then has the most that it chooses from."""
-    batched: TreeShape | None = None
-    """The tree in batches of MANY_ROWS rows and more; None: `shape` there too."""
+    batched: tuple[tuple[int, TreeShape], ...] = ()
+    """(rows, the tree in batches of so many and more), ascending; `shape` in smaller ones."""
     fused: bool | None = None
     """Whether a draft phase is one launch; None: it is not, as fastspec would have it."""
     cpp: TreeShape | None = None
@@ -89,19 +89,18 @@ class EagleDecoding(Decoding):
 
     def sized(self, nodes: int) -> EagleDecoding:
         """The same with trees of this many nodes."""
-        return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None, batched=None, cpp=None)
+        return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None, batched=(), cpp=None)
 
     def sampled(self, temperature: float) -> EagleDecoding:
         """The same for calls that sample at this temperature."""
         if not self.default:
             return self
-        shape, batched = (None if each is None else sampled(each, temperature) for each in (self.shape, self.batched))
-        assert shape is not None
-        return replace(self, shape=shape, batched=batched)
+        batched = tuple((rows, sampled(shape, temperature)) for rows, shape in self.batched)
+        return replace(self, shape=sampled(self.shape, temperature), batched=batched)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         """The drafter of one call. Raises Unsupported where it is to draft in one launch and cannot."""
-        shape = self.shape if self.batched is None or rows < MANY_ROWS else self.batched
+        shape = for_rows(self.shape, self.batched, rows)
         shape = self.cpp if self.cpp is not None and ops.name == "cpp" else shape
         head = self.head if self.cut is not None else lowered(self.head, ops.drafts_in)
         drafter = EagleDrafter(head, shape, rows=rows, capacity=capacity, ops=ops, fused=bool(self.fused), cut=self.cut)
@@ -241,9 +240,9 @@ def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecod
 
 
 def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
-    shape, batched = (config.shape(device_of(model).type, rows) for rows in (1, MANY_ROWS))
+    shape, batched = config.shape(device_of(model).type), config.batched(device_of(model).type)
     auto = config if config.total_tokens == "auto" else None
-    head = _head(config.name, resources, model, max(shape.top_k, batched.top_k))
+    head = _head(config.name, resources, model, max(each.top_k for each in (shape, *(tree for _, tree in batched))))
     cut = None if config.fused else cut_over(head, group_of(model))
     cpp = CPP_TREE if config == Eagle3() else None
     return EagleDecoding(config.name, head, shape, auto, batched, config.fused, cpp, cut, config.is_default)
