@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -18,6 +16,9 @@ from fastspec.devices import use_device
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.models import SHIPPED, SMOLLM2, load_model
+
+if TYPE_CHECKING:
+    from fastspec.patches.continuous import Continuous
 
 ASSISTANTS = ("eagle3", "nasd", "autoregressive")
 """What a command that brings one head can name."""
@@ -75,16 +76,20 @@ def generate(
         raise typer.Exit(1)
 
 
-@contextmanager
-def left_alone_by_the_collector() -> Iterator[None]:
-    """What there is stays out of garbage collections: a full one goes through a million objects of torch and transformers, holds the
-    interpreter for some tenths of a second, and stops all streams meanwhile."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+def opened(
+    model: str, eagle3: str | None, assistant: str | None, rows: int, max_length: int | None, prefill_chunk: int | None, device: str | None,
+    backend: str, warmup: int | None,
+) -> tuple[Continuous, Any]:  # fmt: skip
+    """(an open batch, its tokenizer) of `fastspec serve`, in the process that its rounds run in; warmed up for texts of so many tokens."""
+    from fastspec.patches.continuous import continuous
+
+    target, tokenizer, chosen = patched_model(model, eagle3, assistant, device, backend)
+    batch = continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk or "auto")
+    if warmup is not None:
+        with counting("calls") as told:
+            seconds = batch.warmup(warmup, told)
+        Console(stderr=True, highlight=False).print(f"warmed up in {seconds:.1f} s", markup=False)
+    return batch, tokenizer
 
 
 def serve(
@@ -113,18 +118,14 @@ def serve(
     """Serve a model by OpenAI's routes: chat, completions, responses, models, health and metrics. See docs/serving.md."""
     try:
         from fastspec.serving.app import bound, build_app, run_server
+        from fastspec.serving.remote import Remote
         from fastspec.serving.requests import Limits
+        from fastspec.serving.rounds_process import left_alone_by_the_collector
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
-    from fastspec.patches.continuous import continuous
-
     listener = bound(host, port)  # before a model is loaded in vain
-    target, tokenizer, chosen = patched_model(model, eagle3, assistant, device, backend)
-    with listener, continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk or "auto") as batch:
-        if warmup:
-            with counting("calls") as told:
-                seconds = batch.warmup(warmup_length, told)
-            Console(stderr=True, highlight=False).print(f"warmed up in {seconds:.1f} s", markup=False)
-        app = build_app(batch, tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key)
+    build = partial(opened, model, eagle3, assistant, rows, max_length, prefill_chunk, device, backend, warmup_length if warmup else None)
+    with listener, Remote(build) as batch:
+        app = build_app(batch, batch.tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key)
         with left_alone_by_the_collector():
             run_server(app, listener, log_level=log_level, grace=grace)

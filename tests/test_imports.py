@@ -134,7 +134,7 @@ def test_files_that_the_sources_name_are_there() -> None:
 
 PAGES = [*(ROOT.parent / "docs").glob("*.md"), ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
 SOURCES = [path for folder in ("fastspec", "tests", "benchmarks", "examples") for path in (ROOT.parent / folder).rglob("*.py")]
-OTHERS = {"answers.py", "tests/distributed_testing_utils.py", "tests/generation/test_utils.py"}
+OTHERS = {"answers.py", "server.py", "tests/distributed_testing_utils.py", "tests/generation/test_utils.py"}
 """Files that the pages name and that are a reader's own, or transformers'."""
 
 

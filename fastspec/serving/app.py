@@ -23,10 +23,12 @@ from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
 from fastspec.patches.continuous import Continuous
+from fastspec.serving.batch import Here, Served
 from fastspec.serving.gate import Gate, error_body
 from fastspec.serving.handlers import Chats, Completions, Responses, handler
 from fastspec.serving.manager import BatchManager, BatchState
 from fastspec.serving.metrics import Metrics
+from fastspec.serving.remote import Remote
 from fastspec.serving.requests import Limits
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/metrics")
@@ -37,7 +39,7 @@ log = logging.getLogger("fastspec.serve")
 class OneModel(ModelManager):
     """Gives every request the model of an open batch."""
 
-    def __init__(self, name: str, tokenizer: Any, batch: Continuous) -> None:
+    def __init__(self, name: str, tokenizer: Any, batch: Served) -> None:
         self.name, self.tokenizer, self.batch = name, tokenizer, batch
         self.since = int(time.time())
         super().__init__(force_model=name)
@@ -59,7 +61,7 @@ class OneModel(ModelManager):
 
     def shutdown(self) -> None:
         """The server stops: requests that are still there are let go of."""
-        self.batch.close(cancel=True)
+        self.batch.close()
 
 
 def _later_handlers(manager: ModelManager, state: BatchState) -> dict[str, Any]:
@@ -72,17 +74,19 @@ def _later_handlers(manager: ModelManager, state: BatchState) -> dict[str, Any]:
 
 
 def build_app(
-    batch: Continuous, tokenizer: Any, name: str, *, limits: Limits | None = None, api_key: str | None = None
+    batch: Continuous | Remote, tokenizer: Any, name: str, *, limits: Limits | None = None, api_key: str | None = None
 ) -> Gate:  # fmt: skip
     """An ASGI application that answers OpenAI's routes for one model by an open batch, and closes the batch at its shutdown.
 
-    `name` is what requests call the model, `tokenizer` a fast one of transformers. With `api_key` requests must bring it. Raises
+    `batch` is an open batch of this process, or one in a process of its own, whose process it ends. `name` is what requests call the model,
+    `tokenizer` a fast one of transformers, of which an open batch here makes stop strings. With `api_key` requests must bring it. Raises
     Unsupported for a tokenizer that is not a fast one.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise Unsupported(f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True")
-    limits, metrics = limits or Limits(), Metrics(batch)
-    manager, state = OneModel(name, tokenizer, batch), BatchState(BatchManager(batch, limits, metrics))
+    served: Served = Here(batch, tokenizer) if isinstance(batch, Continuous) else batch
+    limits, metrics = limits or Limits(), Metrics(served)
+    manager, state = OneModel(name, tokenizer, served), BatchState(BatchManager(served, limits, metrics))
     chats, completions, responses = (handler(kind, tokenizer, limits, manager, state) for kind in (Chats, Completions, Responses))
     app: FastAPI = build_server(
         manager, chats, completion_handler=completions, response_handler=responses,

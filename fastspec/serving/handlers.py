@@ -15,6 +15,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, GenerationState
 
 from fastspec.patches.hf.stop_strings import stop_criterion
+from fastspec.serving.manager import is_taken
 from fastspec.serving.requests import ASKED, Body, Limits, read, refuse
 
 OWN_OF_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
@@ -36,8 +37,11 @@ class Checked(BaseHandler):
         token = ASKED.set(asked)
         try:
             if asked.stop:  # which may take seconds: other requests go on meanwhile
-                await asyncio.to_thread(stop_criterion, self.tokenizer, asked.stop)
-            return await super().handle_request(body, request_id)
+                asked.criterion = await asyncio.to_thread(stop_criterion, self.tokenizer, asked.stop)
+            response = await super().handle_request(body, request_id)
+            if asked.sent is not None:  # a stream has not begun: what refuses it has a status still
+                await is_taken(asked.sent)
+            return response
         except HTTPException:
             raise
         except (ValueError, TypeError, KeyError, TemplateError) as error:  # a template or a configuration takes the request no further

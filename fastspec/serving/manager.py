@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cli.serving.utils import BaseGenerateManager, CBWorkerDeadError, DirectStreamer, GenerationState, _StreamError
 
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.patches.continuous import Continuous
+from fastspec.serving.batch import Sent, Served
 from fastspec.serving.metrics import Metrics
 from fastspec.serving.requests import ASKED, Asked, Limits, refuse, too_many
 
@@ -53,7 +53,14 @@ class Watch:
         if self.inner is not None:
             self.inner.end()
 
-    def over(self, prompt_tokens: int, limit: int, future: Future[Tensor]) -> None:
+    def taken(self, prompt_tokens: int, future: Future[None]) -> None:
+        """The batch has taken the prompt, or not."""
+        if future.exception() is None:
+            self.metrics.prompt_tokens.inc(prompt_tokens)
+        else:
+            self.metrics.requests.labels("refused").inc()
+
+    def over(self, prompt_tokens: int, limit: int, future: Future[Any]) -> None:
         """The request has ended, however it did."""
         if future.cancelled():
             outcome = "cancelled"
@@ -128,7 +135,7 @@ class Mail:
 class Stream(DirectStreamer):
     """The text of an answer as it comes; `cancel` lets go of the prompt, also while it waits."""
 
-    future: Future[Tensor] | None = None
+    sent: Sent | None = None
     begun = False
 
     def __init__(self, processor: Any, mail: Mail, queue: asyncio.Queue[Any], response_parser: Any) -> None:
@@ -141,53 +148,68 @@ class Stream(DirectStreamer):
 
     def cancel(self) -> None:
         """The client has gone."""
-        if self.future is not None:
-            self.future.cancel()
+        if self.sent is not None:
+            self.sent.answer.cancel()
+
+
+async def is_taken(sent: Sent) -> None:
+    """Return when the batch has taken a prompt. Raises what refuses it: HTTPException (400), or CBWorkerDeadError where the batch takes
+    none any more. Where nobody waits for that any more the prompt is let go of."""
+    try:
+        await asyncio.wrap_future(sent.taken)
+    except asyncio.CancelledError:
+        sent.answer.cancel()
+        raise
+    except (Unsupported, ValueError) as error:
+        raise refuse(str(error)) from error
+    except FastSpecError as error:
+        raise CBWorkerDeadError(str(error)) from error
 
 
 class BatchManager(BaseGenerateManager):
     """Generation for transformers' server by an open batch."""
 
-    def __init__(self, batch: Continuous, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, batch: Served, limits: Limits, metrics: Metrics) -> None:
         self.batch, self.limits, self.metrics = batch, limits, metrics
         self.mail: Mail | None = None
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Stream]:  # fmt: skip
-        """See `BaseGenerateManager`. Raises HTTPException for a request that is not taken."""
+        """See `BaseGenerateManager`; `Asked.sent` tells whether the batch takes the prompt. Raises HTTPException where too many wait."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         if self.mail is None or self.mail.loop is not loop:
             self.mail = Mail(loop)
         mail, stream = self.mail, Stream(processor, self.mail, queue, response_parser)
-        stream.future, _ = self._submit(processor, inputs, gen_config, stream)
+        stream.sent, _ = self._submit(inputs, gen_config, stream)
 
-        def failed(future: Future[Tensor]) -> None:
+        def failed(future: Future[Any]) -> None:
             error = None if future.cancelled() else future.exception()
             if future.cancelled() or error is not None:
                 text = " ".join(str(error).replace('"', "'").replace("\\", "/").split())  # transformers writes it between quotes
                 mail.post(queue, _StreamError(text) if error is not None else None)
 
-        stream.future.add_done_callback(failed)
+        stream.sent.answer.add_done_callback(failed)
         return queue, stream
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, Tensor]:  # fmt: skip
         """See `BaseGenerateManager`; a request that is cancelled lets go of its prompt."""
-        future, watch = self._submit(processor, inputs, gen_config, None)
+        sent, watch = self._submit(inputs, gen_config, None)
+        await is_taken(sent)
         try:
-            await asyncio.wrap_future(future)
+            await asyncio.wrap_future(sent.answer)
         except asyncio.CancelledError:
-            future.cancel()
+            sent.answer.cancel()
             raise
         except Exception as error:
             raise refuse(f"{type(error).__name__}: {error}", 500) from error
         tokens = watch.tokens  # the answer's own lies on the model's device, which is busy
         return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], torch.tensor(tokens)
 
-    def _submit(self, processor: Any, inputs: Any, gen_config: Any, stream: Stream | None) -> tuple[Future[Tensor], Watch]:
-        """Hand a request to the batch. Raises HTTPException: 400 for what it does not decode, 429 where too many wait."""
+    def _submit(self, inputs: Any, gen_config: Any, stream: Stream | None) -> tuple[Sent, Watch]:
+        """Hand a request to the batch. Raises HTTPException: 400 for one that has no room, 429 where too many wait."""
         asked, batch = ASKED.get(), self.batch
         length = inputs["input_ids"].shape[-1]
         room = min(batch.max_length - length, self.limits.tokens)
@@ -204,23 +226,17 @@ class BatchManager(BaseGenerateManager):
             error = refuse(f"{batch.waiting} requests are waiting already: try again later", 429)
             error.headers = {"Retry-After": "1"}
             raise error
-        watch = Watch(asked, self.metrics, stream)
-        try:
-            future = batch.submit(
-                inputs["input_ids"], gen_config, watch, seed=asked.seed, tokenizer=processor, attention_mask=inputs.get("attention_mask")
-            )  # fmt: skip
-        except (Unsupported, ValueError) as error:
-            self.metrics.requests.labels("refused").inc()
-            raise refuse(str(error)) from error
-        except FastSpecError as error:
-            raise CBWorkerDeadError(str(error)) from error
-        self.metrics.prompt_tokens.inc(length)
-        future.add_done_callback(lambda done: watch.over(length, gen_config.max_new_tokens, done))
-        return future, watch
+        watch, limit = Watch(asked, self.metrics, stream), gen_config.max_new_tokens
+        if asked.criterion is not None:
+            batch.know(asked.stop, asked.criterion)
+        sent = asked.sent = batch.send(inputs["input_ids"], inputs.get("attention_mask"), gen_config, watch, asked.seed)
+        sent.taken.add_done_callback(lambda taken: watch.taken(length, taken))
+        sent.answer.add_done_callback(lambda done: watch.over(length, limit, done))
+        return sent, watch
 
     def stop(self) -> None:
         """Let go of all requests."""
-        self.batch.close(cancel=True)
+        self.batch.close()
 
 
 class BatchState(GenerationState):

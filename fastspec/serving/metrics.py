@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from fastspec.patches.continuous import Continuous
+from fastspec.serving.batch import Served
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 WINDOW = 10.0
@@ -40,7 +40,7 @@ class Rate:
 class Metrics:
     """The metrics of one server; `registry` is what `/metrics` shows."""
 
-    def __init__(self, batch: Continuous) -> None:
+    def __init__(self, batch: Served) -> None:
         self.batch, self.rate, self.registry = batch, Rate(), CollectorRegistry()
         self.registry.register(self)
         self.requests = Counter("fastspec_requests", "Requests by how they ended.", ["outcome"], registry=self.registry)

@@ -13,6 +13,8 @@ from typing import Any
 from fastapi import HTTPException
 from transformers import GenerationConfig
 
+from fastspec.serving.batch import Sent
+
 Body = dict[str, Any]
 STOP_LENGTH = 256
 """Characters of a request's stop strings: transformers compares each with every token of the vocabulary first."""
@@ -30,7 +32,7 @@ class Limits:
     body: int = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """What a request asks for beside its generation_config."""
 
@@ -40,6 +42,10 @@ class Asked:
     """Whether it says how many new tokens it wants."""
     stop: tuple[str, ...] = ()
     arrived: float = field(default_factory=time.perf_counter)
+    criterion: Any = None
+    """What the stop strings come to."""
+    sent: Sent | None = None
+    """Once the batch has the prompt."""
 
 
 ASKED: ContextVar[Asked] = ContextVar("fastspec_asked")

@@ -65,14 +65,22 @@ class Served:
 def served(
     model: Any, rows: int = 4, max_length: int = 400, assistant: Any = TREE, tokenizer: Any = None, **options: Any
 ) -> Iterator[Served]:  # fmt: skip
-    with fastspec.continuous(model, assistant, rows=rows, max_length=max_length, prefill_chunk=16) as batch:
-        running = Served(batch, tokenizer or small_tokenizer(), **options)
-        try:
-            yield running
-        finally:
-            running.server.should_exit = True
-            running.thread.join(SECONDS)
-    assert not running.thread.is_alive() and not batch.alive
+    batch = fastspec.continuous(model, assistant, rows=rows, max_length=max_length, prefill_chunk=16)
+    with batch, serving(batch, tokenizer or small_tokenizer(), **options) as running:
+        yield running
+    assert not batch.alive
+
+
+@contextmanager
+def serving(batch: Any, tokenizer: Any, **options: Any) -> Iterator[Served]:
+    """A server of a batch, which ends the batch with it."""
+    running = Served(batch, tokenizer, **options)
+    try:
+        yield running
+    finally:
+        running.server.should_exit = True
+        running.thread.join(SECONDS)
+    assert not running.thread.is_alive()
 
 
 def post(server: Served, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:

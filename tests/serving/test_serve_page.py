@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from helpers_training import small_target, small_tokenizer
 
 import fastspec
 from fastspec.serving.gate import Gate
+from fastspec.training.save import save_head
 
 pytestmark = MARKS
-CLIENT, PROGRAM = [each.text for each in snippets(Path("docs/serving.md")) if each.needs == {"clients"}]
+CLIENT, PROGRAM, APART = [each.text for each in snippets(Path("docs/serving.md")) if each.needs == {"clients"}]
 MODEL, ADDRESS = "smollm2-135m-instruct", "http://127.0.0.1:8000/v1"
 
 
@@ -42,3 +45,20 @@ def test_the_programs_snippet_makes_a_server(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(uvicorn, "run", ran.append)
     exec(compile(PROGRAM, "docs/serving.md", "exec"), {"fastspec": fastspec, "model": model, "tokenizer": small_tokenizer()})
     assert [type(app) for app in ran] == [Gate]
+
+
+def test_the_program_with_rounds_in_a_process_of_their_own_makes_a_server(tmp_path: Path) -> None:
+    """As a script, with a small model and its head in the place of SmolLM2's."""
+    model = small_target()
+    for part in (model, small_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    save_head(tiny_head(model, taps=(1, 2, 3)), tmp_path / "head", "a card")
+    text = APART
+    for form, folder in (("load_model({!r})", "model"), ("eagle3={!r}", "head")):
+        meant = form.format(MODEL).replace("'", '"')
+        assert meant in text
+        text = text.replace(meant, form.format(str(tmp_path / folder)))
+    assert "uvicorn.run(build_app(" in text
+    (tmp_path / "server.py").write_text(text.replace("uvicorn.run(build_app(", "print(build_app("))
+    done = subprocess.run([sys.executable, "server.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Gate object" in done.stdout, done.stderr

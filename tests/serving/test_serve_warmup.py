@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import socket
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from fastspec.errors import Unsupported
 from fastspec.generation.state import sequence
 from fastspec.generation.stats import Stats
 from fastspec.serving import app as server
+from fastspec.serving import remote
+from fastspec.serving.remote import Remote
 
 pytestmark = MARKS
 TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)
@@ -36,15 +39,25 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {"model": str(tmp_path / "model")}
     build = server.build_app
 
-    def built(batch: Any, *given: Any, **options: Any) -> Any:
-        found.update(batch=batch, widths=set(batch._widths.made), joined=batch.stats.joined)
-        return build(batch, *given, **options)
+    class Near(Remote):
+        """What the other process does, in this one."""
+
+        def __init__(self, build: Any) -> None:
+            self.batch, self.tokenizer = pickle.loads(pickle.dumps(build))()
+
+        def __exit__(self, *_: Any) -> None:
+            self.batch.close(cancel=True)
+
+    def built(near: Any, *given: Any, **options: Any) -> Any:
+        found.update(batch=near.batch, widths=set(near.batch._widths.made), joined=near.batch.stats.joined)
+        return build(near.batch, *given, **options)
 
     def run(gate: Any, listener: socket.socket, **options: Any) -> None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(listener.getsockname())
         found["frozen"] = gc.get_freeze_count()
 
+    monkeypatch.setattr(remote, "Remote", Near)
     monkeypatch.setattr(server, "build_app", built)
     monkeypatch.setattr(server, "run_server", run)
     return found

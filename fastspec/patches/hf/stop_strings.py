@@ -23,15 +23,25 @@ def stop_criterion(tokenizer: Any, strings: str | list[str] | tuple[str, ...]) -
     each call, in 0.2 seconds for a string of one character and 49,000 tokens. Delete this when 5.24 is the oldest version. Raises
     ValueError for a string that no tokens of the tokenizer make up.
     """
-    key = len(tokenizer), (strings,) if isinstance(strings, str) else tuple(strings)
+    key = _key(tokenizer, strings)
     with _lock:
         known = _made.setdefault(tokenizer, OrderedDict())
         if key in known:
             known.move_to_end(key)
             return known[key]
     made = StopStringCriteria(tokenizer, list(key[1]))
+    keep_criterion(tokenizer, strings, made)
+    return made
+
+
+def keep_criterion(tokenizer: Any, strings: str | list[str] | tuple[str, ...], made: StopStringCriteria) -> None:
+    """Let `stop_criterion` find what was made of the strings, here or in another process."""
     with _lock:
-        known[key] = made
+        known = _made.setdefault(tokenizer, OrderedDict())
+        known[_key(tokenizer, strings)] = made
         while len(known) > KEPT:
             known.popitem(last=False)
-    return made
+
+
+def _key(tokenizer: Any, strings: str | list[str] | tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    return len(tokenizer), (strings,) if isinstance(strings, str) else tuple(strings)

@@ -1,0 +1,104 @@
+"""Messages between two processes."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Any
+
+LOOKS = 0.05
+"""Seconds after messages until it is looked again whether there is news of what goes with them."""
+
+
+class Elsewhere(Exception):
+    """The trace of an error in another process, as its cause."""
+
+    def __str__(self) -> str:
+        """The trace."""
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error on its way to another process, where pickled errors have no trace."""
+
+    error: BaseException
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The error as it is, or where it cannot be pickled one that says its name."""
+        try:
+            found = pickle.loads(pickle.dumps(error))
+        except Exception:
+            found = None
+        same = type(found) is type(error) and str(found) == str(error)
+        return cls(error if same else RuntimeError(f"{type(error).__name__}: {error}"), "".join(traceback.format_exception(error)))
+
+    def arrived(self) -> BaseException:
+        """The error, caused by its trace."""
+        self.error.__cause__ = Elsewhere(self.trace)
+        return self.error
+
+
+class Wire:
+    """One end of a connection. What is posted goes in its order from a thread of its own, all that waits as one parcel, and with it what
+    `beside` says then; where that has changed a while later it goes alone."""
+
+    def __init__(self, connection: Connection, beside: Callable[[], Any] = lambda: None) -> None:
+        self.connection, self.beside = connection, beside
+        self._posted: SimpleQueue[Any] = SimpleQueue()
+        self._over = object()
+        self._thread = threading.Thread(target=self._write, name="fastspec-wire", daemon=True)
+        self._thread.start()
+
+    def post(self, message: Any) -> None:
+        """From any thread. Where the other end has gone nothing happens: `parcels` ends there."""
+        self._posted.put(message)
+
+    def parcels(self) -> Iterator[tuple[list[Any], Any]]:
+        """(messages, what goes beside them) as they come, until the other end has gone."""
+        while True:
+            try:
+                parcel = self.connection.recv_bytes()
+            except (EOFError, OSError):
+                return
+            yield pickle.loads(parcel)
+
+    def end(self) -> None:
+        """Return when all that was posted is sent; nothing may be posted behind it."""
+        self._posted.put(self._over)
+        self._thread.join()
+
+    def _write(self) -> None:
+        told = self.beside()
+        while True:
+            messages = self._next(told)
+            over = messages[-1:] == [self._over]
+            told = self.beside()
+            try:
+                self.connection.send_bytes(pickle.dumps((messages[:-1] if over else messages, told)))
+            except OSError:  # the other end has gone
+                return
+            if over:
+                return
+
+    def _next(self, told: Any) -> list[Any]:
+        """All that waits, or nothing where there is news beside."""
+        try:
+            messages = [self._posted.get(timeout=LOOKS)]
+        except Empty:
+            if self.beside() != told:
+                return []
+            messages = [self._posted.get()]
+        try:
+            while messages[-1] is not self._over:
+                messages.append(self._posted.get_nowait())
+        except Empty:
+            pass
+        return messages

@@ -1,0 +1,208 @@
+"""A server whose rounds run in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import urllib.error
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers_models import tiny_head
+from helpers_serve import MARKS, NAME, SECONDS, TREE, Served, ask_all, hold_as_alone, openai, post, requests, serving
+from helpers_training import small_target, small_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import fastspec
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.engine.engine import Engine
+from fastspec.patches.hf import stop_strings
+from fastspec.serving import remote
+from fastspec.serving.remote import Remote
+from fastspec.serving.rounds_process import Criterion
+from fastspec.serving.wire import Elsewhere, Failure
+
+pytestmark = MARKS
+GIVEN = {"model": NAME, "prompt": "w5", "temperature": 0}
+
+
+class Odd(Exception):
+    """One that cannot be pickled."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def opened(rows: int = 4, max_length: int = 400, endless: bool = False, fails: str = "") -> Any:
+    """The batch of the other process; `fails` says what raises there: to open it, a round once, or rounds for good."""
+    torch.set_num_threads(1)
+    if fails == "opening":
+        raise Unsupported("no such model")
+    model = small_target(peak=0.15)
+    if endless:
+        model.generation_config.eos_token_id = None
+    fastspec.patch(model, eagle3=tiny_head(model))
+    batch = fastspec.continuous(model, TREE, rows=rows, max_length=max_length, prefill_chunk=16)
+
+    step = Engine.step
+
+    def failing(*_: Any) -> Any:
+        if fails == "once":
+            Engine.step = step  # type: ignore[method-assign]
+        raise Odd(1, 2)
+
+    if endless:  # stop strings are not compared with the vocabulary here
+        stop_strings.StopStringCriteria = None  # type: ignore[assignment]
+    if fails:
+        Engine.step = failing  # type: ignore[method-assign]
+    if fails == "for good":
+        batch._rounds = failing
+    return batch, lettered() if endless else small_tokenizer()
+
+
+def lettered() -> PreTrainedTokenizerFast:
+    """A word per token; transformers' stop strings need one that stands for letters."""
+    words = {"abcdef" if word == "w4" else word: number for word, number in small_tokenizer().get_vocab().items()}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<start>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<start>")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Remote(opened) as batch, serving(batch, batch.tokenizer) as running:
+        yield running
+    assert batch.process.exitcode == 0 and not batch.alive
+
+
+@pytest.fixture(scope="module")
+def endless() -> Iterator[Served]:
+    with Remote(partial(opened, rows=1, max_length=480, endless=True)) as batch, serving(batch, batch.tokenizer) as running:
+        yield running
+    assert batch.process.exitcode == 0
+
+
+def test_many_requests_give_what_generate_gives(server: Served) -> None:
+    """Chats and completions, streamed and not, greedy and sampled, sixteen in flight; and the page of metrics is that of the process."""
+    asked = requests(40, 2)
+    hold_as_alone(small_target(peak=0.15), asked, ask_all(server, asked))
+    server.wait(lambda: server.batch.running == server.batch.waiting == 0)
+    assert server.metric("fastspec_acceptance_length") > 1 and server.metric("fastspec_rows") == 4
+    server.wait(lambda: server.metric("fastspec_generated_tokens_total") > server.metric("fastspec_accepted_tokens_total") > 0)
+    assert server.metric("fastspec_time_to_first_token_seconds_count") == 40 == sum(
+        server.metric(f'fastspec_requests_total{{outcome="{outcome}"}}') for outcome in ("stop", "length")
+    )  # fmt: skip
+    assert server.metric("fastspec_prompt_tokens_total") > 40
+
+
+def test_stop_strings_are_made_where_no_round_waits_and_sent_once(endless: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    post_ = endless.batch.wire.post
+    monkeypatch.setattr(endless.batch.wire, "post", lambda message: sent.append(message) or post_(message))
+    monkeypatch.setattr(remote, "KEPT", 2)
+    text = endless.client().completions.create(**GIVEN, max_tokens=12).choices[0].text.split()
+    for word in (text[3], text[3], text[5], text[7], text[3]):  # the first is forgotten behind the third
+        answer = endless.client().completions.create(**GIVEN, max_tokens=12, stop=word)
+        assert answer.choices[0].text.split() == text[: text.index(word) + 1] and answer.choices[0].finish_reason == "stop"
+    assert [message.strings for message in sent if isinstance(message, Criterion)] == [(text[at],) for at in (3, 5, 7, 3)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_the_batch_refuses_is_a_status_and_no_stream(server: Served, stream: bool) -> None:
+    """The other process says so, after the request was handed to it."""
+    before = server.metric('fastspec_requests_total{outcome="refused"}')
+    settings = json.dumps({"num_beams": 2})
+    with pytest.raises(openai.BadRequestError, match="num_beams"):
+        server.client().completions.create(**GIVEN, max_tokens=4, stream=stream, extra_body={"generation_config": settings})
+    assert server.metric('fastspec_requests_total{outcome="refused"}') == before + 1 and server.batch.waiting == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_leaves_its_row(endless: Served, stream: bool) -> None:
+    done = threading.Event()
+
+    def leave() -> None:
+        client = endless.client().with_options(timeout=0.5 if not stream else SECONDS)
+        try:
+            found = client.completions.create(**GIVEN, max_tokens=450, stream=stream)
+            next(iter(found))
+            found.close()
+        except openai.APITimeoutError:
+            pass
+        done.set()
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    endless.wait(lambda: done.is_set() and endless.batch.running == endless.batch.waiting == 0)
+    thread.join()
+    assert endless.client().completions.create(**GIVEN, max_tokens=5).usage.completion_tokens == 5
+
+
+def test_signals_for_all_processes_leave_the_rounds_to_the_server(endless: Served) -> None:
+    """A terminal sends SIGINT to both, a supervisor may send SIGTERM: who runs has the server's time to end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(endless.batch.process.pid, number)
+    assert endless.client().completions.create(**GIVEN, max_tokens=5).usage.completion_tokens == 5
+
+
+def test_a_round_that_fails_and_a_process_that_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    """The requests of a round are told its error, by name where it cannot be pickled; the log has its trace in the other process. Those
+    that a killed process leaves are told that, and so is whoever asks for the server's health."""
+    with Remote(partial(opened, rows=1, max_length=480, endless=True, fails="once")) as batch, serving(batch, batch.tokenizer) as server:
+        with pytest.raises(openai.InternalServerError, match="Odd: 1 and 2"):
+            server.client().completions.create(**GIVEN, max_tokens=4)
+        assert "in failing" in caplog.text and json.loads(server.get("/health")) == {"status": "ok"}
+        assert server.client().completions.create(**GIVEN, max_tokens=4).usage.completion_tokens == 4  # by rounds that were made anew
+        told: list[Any] = []
+
+        def ask(stream: bool) -> None:
+            try:
+                told.append(list(server.client().completions.create(**GIVEN, max_tokens=450, stream=stream)))
+            except openai.APIError as error:
+                told.append(error)
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+        for thread in threads:
+            thread.start()
+        server.wait(lambda: batch.running == batch.waiting == 1)
+        os.kill(batch.process.pid, signal.SIGKILL)
+        for thread in threads:
+            thread.join(SECONDS)
+        assert len(told) == 2 and all(isinstance(error, openai.APIError) for error in told)
+        assert any("the process of the rounds has ended with status -9" in str(error) for error in told)
+        assert not batch.alive and post(server, "/v1/completions", json.dumps(GIVEN).encode())[0] == 503
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            server.get("/health")
+
+
+def test_rounds_that_fail_for_good_are_unhealthy() -> None:
+    with Remote(partial(opened, fails="for good")) as batch, serving(batch, batch.tokenizer) as server:
+        with pytest.raises(openai.InternalServerError):
+            server.client().completions.create(**GIVEN, max_tokens=4)
+        server.wait(lambda: not batch.alive)
+        assert post(server, "/v1/completions", json.dumps(GIVEN).encode())[0] == 503
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            server.get("/health")
+
+
+def test_a_batch_that_cannot_be_opened_raises_what_it_raised() -> None:
+    with pytest.raises(Unsupported, match="no such model") as told:
+        Remote(partial(opened, fails="opening"))
+    assert isinstance(told.value.__cause__, Elsewhere) and "in opened" in str(told.value.__cause__)
+    with pytest.raises(FastSpecError, match="ended with status 3 before its batch was open"):
+        Remote(partial(os._exit, 3))
+
+
+def test_an_error_arrives_with_its_trace() -> None:
+    try:
+        raise ValueError("wrong")
+    except ValueError as raised:
+        error = Failure.of(raised).arrived()
+    assert type(error) is ValueError and str(error) == "wrong" and "test_an_error_arrives" in str(error.__cause__)
+    assert type(Failure.of(Odd(1, 2)).arrived()) is RuntimeError
