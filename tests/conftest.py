@@ -68,14 +68,14 @@ def shared_device():
 @pytest.fixture(scope="module")
 def pairs():
     """kind -> (the unpatched model, only read, the same patched); drafts are mostly wrong for "random" and all right for "bigram"."""
-    from helpers_generate import MAKERS, SHALLOW, kept
+    from helpers_generate import MAKERS, unpatched
 
     import fastspec
 
     made = {}
     for kind, (target, head) in MAKERS.items():
-        model = target(**SHALLOW)
-        made[kind] = (kept(target(**SHALLOW)), fastspec.patch(model, eagle3=head(model)))
+        model = target()
+        made[kind] = (unpatched(kind), fastspec.patch(model, eagle3=head(model)))
     return made
 
 

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 import fastspec
 from fastspec.generation.tree import TokenTree, Verdict
 
-LENGTH = 16
+LENGTH = 12
 NEVER = 1000  # an end token outside the vocabulary
 TREE = fastspec.Eagle3(depth=4, top_k=3, total_tokens=12)
 
@@ -80,12 +80,21 @@ def prompts(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 ANSWERS: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()
+SHARED: dict[str, dict[str, Tensor]] = {}
 
 
-def kept(model: Any) -> Any:
-    """The model, unpatched, whose weights and modules no test changes: its answer to a greedy call is kept for the next that asks it."""
-    ANSWERS[model] = {}
+def kept(model: Any, made: str = "") -> Any:
+    """The model, unpatched, whose weights and modules no test changes: its answer to a greedy call is kept for the next that asks it.
+
+    `made` says how it is made, for models that are made alike to share what each has answered.
+    """
+    ANSWERS[model] = SHARED.setdefault(made, {}) if made else {}
     return model
+
+
+def unpatched(kind: str, **over: Any) -> Any:
+    """A model of one of the `MAKERS` that is kept: of those made alike, the first that is asked answers for all."""
+    return kept(MAKERS[kind][0](**over), json.dumps([kind, over], sort_keys=True))
 
 
 def answer(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
@@ -96,7 +105,7 @@ def answer(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
         return model.generate(**inputs, **options)
     try:
         call = json.dumps([{name: value.tolist() for name, value in inputs.items()}, options], sort_keys=True)
-        call += model.generation_config.to_json_string()
+        call += model.generation_config.to_json_string() + str(model.device)
     except TypeError:  # a processor, a criterion, a streamer or a cache, which see or change what others must not
         return model.generate(**inputs, **options)
     if call not in answers:

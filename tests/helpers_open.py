@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from helpers_generate import MAKERS, NEVER
+from helpers_generate import MAKERS, NEVER, answer, unpatched
 from helpers_models import tiny_head
 from torch import Tensor
 
@@ -19,7 +19,7 @@ SECONDS = 30
 def made(kind: str = "random", **options: Any) -> tuple[Any, Any]:
     """(the unpatched model, the same patched, with heads)."""
     target, head = MAKERS[kind]
-    plain, model = target(**options), target(**options)
+    plain, model = unpatched(kind, **options), target(**options)
     first = tiny_head(model, kind="eagle", taps=(), own_lm_head=False)
     return plain, fastspec.patch(model, eagle3=head(model), eagle2=first, eagle=first)
 
@@ -38,7 +38,7 @@ GREEDY = {"do_sample": False, "eos_token_id": NEVER}
 
 def alone(plain: Any, ids: Tensor, count: int, **options: Any) -> list[int]:
     """What the unpatched model says to one prompt."""
-    return plain.generate(ids[None], max_new_tokens=count, **{**GREEDY, **options})[0].tolist()
+    return answer(plain, {"input_ids": ids[None]}, max_new_tokens=count, **{**GREEDY, **options})[0].tolist()
 
 
 class Gate:

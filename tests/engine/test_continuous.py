@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers_captured import stand_in
 from helpers_cascade import cascaded, stages
-from helpers_generate import MAKERS, TREE, free, stats
+from helpers_generate import MAKERS, TREE, free, stats, unpatched
 from helpers_models import tiny_head, tiny_model
 from helpers_seq2seq import sources, tiny_seq2seq
 from test_fallback import ON_CUDA, prompts, soon_out
@@ -46,7 +46,7 @@ def device(request, monkeypatch):
 def made(kind: str, device: str) -> tuple[Any, Any]:
     """(the unpatched model, the same patched, with a head for every assistant)."""
     target, head = MAKERS[kind]
-    plain, model = target().to(device), target()
+    plain, model = unpatched(kind).to(device), target()
     third, first = (each.to(device) for each in (head(model), tiny_head(model, kind="eagle", taps=(), own_lm_head=False)))
     return plain, fastspec.patch(model.to(device), eagle3=third, eagle2=first, eagle=first)
 

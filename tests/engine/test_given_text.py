@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_examples import examples
-from helpers_generate import MAKERS, SHALLOW, TREE, prompts
+from helpers_generate import MAKERS, SHALLOW, TREE, answer, prompts, unpatched
 from helpers_models import tiny_head, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,8 +28,18 @@ LENGTH = 90  # more than a pass verifies at once
 
 
 @pytest.fixture(scope="module", params=sorted(MAKERS))
-def model(request: pytest.FixtureRequest) -> Any:
-    make, head = MAKERS[request.param]
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def plain(kind: str) -> Any:
+    return unpatched(kind)
+
+
+@pytest.fixture(scope="module")
+def model(kind: str) -> Any:
+    make, head = MAKERS[kind]
     model = make(**SHALLOW)
     model.generation_config.eos_token_id = 5
     return fastspec.patch(model, eagle3=head(model), speculative=tiny_model(seed=3, num_hidden_layers=2))
@@ -48,45 +58,44 @@ def common(first: list[int], second: list[int]) -> int:
 @pytest.mark.parametrize("name", ASSISTANTS)
 @examples(2)
 @given(seed=st.integers(0, 2**31))
-def test_greedy_output_is_the_plain_one_and_the_common_part_was_kept(model: Any, name: str, seed: int) -> None:
+def test_greedy_output_is_the_plain_one_and_the_common_part_was_kept(plain: Any, model: Any, name: str, seed: int) -> None:
     drawn = Random(seed)
     batch = prompts(7, 3, 5, seed=drawn.randrange(4))
-    options = {**batch, "do_sample": False, "max_new_tokens": LENGTH, "repetition_penalty": drawn.choice([1.0, 1.3])}
-    plain = model.generate(**options)
+    options = {"do_sample": False, "max_new_tokens": LENGTH, "repetition_penalty": drawn.choice([1.0, 1.3])}
+    wanted = answer(plain, batch, **options)
     width = batch["input_ids"].shape[1]
-    emitted = [row[width:].tolist() for row in plain]
+    emitted = [row[width:].tolist() for row in wanted]
     emitted = [row[: row.index(5) + 1] if 5 in row else row for row in emitted]
     texts = []
     for row in emitted:
         kept = drawn.choice([0, len(row), drawn.randint(0, len(row)), drawn.randint(0, len(row))])
         texts.append(row[:kept] + drawn.choices(range(97), k=drawn.randint(0, 20)))
-    out, outcome = answered(model, texts, ASSISTANTS[name], **options)
-    assert out.tolist() == plain.tolist()
+    out, outcome = answered(model, texts, ASSISTANTS[name], **batch, **options)
+    assert out.tolist() == wanted.tolist()
     assert outcome.kept == [common(text, row) for text, row in zip(texts, emitted, strict=True)]
     assert outcome.tokens == emitted
 
 
 @pytest.mark.parametrize("name", ASSISTANTS)
-def test_nothing_is_kept_behind_an_end(model: Any, name: str) -> None:
+def test_nothing_is_kept_behind_an_end(plain: Any, model: Any, name: str) -> None:
     """A given text that goes on behind the end token just as the target would."""
     batch = prompts(7, 3, 5, seed=3)
     width = batch["input_ids"].shape[1]
-    options = {**batch, "do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
-    texts = model.generate(**options, eos_token_id=1000)[:, width:].tolist()
+    options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    texts = answer(plain, batch, **options, eos_token_id=1000)[:, width:].tolist()
     end = texts[1][2]
     emitted = [row[: row.index(end) + 1] if end in row else row for row in texts]
-    _, outcome = answered(model, texts, ASSISTANTS[name], **options, eos_token_id=end)
+    _, outcome = answered(model, texts, ASSISTANTS[name], **batch, **options, eos_token_id=end)
     assert outcome.tokens == emitted and outcome.kept == list(map(len, emitted)) and len(emitted[1]) <= 3
 
 
 @pytest.mark.parametrize("name", ASSISTANTS)
-def test_measures_are_those_of_the_raw_distribution(model: Any, name: str) -> None:
+def test_measures_are_those_of_the_raw_distribution(plain: Any, model: Any, name: str) -> None:
     batch = prompts(6, 4)
-    options = {**batch, "do_sample": False, "max_new_tokens": 30, "repetition_penalty": 1.2}
-    plain = model.generate(**options)
+    options = {"do_sample": False, "max_new_tokens": 30, "repetition_penalty": 1.2}
     width = batch["input_ids"].shape[1]
-    texts = [row[width : width + 9].tolist() for row in plain]
-    _, outcome = answered(model, texts, ASSISTANTS[name], **options)
+    texts = [row[width : width + 9].tolist() for row in answer(plain, batch, **options)]
+    _, outcome = answered(model, texts, ASSISTANTS[name], **batch, **options)
     for row, emitted in enumerate(outcome.tokens):
         prompt = batch["input_ids"][row][batch["attention_mask"][row].bool()].tolist()
         with torch.no_grad():

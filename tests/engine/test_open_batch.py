@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_captured import stand_in
-from helpers_generate import NEVER, TREE, shallow_model
+from helpers_generate import NEVER, TREE, answer, shallow_model
 from helpers_open import GREEDY, alone, made, texts, told
 from helpers_vision import prompts_with_images, seeing
 from test_generate_streams import Recorder
@@ -30,7 +30,7 @@ COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
 
 def settings_of(plain: Any, ids: list[Tensor]) -> list[dict[str, Any]]:
     """A different set of greedy settings for each prompt in turn."""
-    generated = plain.generate(ids[0][None], max_new_tokens=12, do_sample=False, eos_token_id=NEVER)[0].tolist()
+    generated = alone(plain, ids[0], 12)
     kinds: list[dict[str, Any]] = [
         {"max_new_tokens": 17}, {"max_new_tokens": 1}, {"eos_token_id": [generated[-1], generated[-3]], "max_new_tokens": 30},
         {"repetition_penalty": 1.4, "max_new_tokens": 9}, {"suppress_tokens": generated[-4:], "max_new_tokens": 12},
@@ -49,7 +49,7 @@ def test_every_prompt_is_answered_by_its_own_settings_as_alone(monkeypatch, kind
     plain, model = made(kind)
     ids = texts(*COUNTS)
     settings = settings_of(plain, ids)
-    want = [plain.generate(each[None], **options)[0].tolist() for each, options in zip(ids, settings, strict=True)]
+    want = [answer(plain, {"input_ids": each[None]}, **options)[0].tolist() for each, options in zip(ids, settings, strict=True)]
     with fastspec.continuous(model, assistant, rows=3, max_length=64, prefill_chunk=4) as batch:
         futures = [batch.submit(each, **options) for each, options in zip(ids, settings, strict=True)]
         assert told(futures) == want

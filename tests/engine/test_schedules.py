@@ -6,13 +6,14 @@ import gc
 import warnings
 import weakref
 from contextlib import ExitStack
+from functools import cache
 from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 from helpers_captured import Stand, stand_in
-from helpers_generate import EAGLE1, MAKERS, TREE, prompts, shallow_model
+from helpers_generate import EAGLE1, MAKERS, TREE, answer, prompts, shallow_model, unpatched
 from helpers_models import tiny_head, tiny_model
 from test_retokenized import DRAFT, TARGET
 
@@ -60,19 +61,26 @@ def drafting(model: Any, kind: str) -> Any:
         return fastspec.patch(model, eagle3=MAKERS[kind][1](model), speculative=draft)
 
 
+GREEDY = {"do_sample": False}
+SHORT = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_scores": True}
+
+
+@cache
+def told_plainly(kind: str, name: str) -> Any:
+    """What the unpatched model says to a call of OPTIONS, and its scores; only read."""
+    torch.manual_seed(0)
+    return MAKERS[kind][0]().generate(**prompts(4, 9), **SHORT, **(GREEDY | OPTIONS[name]))
+
+
 @pytest.mark.parametrize("kind", ["random", "bigram"])
 @pytest.mark.parametrize("assistant", [TREE, "autoregressive", "nasd", fastspec.Speculative(early_exit=2), *SEPARATE], ids=str)
 def test_calls_of_every_kind_in_turn_give_what_they_give_alone(captures, kind, assistant):
     """Calls share what was captured; scores and tokens are those of the unpatched model, whatever call came before."""
-    target, _ = MAKERS[kind]
-    plain, model = target(), drafting(target(), kind)
-    inputs, emitted = prompts(4, 9), {}
+    model, inputs = drafting(MAKERS[kind][0](), kind), prompts(4, 9)
     for name in ("greedy", "history", "greedy", "sampled", "waiting", "history", "sampled", "greedy", "waiting"):
-        options = {"do_sample": False, "max_new_tokens": 14, **OPTIONS[name], "return_dict_in_generate": True, "output_scores": True}
+        expected = told_plainly(kind, name)
         torch.manual_seed(0)
-        expected = emitted[name] = emitted.get(name) or plain.generate(**inputs, **options)
-        torch.manual_seed(0)
-        got = model.generate(**inputs, **options, assistant=assistant)
+        got = model.generate(**inputs, **SHORT, **(GREEDY | OPTIONS[name]), assistant=assistant)
         assert got.sequences.tolist() == expected.sequences.tolist(), name
         for step, (a, b) in enumerate(zip(got.scores, expected.scores, strict=True)):
             live = (expected.sequences[:, inputs["input_ids"].shape[1] :][:, :step] != 5).all(1)
@@ -88,12 +96,12 @@ def test_calls_of_every_kind_in_turn_give_what_they_give_alone(captures, kind, a
 def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
     """Rounds of several lengths, without drafts, and those that try them again, whose draft model has a pause to read: few shapes
     in all, and the target's own text."""
-    plain, model = MAKERS[kind][0](), drafting(MAKERS[kind][0](), kind)
+    plain, model = unpatched(kind), drafting(MAKERS[kind][0](), kind)
     session = session_of(model)
     for seed in range(3):
         for extra in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 1}):
             options = {**prompts(9, 5, seed=seed), "max_new_tokens": 60, "eos_token_id": None}
-            want = plain.generate(**options, do_sample=False)
+            want = answer(plain, prompts(9, 5, seed=seed), max_new_tokens=60, eos_token_id=None, do_sample=False)
             assert model.generate(**options, **extra, assistant=fastspec.Speculative(most=3)).tolist() == want.tolist()
     held = list(session.engines.held.values())
     wide, fed = held[0].drafter.length.unread, {shapes[0][1] for shapes in held[0].drafter.passes.held.held}
@@ -130,7 +138,7 @@ def test_a_draft_model_of_another_tokenizer_is_kept(captures, sampled, monkeypat
         assert drafter.room == drafter.draft.state.limit == 2 * (length + new) + 5
         return [id(drafter), drafter, [tree.tokens.tolist() for tree in trees]]
 
-    calls = ((9, 40), (5, 40), (40, 90), (9, 40))
+    calls = ((9, 24), (5, 24), (40, 50), (9, 24))
     for moved in range(2):
         kept = [call(*lengths) for lengths in calls]
         assert len({each[0] for each in kept}) == 1 and len(held) == 1 + moved
@@ -211,21 +219,20 @@ def test_weights_that_were_moved_are_packed_again(captures):
 def test_an_answer_is_verified_by_captured_rounds(captures, kind, assistant):
     """Calls with an answer to verify, of any length and in turn with calls without, and what is measured of their tokens."""
     make, _ = MAKERS[kind]
-    plain, model = make(), drafting(make(), kind)
-    wanted = {}
+    plain, model = unpatched(kind), drafting(make(), kind)
     for turn, lengths in enumerate(((0, 7, 40), (40,), (7, 40))):  # passes of every width are run, captured and replayed
-        options = {**prompts(9, 5, seed=turn % 2), "max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
-        want = wanted[turn % 2] = wanted[turn % 2] if turn > 1 else plain.generate(**options)
+        inputs, options = prompts(9, 5, seed=turn % 2), {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+        want = answer(plain, inputs, **options)
         for kept in lengths:
             heard = []
             texts = [row[9 : 9 + kept].tolist() + [3] * 5 for row in want]
-            out = model.generate(**options, assistant=Continued(assistant, texts, heard.append, measure=True))
+            out = model.generate(**inputs, **options, assistant=Continued(assistant, texts, heard.append, measure=True))
             assert out.tolist() == want.tolist() and min(heard[0].kept) >= min(kept, 40)
             for row, emitted in enumerate(heard[0].tokens):
-                text = options["input_ids"][row, 9 - (9, 5)[row] :].tolist() + emitted
+                text = inputs["input_ids"][row, 9 - (9, 5)[row] :].tolist() + emitted
                 logits = plain(torch.tensor([text])).logits[0, -len(emitted) - 1 : -1].detach()
                 torch.testing.assert_close(heard[0].measures[row], measure(logits, torch.tensor(emitted)), atol=1e-4, rtol=1e-4)
-        assert model.generate(**options, assistant=assistant).tolist() == want.tolist()
+        assert model.generate(**inputs, **options, assistant=assistant).tolist() == want.tolist()
 
 
 @pytest.mark.parametrize(("mode", "alpha"), [("lossless", "lossless"), ("token", 1.0)])
@@ -267,12 +274,12 @@ def test_asynchronous_rounds_give_the_same_tokens(launched, monkeypatch, kind, a
     """Rows that end at different places, by an end token, by length and by a criterion, with growing buffers; then a second turn."""
     monkeypatch.setattr(selection, "CRITERIA", (*selection.CRITERIA, FunctionType))
     make, head = MAKERS[kind]
-    plain, model = make(), make()
+    plain, model = unpatched(kind), make()
     fastspec.patch(model, eagle3=head(model))
     session, seen = session_of(model), 0
     for seed in range(4):
         inputs = prompts(9, 5, 7, seed=seed)
-        free = plain.generate(**inputs, do_sample=False, max_new_tokens=20, eos_token_id=None)
+        free = answer(plain, inputs, do_sample=False, max_new_tokens=20, eos_token_id=None)
         ends = [int(free[0, 9 + 11]), int(free[1, 9 + 17])] if seed % 3 else None  # of rows 0 and 1, and whichever says them before
         options = {**inputs, "do_sample": False, "max_new_tokens": 30 + 40 * seed, "eos_token_id": ends, "pad_token_id": 0}
         if seed % 3 == 2:
