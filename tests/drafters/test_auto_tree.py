@@ -31,6 +31,13 @@ CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch
 AUTO = Eagle3(depth=2, top_k=3, total_tokens="auto")  # 21 candidates: sizes 2, 4, 6, 8, 12, 16, 22 on the CPU
 
 
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch) -> None:
+    """How many rounds are measured proves nothing here: fewer than of a user's call."""
+    monkeypatch.setattr(tree_size, "TIMED", 2)
+    monkeypatch.setattr(tree_size, "COUNTED", 10)
+
+
 @pytest.fixture(params=list(MAKERS))
 def fresh(request):
     """(the unpatched model, the same model patched by a session of its own)."""
@@ -274,9 +281,9 @@ def test_rows_that_have_ended_do_not_count(monkeypatch):
     monkeypatch.setattr(tree_size, "expected_tokens", lambda scores, sizes: counted.append(len(scores)) or expected_tokens(scores, sizes))
     monkeypatch.setattr(tree_size, "power_of", lambda scores, nodes, accepted: taken.append(accepted) or power_of(scores, nodes, accepted))
     options = {"do_sample": False, "assistant": AUTO}
-    model.generate(**prompts(5, 8), **options, max_new_tokens=200, eos_token_id=1000)
+    model.generate(**prompts(5, 8), **options, max_new_tokens=70, eos_token_id=1000)
     model.generate(**prompts(5, 8, 3), **options, max_new_tokens=2)
-    model.generate(**prompts(5), **options, max_new_tokens=200, eos_token_id=list(range(97)))
+    model.generate(**prompts(5), **options, max_new_tokens=70, eos_token_id=list(range(97)))
     assert counted == [2 * tree_size.COUNTED, 3, 1]
     assert all(0 <= accepted <= 3 * rounds for accepted, rounds in zip(taken, counted, strict=True))
 
@@ -288,7 +295,7 @@ def test_the_largest_tree_is_expected_to_give_what_it_gave(kind, monkeypatch):
     fastspec.patch(model, eagle3=head(model))
     taken = []
     monkeypatch.setattr(tree_size, "power_of", lambda *given: taken.append(given) or power_of(*given))
-    model.generate(**prompts(6, 9, 4), do_sample=False, max_new_tokens=200, assistant=AUTO, eos_token_id=1000)
+    model.generate(**prompts(6, 9, 4), do_sample=False, max_new_tokens=70, assistant=AUTO, eos_token_id=1000)
     ((scores, nodes, accepted),) = taken
     (choice,) = fastspec.report(model).trees.values()
     rounds, promised = len(scores), float(scores.exp().sum())  # the largest tree keeps every candidate

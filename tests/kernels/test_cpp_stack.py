@@ -71,7 +71,7 @@ def drawn(seed: int, dtype: torch.dtype, **options: Any) -> Any:
     st.sampled_from([24, 48, 70]), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([None, 1.0]), st.booleans(), st.booleans(),
     st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_layers_together_are_the_bits_of_their_kernels(
     native, dtype, nodes, rows, width, inner, apart, biased, norms, offset, first_given, single, seed
 ) -> None:

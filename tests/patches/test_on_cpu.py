@@ -11,11 +11,27 @@ from helpers_generate import TREE, prompts
 from helpers_models import tiny_head, tiny_model
 
 import fastspec
+from fastspec.cache_folder import cache_folder
 from fastspec.errors import Unsupported
 from fastspec.kernels.native import build
 from fastspec.patches import backends, on_cpu
 
 needs_compiler = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+
+
+@pytest.fixture(scope="module")
+def library() -> bytes:
+    """The compiled library, for the tests that are not about compiling."""
+    assert backends.build_cpp() is None
+    return (cache_folder() / "kernels" / build.library_name()).read_bytes()
+
+
+@pytest.fixture
+def compiled(library, nothing_known, tmp_path):
+    """The library is there, and nothing is known of it."""
+    folder = tmp_path / "cache" / "kernels"
+    folder.mkdir(parents=True)
+    (folder / build.library_name()).write_bytes(library)
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +118,7 @@ def test_a_compiler_that_fails_is_told_once(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_a_library_that_cannot_be_loaded_is_said(monkeypatch):
+def test_a_library_that_cannot_be_loaded_is_said(compiled, monkeypatch):
     def refused(path):
         raise OSError("no room")
 
@@ -114,7 +130,7 @@ def test_a_library_that_cannot_be_loaded_is_said(monkeypatch):
 
 
 @needs_compiler
-def test_kernels_that_fail_the_self_check_are_not_taken(monkeypatch):
+def test_kernels_that_fail_the_self_check_are_not_taken(compiled, monkeypatch):
     ops = backends.cpp_ops()
     wrong = replace(ops, pick=lambda scores, *rest: ops.pick(scores, *rest) + 1)
     monkeypatch.setattr(on_cpu, "cpp_ops", lambda: wrong)
@@ -125,7 +141,7 @@ def test_kernels_that_fail_the_self_check_are_not_taken(monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("ours", [1.0, 2.0])
-def test_bf16_models_take_them_where_they_are_quicker(monkeypatch, ours):
+def test_bf16_models_take_them_where_they_are_quicker(compiled, monkeypatch, ours):
     monkeypatch.setattr(on_cpu, "times", lambda *_: [ours, 1.5])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -138,7 +154,7 @@ def test_bf16_models_take_them_where_they_are_quicker(monkeypatch, ours):
 
 
 @needs_compiler
-def test_bf16_kernels_are_checked_in_bf16(monkeypatch):
+def test_bf16_kernels_are_checked_in_bf16(compiled, monkeypatch):
     ops = backends.cpp_ops()
 
     def wrong(scores, *rest):
