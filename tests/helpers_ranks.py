@@ -39,8 +39,8 @@ SMALL = {"num_hidden_layers": 3}
 """A recurrent family's layers alternate: both kinds."""
 SEEING = "qwen2_5_vl"
 SIZE = 2
-GREEDY = {"max_new_tokens": 8, "do_sample": False}
-DRAWN = {"max_new_tokens": 8, "do_sample": True, "temperature": 0.8, "top_k": 30}
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+DRAWN = {"max_new_tokens": 6, "do_sample": True, "temperature": 0.8, "top_k": 30}
 
 
 HERE = "cpu"
@@ -209,7 +209,7 @@ def captured(load: Loader, kind: str) -> list[Any]:
     """Rounds that are replayed as on CUDA, one launched before the one in front is read, in engines that the second call finds again."""
     del kind
     model, made, inputs = load("bigram"), [], given(5, 9, 7)
-    options = {"max_new_tokens": 24, "eos_token_id": None}
+    options = {"max_new_tokens": 16, "eos_token_id": None}
     with pytest.MonkeyPatch.context() as patch:
         if HERE == "cpu":
             stand_in(patch)

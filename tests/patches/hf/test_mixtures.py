@@ -125,15 +125,22 @@ def all_assistants(model: Any) -> tuple[Any, ...]:
     return "autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3), tree, fastspec.ContinuousBatch("nasd", rows=1)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "gemma4_text"])
-def test_every_assistant_gives_the_same_tokens(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32, of rows of different lengths, with the op's reference."""
+WHOLE = "mixtral", "gpt_oss", "qwen3_next", "gemma4_text"
+"""Plain experts, experts with biases and limits, a shared one, and experts beside a dense feed-forward."""
+
+
+@pytest.mark.parametrize(("variant", "every"), [
+    *((variant, variant in WHOLE) for variant in (*VARIANTS, "gemma4_text")),
+    *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in CAUSAL if kind not in WHOLE),
+])  # fmt: skip
+def test_every_assistant_gives_the_same_tokens(variant: str, every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, of rows of different lengths, with the op's reference; `every` assistant, or rounds of one node and of a tree."""
     kind, over = VARIANTS.get(variant, ("gemma4_text", GEMMA4))
     model, inputs = stirred(kind, **over), prompts(5, 11)
     expected = free(model, inputs)
     calls = by(BY_REFERENCE, monkeypatch)
     chain, *between, tree, last = all_assistants(model)
-    for assistant in (chain, *between, tree, last) if kind == variant else (chain, tree):  # a family's other settings: widths of both kinds
+    for assistant in (chain, *between, tree, last) if every else (chain, tree):
         calls.clear()
         assert free(model, inputs, assistant=assistant) == expected, assistant
         assert calls

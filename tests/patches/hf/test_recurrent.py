@@ -14,7 +14,7 @@ from fastspec import Unsupported
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.hf.cache_names import CACHE, kept_cache
 
-NEW = 24
+NEW = 16
 ROWS = prompts(5, 11)
 LINEAR, FULL = "linear_attention", "full_attention"
 KINDS = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"

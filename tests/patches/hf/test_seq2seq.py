@@ -89,7 +89,7 @@ def test_texts_vary_and_drafts_are_taken_and_refused(each_pair):
 def test_every_family(kind):
     pair = pair_of(kind)
     for assistant in ASSISTANTS:
-        same(pair, assistant, sources(7, 3, 11), max_new_tokens=24, eos_token_id=NEVER)
+        same(pair, assistant, sources(7, 3, 11), max_new_tokens=14, eos_token_id=NEVER)
     assert fastspec.report(pair[1]).mode == f"encoder-decoder {kind}"
 
 
@@ -326,7 +326,7 @@ def test_a_source_in_another_vocabulary_than_the_decoders():
     sizes = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 60}
     pair = tiny_seq2seq("marian", **sizes), patched(tiny_seq2seq("marian", **sizes))
     for assistant in ASSISTANTS:
-        same(pair, assistant, sources(7, 3, 11), max_new_tokens=24, eos_token_id=NEVER)
+        same(pair, assistant, sources(7, 3, 11), max_new_tokens=14, eos_token_id=NEVER)
 
 
 def test_a_smaller_draft_model_of_another_family():
