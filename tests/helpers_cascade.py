@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from fastspec.cascade.stopping import Scores
 NAMED = ("small", "medium", "large")
 
 
+@cache
 def trained(stages: tuple[str, ...] = NAMED, items: int = 120, seed: int = 0) -> Predictor:
-    """A predictor for drawn items: the larger the stage the better its answers, and the better the surer."""
+    """A predictor for drawn items: the larger the stage the better its answers, and the better the surer. It is frozen, and shared."""
     generator = torch.Generator().manual_seed(seed)
     features = [torch.randn(items, len(NAMES), generator=generator) for _ in stages]
     chance = torch.stack([torch.sigmoid(2 * each[:, 0] + 2 * stage) for stage, each in enumerate(features)], 1)
