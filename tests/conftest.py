@@ -30,11 +30,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: garbage collections need not look at it."""
+    """What is imported by now stays: garbage collections need not look at it, and of what tests leave there is little to find."""
     import gc
 
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)

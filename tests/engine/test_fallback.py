@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_captured import stand_in
-from helpers_generate import bigram, same, shallow_model, stats
+from helpers_generate import answer, bigram, same, shallow_model, stats, unpatched
 from helpers_generate import prompts as make_prompts
 from helpers_models import tiny_model
 from test_retokenized import DRAFT, TARGET
@@ -80,7 +80,7 @@ def drafting(kind: str, device: str) -> tuple[Any, Any]:
     model, draft = shallow_model().to(device), KINDS[kind]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
-        return shallow_model().to(device), fastspec.patch(model, **({} if draft is None else {"speculative": moved(draft, device)}))
+        return unpatched("random").to(device), fastspec.patch(model, **({} if draft is None else {"speculative": moved(draft, device)}))
 
 
 def config(kind: str) -> Any:
@@ -96,7 +96,7 @@ def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
         inputs = prompts(ahead["device"], 9, 5, 7, seed=seed)
         options: dict[str, Any] = {"max_new_tokens": 40 + seed, "pad_token_id": 0, "eos_token_id": None}
         if seed:
-            free = plain.generate(**inputs, do_sample=False, max_new_tokens=20, eos_token_id=None)
+            free = answer(plain, inputs, do_sample=False, max_new_tokens=20, eos_token_id=None)
             options["eos_token_id"] = [int(free[0, 9 + 11]), int(free[1, 9 + 17])]
         if seed == 2:
             options["stopping_criteria"] = [lambda ids, scores, **_: (ids[:, 9:] == 0).sum(1) > 2]

@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     model = small_target()
     config = settings(tmp_path_factory.mktemp("texts"))
-    return model, small_texts(model, 160, config), small_texts(model, 24, config)
+    return model, small_texts(model, 110, config), small_texts(model, 16, config)
 
 
 @pytest.mark.parametrize("kind", KINDS)

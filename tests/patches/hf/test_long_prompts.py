@@ -61,7 +61,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_wide_parts_where_prompts_are_captured(kind: str, lengths: tuple[int, ...], read: list[int]) -> None:
     model, new = tiny_model(kind, num_hidden_layers=4), 8
-    given = [prompts(*lengths, seed=seed) for seed in range(4)]
+    given = [prompts(*lengths, seed=seed) for seed in range(3)]
     expected = [free(model, inputs, new) for inputs in given]
     with fastspec.patched(model, eagle3=tiny_head(model, taps=(0, 2, 4))):
         for assistant in ("autoregressive", fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)):

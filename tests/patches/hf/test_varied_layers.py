@@ -12,7 +12,7 @@ from helpers_models import tiny_head, tiny_model
 import fastspec
 from fastspec.patches.hf.cache_names import CACHE, kept_cache
 
-SPAN, NEW = 8, 26
+SPAN, NEW = 8, 18
 ROWS = prompts(5, 11)
 SLIDING, FULL = "sliding_attention", "full_attention"
 SIZES = {

@@ -23,7 +23,7 @@ from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import decoder_of
 
-NEW = 14
+NEW = 10
 AROUND = (3, 4), (6, 9)
 TREE = fastspec.Eagle3(depth=3, top_k=3, total_tokens=12)
 ADAPTED = (
