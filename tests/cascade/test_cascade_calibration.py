@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.cascade.calibration import (
@@ -29,7 +30,7 @@ SHARES = st.floats(0.001, 0.999)
 
 # The distribution function is a product of exp(lgamma ...), whose arguments stay below 6000 here, and of a fraction with rounding
 # errors of a few units: relative errors of about 6000 x 2^-52 < 2e-12. Closed forms are compared within five times that.
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(SHARES, SHAPES)
 def test_beta_functions_have_their_closed_forms(x, a):
     assert beta_cdf(x, a, 1.0) == pytest.approx(x**a, abs=1e-11)
@@ -40,7 +41,7 @@ def test_beta_functions_have_their_closed_forms(x, a):
     assert beta_quantile(x, 1.0, a) == pytest.approx(-math.expm1(math.log1p(-x) / a), abs=1e-10)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(1, 40), st.integers(1, 40), SHARES)
 def test_beta_function_of_whole_numbers_is_a_binomial_tail(a, b, x):
     n = a + b - 1
@@ -48,7 +49,7 @@ def test_beta_function_of_whole_numbers_is_a_binomial_tail(a, b, x):
     assert beta_cdf(x, float(a), float(b)) == pytest.approx(tail, abs=1e-11)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.floats(1, 300), st.floats(1, 300), SHARES)
 def test_beta_quantile_holds_its_share_by_integration(a, b, share):
     """The integral from 0 to the quantile over the whole one, by the midpoint rule on t = x**(1/4), whose integrand is smooth at 0."""
@@ -68,7 +69,7 @@ def test_beta_quantile_holds_its_share_by_integration(a, b, share):
     assert below / (below + above) == pytest.approx(share, abs=2e-4)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(SHARES, SHAPES, SHAPES)
 def test_beta_quantile_is_the_inverse(share, a, b):
     x = beta_quantile(share, a, b)
@@ -85,7 +86,7 @@ def test_beta_functions_refuse_what_is_no_distribution():
             beta_quantile(share, 1.0, 1.0)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=9))
 def test_pooled_values_are_the_isotonic_regression(pairs):
     """Against the min-max formula (Barlow et al., 1972): the largest over starts of the smallest over ends of the mean."""
@@ -104,7 +105,7 @@ def test_pooled_values_are_the_isotonic_regression(pairs):
 LOGITS = st.lists(st.tuples(st.floats(-8, 8), st.booleans()), min_size=10, max_size=60)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(LOGITS)
 def test_calibrators_never_fall_and_temperature_is_the_best(pairs):
     logits, labels = [z for z, _ in pairs], [float(y) for _, y in pairs]
@@ -141,7 +142,7 @@ def test_held_out_loss_chooses_temperature_or_isotonic():
     assert log_loss(after, labels) < log_loss([min(max(each, 1e-9), 1 - 1e-9) for each in before], labels)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.tuples(st.integers(0, 64), st.booleans()), min_size=1, max_size=40), st.integers(1, 12))
 def test_calibration_error_is_its_definition(pairs, bins):
     p, y = [Fraction(a, 64) for a, _ in pairs], [int(b) for _, b in pairs]
@@ -171,7 +172,7 @@ def test_calibration_error_refuses_what_does_not_fit():
             expected_calibration_error(p, y)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.tuples(st.integers(0, 1024), st.booleans()), min_size=1, max_size=60), st.integers(0, 1024), st.floats(0.02, 0.5))
 def test_posterior_counts_its_own_bucket(pairs, at, risk):
     chances, labels = [a / 1024 for a, _ in pairs], [float(b) for _, b in pairs]

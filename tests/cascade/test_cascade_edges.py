@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from helpers_cascade import NAMED, cascaded, stages, trained
+from helpers_examples import examples
 from helpers_generate import prompts, shallow_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from test_retokenized import DRAFT, LETTERS, TARGET, tokenizer
@@ -38,7 +39,7 @@ def emitted(model: Any, **options: Any) -> list[list[int]]:
     return model.generate(**options).tolist()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(name=st.sampled_from(list(fastspec.Cascade.__dataclass_fields__)[1:]), value=values)
 def test_every_value_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactory, name: str, value: Any) -> None:
     """Whatever a key is given, from YAML or not: a cascade that can be hashed, or Unsupported."""
@@ -53,7 +54,7 @@ def test_every_value_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactor
         assert isinstance(hash(made), int) and 0 <= made.price < float("inf") and made.gamma >= 1
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(name=st.sampled_from(list(fastspec.Stage.__dataclass_fields__)), value=values)
 def test_every_value_of_a_stage_is_taken_or_refused(name: str, value: Any) -> None:
     try:
@@ -248,7 +249,7 @@ def test_items_are_refused_by_line_and_ids_must_be_unique(tmp_path: Path) -> Non
             read_sets([second], agreement=True)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     names=st.lists(st.text("ab[/]-.", min_size=1, max_size=60), min_size=2, max_size=4), points=st.integers(0, 60),
     price=st.floats(1e-3, 1e9),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -90,7 +91,7 @@ def test_oracle_is_above_any_policy(case: tuple[Tensor, Tensor], prices: list[fl
 
 
 @given(cases(items=4, stages=3))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_oracle_curve_is_the_hull_of_all_policies(case: tuple[Tensor, Tensor]) -> None:
     labels, costs = case
     n, m = labels.shape
@@ -315,7 +316,7 @@ def recordings(draw: st.DrawFn) -> list[Record]:
 
 
 @given(recordings(), st.data())
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_records_survive_the_file_and_a_cut(tmp_path_factory: pytest.TempPathFactory, records: list[Record], data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("records") / "r.jsonl"
     with Writer(path, NAMES) as writer:

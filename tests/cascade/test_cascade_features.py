@@ -8,7 +8,8 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.cascade.features import GRAM, LAST, NAMES, QUANTILES, features
@@ -33,7 +34,7 @@ def emitted(measures: torch.Tensor, tokens, **changes) -> dict[str, float]:
     return dict(zip(NAMES, features(measures, tokens, **given).tolist(), strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 130), st.integers(0, 2**16), st.integers(1, 6), st.booleans())
 def test_every_feature_is_what_its_name_says(count, seed, vocabulary, ended):
     measures = measured(count, seed)

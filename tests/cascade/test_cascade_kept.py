@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_generate import NEVER
 from helpers_models import tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
@@ -104,7 +105,7 @@ def test_what_was_moved_to_the_cpu_and_back_or_dropped(model: Any, assistant: An
 turn = st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(1, 9))
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(turns=st.lists(turn, min_size=2, max_size=6), budget=st.integers(44, 120))
 def test_any_order_of_texts_gives_what_calls_without_a_past_gives(turns: Any, budget: int) -> None:
     """Texts grow, are cut and taken up in any order; entries are moved and dropped on the way."""

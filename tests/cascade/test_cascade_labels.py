@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from helpers_examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -359,7 +360,7 @@ def test_several_run_at_a_time(tmp_path: Path) -> None:
 
 
 @given(st.text(max_size=40), st.sampled_from(["", "python", "py", "text"]))
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_a_block_is_taken_whole(text: str, tag: str) -> None:
     code = text.replace("`", "").replace("~", "")
     assert codes_of(f"Look:\n```{tag}\n{code}\n```\nDone.") == (code + "\n",)

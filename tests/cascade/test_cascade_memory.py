@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import settings
+from helpers_examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -273,7 +273,7 @@ class Keeping(RuleBasedStateMachine):
 
 
 TestKeeping = Keeping.TestCase
-TestKeeping.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestKeeping.settings = examples(150, stateful_step_count=50)
 
 
 def entry(count: int, value: float = 0.0, layers: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from helpers_enumerate import PROCESSES, Make, Tables, Text, agree, closed, distribution_of, enumerated, request
+from helpers_examples import examples
 from helpers_generate import free, prompts, shallow_model
 from helpers_models import tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_cascade_deferral import twin
 from test_sampling import SIGNIFICANCE, p_value
@@ -65,7 +66,7 @@ def alphas(draw: st.DrawFn, rule: str) -> Any:
 
 @pytest.mark.parametrize("rule", RULES)
 @given(st.data(), st.integers(0, 10**6), st.sampled_from([(3, 2, 3), (3, 1, 3), (2, 3, 4), (4, 2, 2)]), st.sampled_from(PROCESSES))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_every_token_of_the_loop_follows_the_mixture(rule, data, seed, sizes, process):
     alpha, (vocab, gamma, limit) = data.draw(alphas(rule)), sizes
     found = enumerated(mixing(seed, vocab, gamma, partial(mixed, rule, alpha)), process, limit)
@@ -120,7 +121,7 @@ def test_planted_bugs_in_the_mixture_are_found(bug):
 
 
 @given(st.data(), st.sampled_from(RULES), st.integers(0, 10**6), st.integers(1, 4), st.sampled_from(PROCESSES))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_greedy_calls_give_the_mixtures_tokens(data, rule, seed, gamma, process):
     """Rows with prompts of their own, which accept differently; one token has the whole mixture."""
     alpha, vocab, limit = data.draw(alphas(rule)), 4, 9
@@ -203,7 +204,7 @@ def own(seed: int, vocab: int, process: Any) -> Callable[[Text], list[float]]:
     [(1, 2, 3, 0, 2), (2, 1, 2, 0, 3), (2, 2, 2, 1, 2), (3, 2, 2, 0, 2), pytest.param(2, 2, 3, 0, 2, marks=pytest.mark.slow)],
 )
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
-@settings(max_examples=3, deadline=None)
+@examples(3)
 def test_the_loop_emits_what_the_last_model_emits_alone(stages, gamma, limit, companions, vocab, seed, process):
     """Scripts one by one: how far a stage writes depends on the rows beside, so that a row's decisions are the same in one batch alone."""
     found = enumerated(chained(seed, vocab, gamma, stages, process), process, limit, 1, companions)
@@ -242,21 +243,21 @@ class OtherTokensHandedOn(Checked):
         return q
 
 
-def found_in_the_chain(bug: Any, seed: int) -> bool:
+def found_in_the_chain(bug: Any, seed: int, limit: int) -> bool:
     process = PROCESSES[1]
     try:
-        return not agree(enumerated(chained(seed, 2, 2, 2, process, bug), process, 3, 1), closed(2, 3, own(seed, 2, process)))
+        return not agree(enumerated(chained(seed, 2, 2, 2, process, bug), process, limit, 1), closed(2, limit, own(seed, 2, process)))
     except AssertionError:
         return True
 
 
 @pytest.mark.parametrize("bug", [DistributionsOfAnotherTemperature, UnlikelyDraftsLeftOut, NothingCut, OtherTokensHandedOn])
 def test_planted_bugs_in_the_chain_are_found(bug):
-    assert any(found_in_the_chain(bug, seed) for seed in range(4))
+    assert any(found_in_the_chain(bug, seed, limit) for seed in range(4) for limit in (2, 3))  # most show in two tokens
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_batches_keep_every_stages_distributions(seed, stages, gamma, sample, data):
     """Rows of other lengths that accept and end differently: the distributions recorded are the stages' own, and greedy tokens the
     target's."""
@@ -328,7 +329,7 @@ def zoo() -> dict[str, Any]:
 
 
 @given(st.data(), st.integers(1, 6), st.integers(0, 10**6))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_a_chain_gives_the_greedy_tokens_of_the_target(zoo, data, gamma, seed):
     chain = [zoo[name] for name in data.draw(st.lists(st.sampled_from(sorted(zoo)), min_size=1, max_size=3))]
     inputs = prompts(*data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3)), seed=seed)

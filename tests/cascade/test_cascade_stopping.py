@@ -12,7 +12,8 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.cascade.stopping import Rates, Scores, Solver, Table, solve_chain
@@ -48,7 +49,7 @@ def loss_of_policy(policy, quality, costs, transitions, price) -> float:
     return loss
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(chains())
 def test_no_policy_is_better_than_backward_induction(chain):
     quality, costs, transitions, price = chain
@@ -59,7 +60,7 @@ def test_no_policy_is_better_than_backward_induction(chain):
     assert bool(stops[-1].all())
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.tuples(st.integers(0, 16), st.integers(0, 40)), min_size=1, max_size=6), st.integers(0, 300))
 def test_where_nothing_is_random_the_cheapest_sum_wins(stages, price):
     quality = [q / 16 for q, _ in stages]
@@ -120,7 +121,7 @@ def settings_of(draw: st.DrawFn):
     return solver, requests, table
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(settings_of(), st.lists(st.integers(0, 2000), min_size=2, max_size=12))
 def test_no_request_stops_earlier_at_a_higher_price(drawn, prices):
     solver, requests, _ = drawn
@@ -132,7 +133,7 @@ def test_no_request_stops_earlier_at_a_higher_price(drawn, prices):
         assert reached == sorted(reached)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(settings_of(), st.integers(0, 300))
 def test_decisions_are_the_recursion_written_out(drawn, price):
     solver, requests, table = drawn
@@ -171,14 +172,14 @@ def test_decisions_are_the_recursion_written_out(drawn, price):
         assert last.stop and last.go_on_value == math.inf
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(settings_of())
 def test_a_price_of_nothing_stops_at_once(drawn):
     solver, requests, _ = drawn
     assert all(solver.decide(k, each, 0.0).stop for scores in requests for k, each in enumerate(scores))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(0, 16), min_size=2, max_size=4), st.integers(2, 9))
 def test_a_price_without_bound_goes_to_the_best_stage(sixteenths, count):
     quality = [each / 16 for each in sixteenths]

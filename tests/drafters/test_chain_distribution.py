@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from helpers_enumerate import PROCESSES, Make, Tables, agree, closed, distribution_of, enumerated
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.generation.drafters import policy as draft_length
@@ -73,7 +74,7 @@ def lossless(seed: int, length: Length, process: Any, limit: int, kind: Any = Co
 
 @pytest.mark.parametrize("cost, limit, companions", [(0.1, 3, 0), (0.3, 4, 0), (0.3, 2, 1)])
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
-@settings(max_examples=3, deadline=None)
+@examples(3)
 def test_chains_of_any_length_say_what_the_target_says_alone(cost, limit, companions, seed, process):
     assert lossless(seed, Length(3, cost), process, limit, companions=companions)
 
@@ -95,7 +96,7 @@ def scarce(credit: float, pause: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("most, pause, limit, companions", [(1, 1, 4, 0), (2, 1, 5, 0), (1, 2, 5, 0), (1, 1, 3, 1)])
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]), st.sampled_from([0.0, 0.2, 0.5]))
-@settings(max_examples=3, deadline=None)
+@examples(3)
 def test_rounds_without_drafts_leave_the_distribution_as_it_is(most, pause, limit, companions, seed, process, credit):
     with scarce(credit, pause):
         assert lossless(seed, Length(most, 0.3, 0.1), process, limit, companions=companions)
@@ -200,7 +201,7 @@ lengths = st.builds(Length, st.just(4), st.floats(0.01, 2.0), st.floats(0.0, 0.3
 
 
 @given(lengths, st.lists(st.tuples(st.integers(1, 4), st.floats(0, 1)), min_size=1, max_size=120))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_whatever_the_drafts_are_they_lose_no_more_than_was_granted(length, gains):
     """The credit, the last round's overdraft, and the price of one round whenever drafts were tried again."""
     drafted, lost = played(length, gains)

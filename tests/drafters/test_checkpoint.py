@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_heads import DIALECTS, LAYERS, as_eagle3, as_speculators, logits, make_head, write
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.errors import CheckpointError
@@ -47,7 +48,7 @@ def test_each_dialect_reads_back_as_the_head_that_was_written(dialect, form, tmp
     assert torch.equal(logits(loaded, embedding), logits(head, embedding))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_sizes_and_flags_survive_the_round_trip(data):
     draw, heads = data.draw, data.draw(st.sampled_from([1, 2, 3]))
@@ -182,7 +183,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=3))
 def test_no_config_makes_reading_fail_otherwise(changes):
     config, state = as_eagle3(make_head(), None)

@@ -7,7 +7,8 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -65,7 +66,7 @@ events = st.integers(2, 12).flatmap(
 
 
 @every_kind
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(events=events, draft=st.lists(st.integers(0, 12), max_size=5))
 def test_a_storage_answers_like_dictionaries_of_all_contexts(kind, events, draft):
     make, least, most = MAKERS[kind]

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from helpers_enumerate import PROCESSES, Make, Tables, agree, closed, distribution_of, enumerated
+from helpers_examples import examples
 from helpers_generate import prompts, stats
 from helpers_models import tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_retokenized import DRAFT, TARGET, tokenizer
 from test_sampling import CASES, check_distribution
@@ -105,7 +106,7 @@ def own(seed: int, process: Any) -> Callable[[Any], list[float]]:
     for name, theirs in PAIRS.items() for sizes in ((1, 2, 0), (2, 3, 0), (2, 2, 1))
 ])  # fmt: skip
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
-@settings(max_examples=2, deadline=None)
+@examples(3)
 def test_the_loop_emits_what_the_target_emits_alone(theirs, gamma, limit, companions, seed, process):
     found = enumerated(sharing(seed, theirs, gamma, process), process, limit, 1, companions)
     assert agree(found, closed(len(OURS), limit, own(seed, process)))
@@ -183,7 +184,7 @@ MANY = tokenizer(LETTERS, [("a", "b"), ("c", "d"), ("ab", "cd")])
 
 
 @given(st.data(), st.integers(0, 10**6), st.integers(1, 4), st.sampled_from(PROCESSES[1:]), st.booleans())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_batches_keep_every_rows_distribution(data, seed, gamma, process, fixed):
     """Rows of other lengths that accept and end differently: each q is the draft model's, and what was drafted is possible."""
     texts = data.draw(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=6), min_size=1, max_size=4))
@@ -208,7 +209,7 @@ class Renamed(Draft):
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.sampled_from(PROCESSES[1:]), st.sampled_from([0.0, 0.15]), st.booleans())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_with_all_tokens_shared_it_is_the_same_as_with_one_tokenizer(seed, gamma, process, cost, ending):
     """The same draws give the same tokens and the same numbers."""
     order, length = Random(seed).sample(range(5), 5), Length(gamma, cost)

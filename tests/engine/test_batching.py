@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_generate import MAKERS, TREE, prompts
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
@@ -27,7 +28,7 @@ from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.cache_names import CACHE
 
-DRAWN = settings(max_examples=40, deadline=None)
+DRAWN = examples(40)
 TEXTS = st.lists(st.lists(st.integers(0, 9), min_size=12, max_size=12), min_size=1, max_size=3)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from helpers_examples import examples
 from helpers_state import AttentionState
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.generation.engine.batching import Batch
@@ -35,7 +36,7 @@ def test_what_belongs_to_tokens_beyond_the_common_end_is_cut_with_them() -> None
         assert run.out.measures[row][:, 0].tolist() == tokens
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.data(), st.integers(1, 4), st.integers(1, 30), st.integers(0, 2**16))
 def test_a_span_of_a_cache_is_its_slots_column_by_column(data: st.DataObject, rows: int, width: int, seed: int) -> None:
     """Zeros before a row's first column and behind its length, whatever a later round has left in those slots."""

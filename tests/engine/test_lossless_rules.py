@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.generation import verify
@@ -188,7 +189,7 @@ def lossless(world: World, parents: list[int], scheme: Scheme, rule: Rule) -> bo
 @pytest.mark.parametrize("scheme", [with_replacement, without_replacement])
 @pytest.mark.parametrize("shape", SHAPES)
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_the_rule_is_lossless(shape, scheme, seed):
     assert lossless(World(seed), SHAPES[shape], scheme, Rule())
 
@@ -199,13 +200,13 @@ def shapes(draw: st.DrawFn) -> list[int]:
 
 
 @given(shapes(), st.sampled_from([with_replacement, without_replacement]), st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_the_rule_is_lossless_on_drawn_trees(parents, scheme, seed):
     assert lossless(World(seed), parents, scheme, Rule())
 
 
 @given(shapes(), st.integers(0, 10**6), st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_one_draw_per_node_is_the_rule_for_drafts_that_are_certain(parents, seed, data):
     """A deterministic child is a point mass q; then the rule and a single draw y ~ p, followed while y is a child, have one distribution.
     Of equal siblings the first is followed, and the others are never accepted."""
@@ -297,7 +298,7 @@ def follows_the_rule(world: World, draft: Draft, walk: Walk) -> bool:
 
 
 @given(shapes(), st.sampled_from([with_replacement, without_replacement]), st.integers(0, 10**6), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_walk_drawn_follows_the_rule(parents, scheme, seed, random):
     world = World(seed)
     every = list(drafts(world, parents, scheme))
@@ -342,7 +343,7 @@ def test_planted_bugs_in_walk_drawn_are_found(bug):
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=7).filter(any), st.integers(0, 10**6), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_distinct_draws_record_what_they_were_drawn_from(weights, seed, data):
     count = data.draw(st.integers(1, len(weights)))
     probs = torch.tensor([weights]) / sum(weights)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_state import AttentionState
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from fastspec.patches.hf.cache import SlotCache, export_span, import_past
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**31)
-DRAWN = settings(max_examples=30, deadline=None)
+DRAWN = examples(30)
 ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others
 
 

@@ -8,7 +8,8 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.generation.tree import TokenTree
@@ -88,13 +89,13 @@ def lossless(case: Case, rule: Rule) -> bool:
 
 
 @given(cases())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_one_draw_per_node_has_the_targets_distribution(case):
     assert lossless(case, right_rule)
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_greedy_is_the_argmax_walk(case):
     scores = torch.tensor([[[float(p) for p in case.table[prefix]] for prefix in case.prefixes]])
     picks = choose(scores, None, TORCH)
@@ -108,7 +109,7 @@ def test_greedy_is_the_argmax_walk(case):
 
 
 @given(cases(), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_walking_with_history_is_the_same_walk(case, seed):
     """Equal to choosing at all nodes at once, with every visited node's own prefix handed to the processor."""
     generator = torch.Generator().manual_seed(seed)
@@ -134,7 +135,7 @@ def test_walking_with_history_is_the_same_walk(case, seed):
 
 
 @given(cases(), st.integers(1, 5), st.frozensets(st.integers(0, VOCAB - 1), max_size=2))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_walking_with_history_stops_where_the_text_ends(case, left, ends):
     logits = torch.tensor([[[float(p) for p in case.table[prefix]] for prefix in case.prefixes]]).log()
     (emitted, _), = right_rule(case.tree, choose(logits, None, TORCH)[0].tolist())  # fmt: skip
@@ -153,7 +154,7 @@ def test_walking_with_history_stops_where_the_text_ends(case, left, ends):
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_rows_are_walked_together_as_they_are_alone(rows, seed):
     """Rows with texts of different lengths and different room, in one call and one by one; each is asked about its own prefixes."""
     generator = torch.Generator().manual_seed(seed)
@@ -244,7 +245,7 @@ def test_planted_bugs_with_equal_siblings_are_found(rule):
 
 
 @given(st.lists(st.integers(0, 6), min_size=2, max_size=9).filter(any))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_uniforms_of_a_token_have_its_probability(weights):
     """On a grid of cell midpoints every token gets p of the cells, one cell more or less at each of its two ends."""
     cells = 1 << 10
@@ -274,7 +275,7 @@ def test_tokens_of_probability_zero_are_never_drawn(uniform, size):
 
 
 @given(st.integers(1, 70), st.integers(1, 3))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_a_chain_is_the_tree_of_its_parents(nodes, rows):
     tokens = torch.arange(rows * nodes).view(rows, nodes)
     chain, tree = TokenTree.chain(tokens), TokenTree.from_parents(tokens, (torch.arange(nodes) - 1).clamp(min=0).expand(rows, -1))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from fastspec.patches.backends import TORCH
 
 VOCAB = 3
 SEEDS = st.integers(0, 2**31)
-DRAWN = settings(max_examples=40, deadline=None)
+DRAWN = examples(40)
 CPU = torch.device("cpu")
 ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_generate import TREE, prompts
 from helpers_models import tiny_head, tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fastspec
@@ -64,7 +65,7 @@ def test_every_kernel_is_its_reference_on_the_rows_of_the_self_check():
 
 
 @given(rows=ROWS, inner=SIZES, outer=SIZES, biased=st.booleans(), seed=st.integers(0, 2**31))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_product_is_the_exact_one_rounded_once(native, rows, inner, outer, biased, seed):
     x, weight, bias = drawn(seed, rows, inner), drawn(seed + 1, outer, inner), drawn(seed + 2, outer) if biased else None
     want = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -75,7 +76,7 @@ def test_a_product_is_the_exact_one_rounded_once(native, rows, inner, outer, bia
 
 
 @given(rows=ROWS, inner=SIZES, outer=SIZES, seed=st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_row_does_not_depend_on_the_rows_beside_it(native, rows, inner, outer, seed):
     x, weight = drawn(seed, rows, inner), drawn(seed + 1, outer, inner)
     together = native.product(x, weight, None)
@@ -96,7 +97,7 @@ def test_two_threads_give_the_bits_of_one(native, rows):
 
 
 @given(rows=ROWS, size=SIZES, added=st.booleans(), offset=st.sampled_from([None, 1.0]), seed=st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_norms_and_gates_round_where_their_references_do(native, rows, size, added, offset, seed):
     x, weight, residual = drawn(seed, rows, size), drawn(seed + 1, size), drawn(seed + 2, rows, size) if added else None
     got, wanted = (each.rms_norm(x, weight, 1e-5, residual, offset=offset) for each in (native, layer))
@@ -108,7 +109,7 @@ def test_norms_and_gates_round_where_their_references_do(native, rows, size, add
 
 
 @given(nodes=st.integers(1, 9), size=st.sampled_from([16, 32, 80]), normed=st.booleans(), wide=st.booleans(), seed=st.integers(0, 2**31))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_rotation_rounds_where_its_reference_does(native, nodes, size, normed, wide, seed):
     """By tables of either dtype."""
     angles = 6 * torch.rand(32, size // 2, generator=torch.Generator().manual_seed(seed))

@@ -9,9 +9,10 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_generate import TREE, prompts, shallow_model
 from helpers_models import tiny_head, tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fastspec
@@ -51,7 +52,7 @@ def test_every_kernel_is_its_reference_on_the_rows_of_the_self_check():
     st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64]), st.integers(1, 70), st.integers(1, 70), st.booleans(),
     st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_product_is_right_within_the_rounding_of_a_sum(native, rows, inner, outer, biased, seed):
     torch.manual_seed(seed)
     x, weight, bias = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(outer) if biased else None
@@ -68,7 +69,7 @@ def test_a_product_is_right_within_the_rounding_of_a_sum(native, rows, inner, ou
     st.sampled_from([1, 2, 6, 7, 16, 17, 33, 64, 70]), st.integers(1, 70), st.lists(st.integers(1, 60), min_size=1, max_size=4),
     st.integers(0, 15), st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_layers_that_lie_apart_are_multiplied_as_one_after_another(native, dtype, rows, inner, outer, biased, seed):
     torch.manual_seed(seed)
     x, weights = torch.randn(1, rows, inner, dtype=dtype), [torch.randn(each, inner, dtype=dtype) for each in outer]

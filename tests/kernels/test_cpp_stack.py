@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_generate import TREE, prompts, shallow_model
 from helpers_models import tiny_head
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -71,7 +72,7 @@ def drawn(seed: int, dtype: torch.dtype, **options: Any) -> Any:
     st.sampled_from([24, 48, 70]), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([None, 1.0]), st.booleans(), st.booleans(),
     st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@examples(80)
 def test_layers_together_are_the_bits_of_their_kernels(
     native, dtype, nodes, rows, width, inner, apart, biased, norms, offset, first_given, single, seed
 ) -> None:

@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_models import tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,7 +35,7 @@ def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @given(ROWS, SIZES, SIZES, st.sampled_from([1, 3]), st.booleans(), LAYOUTS, LAYOUTS, st.integers(0, 2**31))
-@settings(max_examples=120, deadline=None)
+@examples(120)
 def test_linear_is_the_product_within_the_rounding_of_a_sum(rows, inner, outer, batch, biased, x_layout, w_layout, seed):
     torch.manual_seed(seed)
     x, weight = strided(torch.randn(batch, rows, inner), x_layout), strided(torch.randn(outer, inner), w_layout)

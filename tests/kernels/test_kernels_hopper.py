@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels_linear import GATES, check_chain, gated, product
 from torch import Tensor
@@ -65,7 +66,7 @@ def whole_sums(rows: int, shape: tuple[int, int], dtype: torch.dtype, monkeypatc
     depth=st.sampled_from([8, 64, 72, 576, 1544, 4096]), dtype=st.sampled_from(HALVES), gate=st.sampled_from(GATES),
     biased=st.booleans(), sliced=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_every_launch_gives_the_product(launch, rows, channels, depth, dtype, gate, biased, sliced, seed):
     torch.manual_seed(seed)
     if gate is not None and launch.stages * launch.channels * launch.depth > 4 * 128 * 64:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from fastspec.kernels.linear.swiglu import swiglu
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter"))
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
-DRAWN = settings(max_examples=20, deadline=None)
+DRAWN = examples(20)
 SEEDS = st.integers(0, 2**31)
 SIZES = {"cpu": [1, 2, 7, 63, 64, 65, 130], "cuda": [1, 7, 65, 576, 1536, 4096, 5120, 8192, 16384, 24576]}
 ROWS = {"cpu": [1, 2, 3], "cuda": [1, 7, 61, 64, 1000]}

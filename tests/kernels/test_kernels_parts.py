@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels_linear import CPU, CUDA, DTYPES, drawn, product
 from torch import nn
@@ -46,7 +47,7 @@ def check(x, weight, bias, launch) -> None:
     rows=st.sampled_from([1, 2, 7, 16, 17, 33]), channels=st.sampled_from([1, 7, 31, 32, 65]), blocks=st.integers(1, 6),
     dtype=st.sampled_from(DTYPES), biased=st.booleans(), sliced=st.booleans(), launch=st.sampled_from(SMALL), seed=st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_every_launch_gives_the_parts(device, rows, channels, blocks, dtype, biased, sliced, launch, seed):
     torch.manual_seed(seed)
     check(*drawn(rows, channels, blocks * launch.depth, dtype, device, biased, sliced), launch)
@@ -69,7 +70,7 @@ def test_the_tables_launches_give_the_parts(device, shape, rows, dtype):
     parts=st.integers(1, 5), rows=st.sampled_from([(1, 1), (2, 3), (1, 17)]), size=st.sampled_from([1, 7, 64, 65]),
     dtype=st.sampled_from(DTYPES), with_residual=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_the_norm_of_parts_is_that_of_their_sum(device, parts, rows, size, dtype, with_residual, seed):
     """Bit for bit: the parts are added in one order, and rounded where a product is."""
     torch.manual_seed(seed)

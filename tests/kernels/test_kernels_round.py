@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from fastspec.kernels.drafting.tree_input import tree_input
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
-DRAWN = settings(max_examples=30, deadline=None)
+DRAWN = examples(30)
 SEEDS = st.integers(0, 2**31)
 ROWS, PATHS, NODES = st.integers(1, 4), st.sampled_from([1, 2, 7, 8, 9, 33]), st.sampled_from([1, 2, 60, 65])
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels_draft import CPU, CUDA, FLOATS, SEEDS, moved_as_is, poisoned
 from torch import Tensor
@@ -15,7 +16,7 @@ from fastspec.kernels.verification.posterior_eval import CHUNK, pick, posterior_
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 ON_CUDA_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-DRAWN = settings(max_examples=25, deadline=None)
+DRAWN = examples(25)
 LEADING = st.sampled_from([(), (1,), (3,), (2, 3), (1, 7), (2, 1, 3)])
 VOCABS = st.sampled_from([1, 7, 63, 65, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 65])
 
@@ -109,7 +110,7 @@ def test_a_level_between_two_tokens_is_the_upper_ones(device, vocab):
 
 @EVERYWHERE
 @given(SEEDS)
-@settings(max_examples=3, deadline=None)
+@examples(3)
 def test_a_level_past_the_last_mass_takes_the_last_token_with_mass(device, seed):
     """The chunk's sum in fp32 may exceed the running sum in fp64, so the highest uniform may find no place: what follows is -inf."""
     scores = torch.randn(30, CHUNK, generator=torch.Generator().manual_seed(seed))
@@ -162,7 +163,7 @@ def check_walk(inputs: tuple[Tensor, ...], steps: int, device: str) -> None:
 
 @EVERYWHERE
 @given(st.integers(1, 3), st.sampled_from([1, 2, 7, 31, 32, 63, 65, 130, 256, 300]), st.integers(1, 20), st.booleans(), SEEDS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_posterior_walk(device, rows, nodes, steps, wide, seed):
     inputs = tree(rows, nodes, torch.Generator().manual_seed(seed))
     if wide:  # parts of wider rows, and one tree for all rows

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -58,7 +59,7 @@ class Group:
     processes=st.integers(2, 3), size=st.sampled_from([2, 24, 64, 130]), dtype=st.sampled_from([torch.float32, torch.float16]),
     parts=st.integers(0, 3), with_residual=st.booleans(), offset=st.sampled_from([None, 1.0]), seed=st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_every_process_gets_the_norm_of_the_sum(device, processes, size, dtype, parts, with_residual, offset, seed):
     """Bit for bit, message after message, with other numbers of rows in turn; nothing but its own words are written to the others."""
     torch.manual_seed(seed)

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_models import tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig
@@ -30,7 +31,7 @@ from fastspec.patches.hf.rotary import position_factor
 
 SIZES = st.sampled_from([1, 2, 7, 63, 65, 130])
 SEEDS = st.integers(0, 2**31)
-DRAWN = settings(max_examples=25, deadline=None)
+DRAWN = examples(25)
 
 
 def random_parents(rows: int, nodes: int, generator: torch.Generator) -> Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_models import tiny_head, tiny_model
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -149,4 +149,4 @@ class Patching(RuleBasedStateMachine):
 
 
 TestPatching = Patching.TestCase
-TestPatching.settings = settings(max_examples=25, stateful_step_count=15, deadline=None, database=None)
+TestPatching.settings = examples(25, stateful_step_count=15, database=None)

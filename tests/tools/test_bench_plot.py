@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from helpers_examples import examples
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from fastspec.bench.methods import PEERS
@@ -40,7 +41,7 @@ def row(method: str, category: str, speed: float) -> dict[str, Any]:
     return WHERE | counted | figures | {"method": method, "category": category}
 
 
-@settings(max_examples=5, deadline=None, phases=[Phase.generate])  # a picture takes half a second: a failure is not shrunk
+@examples(5, phases=[Phase.generate])  # a picture takes half a second: a failure is not shrunk
 @given(methods=st.lists(st.sampled_from(METHODS), min_size=1, unique=True), categories=st.integers(1, 20), data=st.data())
 def test_every_method_has_a_bar_in_every_category(plot, tmp_path_factory, methods, categories, data) -> None:
     names = [f"c{number}" for number in range(categories)]

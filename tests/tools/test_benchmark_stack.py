@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.bench.device import versions
@@ -51,7 +52,7 @@ def shapes(draw: st.DrawFn) -> tuple[dict[str, int], int, int, int, int]:
     return shape, draw(st.integers(1, 2)), nodes, prefix, prefix + nodes + draw(st.integers(0, 9))
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(shapes(), st.integers(0, 2**31))
 @torch.no_grad()
 def test_the_stack_is_that_of_plain_torch(stack, drawn, seed: int) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers_examples import examples
 from helpers_models import tiny_head
 from helpers_training import VOCAB, settings, small_target, small_texts, small_tokenizer, write_prompts
 from hypothesis import given
-from hypothesis import settings as limits
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -121,7 +121,7 @@ def row_by_row(
     return [total / max(1, count) for total, count in zip(sums, used, strict=True)], hits
 
 
-@limits(max_examples=12, deadline=None)
+@examples(12)
 @given(data=st.data())
 @torch.no_grad()
 def test_loss_equals_drafting_row_by_row(data: st.DataObject) -> None:
@@ -139,7 +139,7 @@ def test_loss_equals_drafting_row_by_row(data: st.DataObject) -> None:
     assert float(total) == pytest.approx(sum(0.7**i * loss for i, loss in enumerate(expected)), rel=2e-4, abs=2e-4)
 
 
-@limits(max_examples=20, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_rows_before_every_answer_may_be_left_out(data: st.DataObject) -> None:
     """Of a batch with GQA, right-padded: the loss, what hits, and every gradient."""

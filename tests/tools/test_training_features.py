@@ -14,9 +14,9 @@ import pytest
 import torch
 from accelerate import Accelerator, cpu_offload
 from helpers_captured import stand_in
+from helpers_examples import examples
 from helpers_training import settings, small_target, small_texts
 from hypothesis import given
-from hypothesis import settings as limits
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
@@ -85,7 +85,7 @@ def unread(reader: TargetReader) -> Iterator[None]:
         del reader.said
 
 
-@limits(max_examples=20, deadline=None)
+@examples(20)
 @given(
     taps=st.sampled_from([(), (1, 2, 4), (3,)]), vocabulary=st.integers(1, 128), gib=st.sampled_from([ALL, 3e-4, 1.2e-4, 0.0]),
     host=st.sampled_from([ALL, 1.2e-4]), seed=st.integers(0, 99), chunk=st.sampled_from([50, 300, 4096]),
@@ -163,7 +163,7 @@ def test_a_run_learns_the_same_from_memory(material: Material, tmp_path: Path, k
     sizes: dict[str, Any] = {"eagle": {"draft_vocab_size": 0}, "dspark": {"rank": 8, "block_size": 5, "mask_token": 3}}.get(kind, {})
     runs = []
     for name, memory in (("one", {}), ("two", {"keep_features": ALL}), ("three", {"keep_features_host": ALL})):
-        runs.append(Trainer(settings(tmp_path / name, kind=kind, epochs=2.0, **memory, **sizes), *material, Accelerator(cpu=True)))
+        runs.append(Trainer(settings(tmp_path / name, kind=kind, epochs=1.5, **memory, **sizes), *material, Accelerator(cpu=True)))
         runs[-1].run()
     one, *others = (dict(run.head.named_parameters()) for run in runs)
     assert len({run.progress.step for run in runs}) == 1 and runs[0].progress.step > 4

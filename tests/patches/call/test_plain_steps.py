@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers_examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -27,7 +28,7 @@ from fastspec.patches.call.processors import (
 )
 from fastspec.patches.call.steps import PlainSteps
 
-DRAWN = settings(max_examples=30, deadline=None)
+DRAWN = examples(30)
 SEEDS = st.integers(0, 2**31)
 VOCAB = 5
 

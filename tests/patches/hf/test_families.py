@@ -7,10 +7,11 @@ from functools import cache
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_generate import SHALLOW
 from helpers_models import DISTINCT, FAMILIES, tiny_config, tiny_head, tiny_model
 from helpers_sweep import tiny
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModel, AutoModelForImageTextToText, LEDConfig, LEDForConditionalGeneration, MambaConfig, MambaForCausalLM
@@ -60,7 +61,7 @@ def prompts(rows: int = 3, width: int = 9) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *GENERIC, "hooked", *ROPES])
 def test_greedy_tokens_equal_the_unpatched_ones(kind: str) -> None:
-    model, inputs = model_of(kind), {**prompts(), "max_new_tokens": 16, "do_sample": False}
+    model, inputs = model_of(kind), {**prompts(), "max_new_tokens": 12, "do_sample": False}
     expected = model.generate(**inputs)
     with fastspec.patched(model, eagle3=tiny_head(model)):
         # A family whose row is another's in all but its name is held to a small tree alone; of the others each gets the default's 60 nodes.
@@ -102,7 +103,7 @@ def paths(tree: TokenTree, row: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", [*DISTINCT, *GENERIC, "hooked", *ROPES])
-@settings(max_examples=5, deadline=None, database=None, derandomize=True)
+@examples(5, database=None, derandomize=True)
 @given(tree=trees(), counts=st.lists(st.integers(1, 7), min_size=2, max_size=2))
 @torch.no_grad()
 def test_every_node_is_scored_as_its_own_text(kind: str, tree: TokenTree, counts: list[int]) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_examples import examples
 from helpers_generate import NEVER, answer, same, stats
 from helpers_seq2seq import pair_of, patched, sources, tiny_seq2seq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_families import paths, trees
 from test_sampling import CASES, SIGNIFICANCE, p_value, padded, processors
@@ -94,7 +95,7 @@ def test_every_family(kind):
 
 
 @pytest.mark.parametrize("kind", [*SEQ2SEQ, *SCALED])
-@settings(max_examples=5, deadline=None, database=None, derandomize=True)
+@examples(5, database=None, derandomize=True)
 @given(tree=trees(), counts=st.lists(st.integers(1, 7), min_size=2, max_size=2), spread=st.booleans())
 @torch.no_grad()
 def test_every_node_is_scored_as_its_own_text(kind: str, tree: TokenTree, counts: list[int], spread: bool) -> None:
