@@ -2,7 +2,7 @@
 
     python tests/compile_targets.py 86
     python tests/compile_targets.py gfx942 135M "8 rows"     # an AMD target: no registers are read
-    python tests/compile_targets.py 86 135M,mixers 0/6       # a sixth of every third launch
+    python tests/compile_targets.py 86 135M,mixers 0/6       # a sixth of every fifth launch
     python tests/compile_targets.py - < jobs                 # a line of such arguments each, as JSON lists; an empty line ends its rows
 
 The host functions run as they do on such a device, with tensors on the CPU, and each launch is compiled in place of being run.
@@ -297,7 +297,7 @@ def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
 
 def main(target: int | str, shapes: list[str], only: str = "") -> None:
     """Print a row of JSON per launch; one that cannot be compiled says why. `only` is part of the name of those that are wanted, or says
-    which of so many parts: of each op every third launch is in one of them, the first among these."""
+    which of so many parts: of each op, whatever it is given beside, every fifth launch is in one of them, the first among these."""
     rows: list[dict[str, Any]] = []
     compiled(target, rows)
     part = re.fullmatch(r"(\d+)/(\d+)", only)
@@ -306,10 +306,10 @@ def main(target: int | str, shapes: list[str], only: str = "") -> None:
         half = torch.bfloat16
         found = chain(recurrent_launches(half), mixture_launches(half)) if shape == MIXERS else launches(shape, half)
         for name, call in found:
-            op = f"{shape}, {name.split(',')[0]}"
+            op = f"{shape}, {re.split(', | of | in | with | to ', name)[0]}"
             count = counts[op] = counts.get(op, -1) + 1
-            offset = list(counts).index(op) + count // 3  # so that ops of few launches do not all go to the first part
-            if (count % 3 or offset % int(part[2]) != int(part[1])) if part else only not in name:
+            offset = list(counts).index(op) + count // 5  # so that ops of few launches do not all go to the first part
+            if (count % 5 or offset % int(part[2]) != int(part[1])) if part else only not in name:
                 continue
             before = len(rows)
             try:

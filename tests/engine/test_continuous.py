@@ -55,13 +55,13 @@ def made(kind: str, device: str) -> tuple[Any, Any]:
 def said_of(kind: str, seed: int, device: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[list[int]]]:
     """Prompts, the options of a call that ends some answers early, and what the unpatched model says in one batch."""
     plain, inputs = MAKERS[kind][0]().to(device), prompts(device, *COUNTS, seed=seed)
-    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
+    options = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
     return inputs, options, plain.generate(**inputs, **options).tolist()
 
 
 def ends_of(plain: Any, inputs: dict[str, torch.Tensor]) -> list[int]:
     """End tokens that end some answers early, and not all at once."""
-    emitted = free(plain, inputs, 24)
+    emitted = free(plain, inputs, 16)
     return [emitted[0][3], emitted[3][9], emitted[4][1], emitted[6][0]]
 
 

@@ -82,7 +82,7 @@ def test_greedy_of_one_source_and_of_padding_in_front(pair, assistant, lengths, 
 def test_texts_vary_and_drafts_are_taken_and_refused(each_pair):
     texts = free(each_pair[0], sources(7, 3, 11))
     assert len({token for text in texts for token in text}) > 15
-    same(each_pair, fastspec.Speculative(gamma=3), sources(7, 3, 11), max_new_tokens=40, eos_token_id=NEVER)
+    same(each_pair, fastspec.Speculative(gamma=3), sources(7, 3, 11), max_new_tokens=30, eos_token_id=NEVER)
     assert 1.2 < stats(each_pair[1]).acceptance_length < 4
 
 

@@ -44,9 +44,17 @@ def skip_what_raises(kind: str) -> None:
         pytest.skip("transformers 5.24.0 reads image_outputs of an output that has none: every pass of a Llama 4 with images raises")
 
 
+EVERY = "autoregressive", "nasd", "speculative", TREE
+WHOLE = "gemma3", "llava", "qwen2_5_vl", "qwen3_5", "paligemma", "gemma4", *GENERIC
+"""Kinds that are held to every assistant in the fast suite: those that see and count otherwise. The others are held to two."""
+
+
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("kind", ADAPTED + GENERIC)
-def test_prompts_with_images_and_without(kind: str, device: str) -> None:
+@pytest.mark.parametrize(("kind", "assistants"), [
+    *(pytest.param(kind, EVERY if kind in WHOLE else EVERY[1::2], id=kind) for kind in ADAPTED + GENERIC),
+    *(pytest.param(kind, EVERY[::2], id=f"{kind}, the others", marks=pytest.mark.slow) for kind in ADAPTED if kind not in WHOLE),
+])  # fmt: skip
+def test_prompts_with_images_and_without(kind: str, assistants: tuple[Any, ...], device: str) -> None:
     if kind in ("mistral3", "smolvlm") and Version(transformers.__version__) < Version("5.20"):
         pytest.skip("these prompts are made as transformers 5.20 and later read them, whose plain generate raises before")
     skip_what_raises(kind)
@@ -56,7 +64,7 @@ def test_prompts_with_images_and_without(kind: str, device: str) -> None:
     expected, of_text = free(model, inputs, NEW), free(model, text, NEW)
     assert free(model, other, NEW) != expected
     fastspec.patch(model, speculative=tiny_model(num_hidden_layers=2).to(device), eagle3=tiny_head(model).to(device))
-    for assistant in ("autoregressive", "nasd", "speculative", TREE):
+    for assistant in assistants:
         assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
     assert free(model, text, NEW, assistant=TREE) == of_text  # in turn with images; other files hold texts alone to every assistant
     assert fastspec.report(model).mode.startswith("adapter" if kind in ADAPTED else "generic")
