@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from numbers import Integral
@@ -36,8 +36,7 @@ from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.shards import processes_of
-from fastspec.patches.hf.watch import Watch
-from fastspec.patches.pool import weights_of
+from fastspec.patches.made_of import MadeOf
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
 
@@ -124,7 +123,7 @@ class Continuous:
         self._closing = self._left = False
         self._dead: BaseException | None = None
         self._stale = False
-        """Whether the model is not what the rounds were made of, `_parts`."""
+        """Whether the model is not what the rounds were made of."""
         self._settled = SettledSettings()
         device = device_of(model)
         self._batch = OpenBatch(rows, self.stats, device)
@@ -298,7 +297,7 @@ class Continuous:
                 if renew:
                     self._renew(ready)
                 elif ready and not self._stale:
-                    self._stale = self._has_changed()
+                    self._stale = self._made_of.has_changed()
                 with self._changed:
                     for _ in range(0 if self._stale else min(ready, len(self._arrived))):
                         self._take(self._arrived.popleft())
@@ -318,7 +317,7 @@ class Continuous:
 
     def _look(self) -> None:
         """See whether the model is another, in the middle of a turn that makes something of it."""
-        self._stale = self._stale or self._has_changed()
+        self._stale = self._stale or self._made_of.has_changed()
 
     def _take(self, single: Single) -> None:
         """Let a prompt that has arrived wait for a row; one that cannot be brought to the model's device ends."""
@@ -374,37 +373,14 @@ class Continuous:
         mode = mode_for(self.model)
         self.session.pack(self.model, mode)
         self.session.tell_mode(mode)
-        self._watch, self._parts = Watch(self.model), self._parts_now()
+        self._made_of = MadeOf(self.model)
 
     def _unless_changed(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel] | None:
         """Rounds of so many rows beside those of `other`; None where the model is not, or not any more, what these were made of."""
         if other is None:
             return self._rounds(rows, None)
-        made = None if self._stale or self._parts_now() != self._parts else self._rounds(rows, other)
-        if made is None or self._parts_now() != self._parts:
+        made = None if self._stale or self._made_of.differs() else self._rounds(rows, other)
+        if made is None or self._made_of.differs():
             self._stale = True
             return None
         return made
-
-    def _has_changed(self) -> bool:
-        """Whether the model is not what the rounds were made of; so is one that cannot be looked at, which the next rounds will tell."""
-        try:
-            if self._watch.holds():
-                return False
-            watch = Watch(self.model)
-            changed = self._parts_now() != self._parts
-        except Exception:
-            return True
-        self._watch = self._watch if changed else watch
-        return changed
-
-    def _parts_now(self) -> Hashable:
-        """What rounds are made of that has a say in the tokens: the way that the model runs, and where its weights lie. Equal to nothing
-        else where another thread adds modules to the model just now."""
-        with torch.autocast(device_of(self.model).type, enabled=False):  # of the thread that asks; the batch's own has none
-            try:
-                return mode_for(self.model), weights_of(self.model)
-            except RuntimeError as error:
-                if "during iteration" not in str(error):  # of a dictionary of modules or hooks
-                    raise
-                return object()

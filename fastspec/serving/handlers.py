@@ -31,7 +31,8 @@ class Checked(BaseHandler):
 
     async def handle_request(self, body: Body, request_id: str) -> Any:
         """Check and answer a request. Raises HTTPException: 400 for one that cannot be answered."""
-        body = self.prepared({name: _without_null(value) for name, value in body.items() if value is not None})
+        given = {name: _without_null(value) for name, value in body.items() if value is not None and (name, value) != ("stop", [])}
+        body = self.prepared(given)
         asked = read(body, request_id, self.limits, self.needs)
         self._check_template(body.get("chat_template_kwargs", {}))
         token = ASKED.set(asked)

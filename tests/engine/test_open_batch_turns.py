@@ -12,7 +12,9 @@ import torch
 from helpers_generate import TREE
 from helpers_open import GREEDY, SECONDS, Gate, alone, made, texts, told
 from helpers_seq2seq import tiny_seq2seq
+from helpers_training import small_tokenizer
 from torch import Tensor
+from transformers import TextIteratorStreamer
 
 import fastspec
 from fastspec import FastSpecError, PatchConflict, Unsupported
@@ -103,6 +105,27 @@ def test_prompts_are_cancelled_while_they_wait_are_read_and_run(monkeypatch):
         slow.go.release(99)
         assert told([batch.submit(ids[3], max_new_tokens=4, **GREEDY)])[0] == alone(plain, ids[3], 4)
         assert batch.running == 0 and batch.stats.emitted < 30 + 9 + 30
+
+
+def test_who_reads_a_cancelled_answer_is_told_its_end(caplog):
+    """While it runs and while it waits, by transformers' streamer that another thread reads; what a streamer raises there is logged."""
+
+    class Raising(Gate):
+        def end(self) -> None:
+            raise ArithmeticError("no luck")
+
+    _, model = made()
+    ids, gate = texts(5, 6, 7, 8), Gate()
+    readers = [TextIteratorStreamer(small_tokenizer(), timeout=SECONDS) for _ in range(2)]
+    with fastspec.continuous(model, "autoregressive", rows=2, max_length=64) as batch:
+        batch.submit(ids[0], streamer=gate, max_new_tokens=12, **GREEDY)
+        assert gate.seen.acquire(timeout=SECONDS)  # the batch stands still
+        told_of = [*readers, Raising()]
+        cancelled = [batch.submit(row, streamer=each, max_new_tokens=40, **GREEDY) for row, each in zip(ids[1:], told_of, strict=True)]
+        assert all(future.cancel() for future in cancelled)
+        gate.go.release(99)
+        assert [len(list(reader)) > 0 for reader in readers] == [True, True]  # their prompts
+    assert "the streamer of a cancelled prompt" in caplog.text and "no luck" in caplog.text
 
 
 def test_a_long_prompt_is_read_between_the_rounds_of_the_others(monkeypatch):

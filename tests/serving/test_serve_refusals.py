@@ -31,7 +31,7 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (ONE, {"max_tokens": 0}, 400, "max_tokens"), (ONE, {"max_tokens": 10**30}, 400, "max_tokens"),
     (ONE, {"max_tokens": 60}, 400, "at most 50"), (ONE, {"n": 2}, 400, "must be 1"), (ONE, {"logprobs": 5}, 400, "logprobs"),
     (ONE, {"echo": True}, 400, "echo"), (ONE, {"suffix": "w"}, 400, "suffix"), (ONE, {"temperature": -1}, 400, "temperature"),
-    (ONE, {"seed": 1.5}, 400, "seed"), (ONE, {"nonsense": 1}, 422, "nonsense"), (ONE, {"stop": []}, 400, "stop"),
+    (ONE, {"seed": 1.5}, 400, "seed"), (ONE, {"nonsense": 1}, 422, "nonsense"), (ONE, {"stop": [""]}, 400, "stop"),
     (ONE, {"stop": ["w" * 300]}, 400, "256 characters"), (ONE, {"logit_bias": {"w5": 1}}, 400, "logit_bias"),
     (ONE, {"logit_bias": {"5": 1000}}, 400, "logit_bias"), (CHAT, {"logit_bias": {"5": 1, "9999": 1}}, 400, "tokens are 0 to"),
     (ONE, {"logit_bias": {"9" * 3000: 1}}, 400, "tokens are 0 to"),
@@ -82,7 +82,7 @@ def test_every_refusal_names_what_is_wrong_and_the_next_request_is_answered(serv
 
 
 def test_null_is_not_given_and_what_changes_nothing_is_taken(server: Served) -> None:
-    nothing = {"logprobs": False, "n": 1, "presence_penalty": 0, "stop": None, "stream": None, "user": "me", "tools": None}
+    nothing = {"logprobs": False, "n": 1, "presence_penalty": 0, "stop": [], "stream": None, "user": "me", "tools": None}
     messages = [{**TALK[0], "tool_calls": None, "name": None}]
     got, answer = post(server, CHAT, json.dumps({"messages": messages, "max_tokens": 4, **nothing}).encode())
     assert got == 200 and answer["usage"]["completion_tokens"] == 4

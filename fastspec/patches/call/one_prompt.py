@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -21,6 +22,8 @@ from fastspec.patches.call.settled import Settled, SettledSettings, settings_of,
 from fastspec.patches.hf.cache_names import CACHE, given_cache
 from fastspec.patches.hf.compat import device_of, own_stop_strings
 from fastspec.patches.hf.limits import position_rows
+
+log = logging.getLogger("fastspec")
 
 
 class Single:
@@ -55,9 +58,15 @@ class Single:
             self.streaming.emit(0, tokens, accepted, done)
 
     def finish(self, tokens: list[int], error: BaseException | None) -> None:
-        """Tell the streamer and whoever waits for the answer; neither where it was cancelled."""
+        """Tell the streamer, and whoever waits for the answer. Where it was cancelled the streamer is told that there is no more of it,
+        and nobody else is there whom its errors could be told."""
         if self.future.cancelled():
             self.future.set_running_or_notify_cancel()
+            try:
+                if self.streaming is not None:
+                    self.streaming.end()
+            except BaseException:
+                log.exception("the streamer of a cancelled prompt raised an error at its end")
             return
         if error is None and self.streaming is not None:
             try:
