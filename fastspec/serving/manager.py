@@ -54,7 +54,9 @@ class Watch:
             self.inner.end()
 
     def taken(self, prompt_tokens: int, future: Future[None]) -> None:
-        """The batch has taken the prompt, or not."""
+        """The batch has taken the prompt, or not; nobody knows where nobody waited for that."""
+        if future.cancelled():
+            return
         if future.exception() is None:
             self.metrics.prompt_tokens.inc(prompt_tokens)
         else:

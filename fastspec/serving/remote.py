@@ -23,6 +23,8 @@ from fastspec.serving.wire import Failure, Wire
 
 PATIENCE = 30.0
 """Seconds that the process has to end when it is asked to."""
+LOST = 5.0
+"""The same where it says nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ class Remote:
                 sent, reader = self._asked.get(message.number, (None, None))
                 if sent is not None and reader is not None:  # else it was cancelled
                     self._take(message, sent, reader)
-        self.process.join()
+        self._end_process(LOST)
         self._end(f"the process of the rounds has ended with status {self.process.exitcode}", cancel=False)
 
     def _note(self, state: tuple[Any, ...]) -> None:

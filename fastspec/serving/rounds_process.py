@@ -135,7 +135,7 @@ def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
         wire.end()
         return
     with batch, left_alone_by_the_collector():
-        Rounds(connection, batch, tokenizer).run()
+        BatchEnd(connection, batch, tokenizer).run()
 
 
 def _end_with_parent() -> None:
@@ -145,7 +145,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-class Rounds:
+class BatchEnd:
     """This process's end of the connection."""
 
     def __init__(self, connection: Connection, batch: Continuous, tokenizer: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -76,15 +78,22 @@ class Wire:
         self._thread.join()
 
     def _write(self) -> None:
+        try:
+            self._send_all()
+        except OSError:  # the other end has gone
+            pass
+        except BaseException:  # a message that cannot be pickled: both ends hear of it, none waits for what will not come
+            with socket.socket(fileno=os.dup(self.connection.fileno())) as held:
+                held.shutdown(socket.SHUT_RDWR)
+            raise
+
+    def _send_all(self) -> None:
         told = self.beside()
         while True:
             messages = self._next(told)
             over = messages[-1:] == [self._over]
             told = self.beside()
-            try:
-                self.connection.send_bytes(pickle.dumps((messages[:-1] if over else messages, told)))
-            except OSError:  # the other end has gone
-                return
+            self.connection.send_bytes(pickle.dumps((messages[:-1] if over else messages, told)))
             if over:
                 return
 

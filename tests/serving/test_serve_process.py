@@ -26,7 +26,7 @@ from fastspec.patches.hf import stop_strings
 from fastspec.serving import remote
 from fastspec.serving.remote import Remote
 from fastspec.serving.rounds_process import Criterion
-from fastspec.serving.wire import Elsewhere, Failure
+from fastspec.serving.wire import Elsewhere
 
 pytestmark = MARKS
 GIVEN = {"model": NAME, "prompt": "w5", "temperature": 0}
@@ -197,12 +197,3 @@ def test_a_batch_that_cannot_be_opened_raises_what_it_raised() -> None:
     assert isinstance(told.value.__cause__, Elsewhere) and "in opened" in str(told.value.__cause__)
     with pytest.raises(FastSpecError, match="ended with status 3 before its batch was open"):
         Remote(partial(os._exit, 3))
-
-
-def test_an_error_arrives_with_its_trace() -> None:
-    try:
-        raise ValueError("wrong")
-    except ValueError as raised:
-        error = Failure.of(raised).arrived()
-    assert type(error) is ValueError and str(error) == "wrong" and "test_an_error_arrives" in str(error.__cause__)
-    assert type(Failure.of(Odd(1, 2)).arrived()) is RuntimeError

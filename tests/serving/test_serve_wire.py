@@ -1,0 +1,73 @@
+"""The two ends of a connection between processes."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from fastspec.serving.wire import Elsewhere, Failure, Wire
+
+
+class Odd(Exception):
+    """One that cannot be pickled."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_messages_keep_their_order_and_news_go_alone() -> None:
+    one, two = Pipe()
+    news = [0]
+    here, there = Wire(one, lambda: news[0]), Wire(two)
+    parcels = there.parcels()
+    for number in range(1_000):
+        here.post(number)
+    got: list[Any] = []
+    while len(got) < 1_000:
+        messages, beside = next(parcels)
+        assert beside == 0
+        got += messages
+    assert got == list(range(1_000))
+    news[0] = 7
+    assert next(parcels) == ([], 7)
+    here.post("last")
+    here.end()
+    assert next(parcels) == (["last"], 7)
+    one.close()
+    assert next(parcels, None) is None
+    there.post("nobody is there")
+    there.post("and nothing happens")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_message_that_cannot_be_pickled_ends_the_connection_for_both() -> None:
+    one, two = Pipe()
+    here, there = Wire(one), Wire(two)
+    over: list[str] = []
+
+    def read(wire: Wire, name: str) -> None:
+        assert not list(wire.parcels())
+        over.append(name)
+
+    threads = [threading.Thread(target=read, args=given) for given in ((here, "here"), (there, "there"))]
+    for thread in threads:
+        thread.start()
+    here.post(lambda: None)
+    for thread in threads:
+        thread.join(60)
+    assert sorted(over) == ["here", "there"]
+
+
+def test_an_error_arrives_with_its_trace() -> None:
+    try:
+        raise ValueError("wrong")
+    except ValueError as raised:
+        error = Failure.of(raised).arrived()
+    assert type(error) is ValueError and str(error) == "wrong"
+    assert isinstance(error.__cause__, Elsewhere) and "test_an_error_arrives" in str(error.__cause__)
+    assert type(Failure.of(Odd(1, 2)).arrived()) is RuntimeError
