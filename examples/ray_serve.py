@@ -3,19 +3,17 @@
     pip install ".[serve]" "ray[serve]"
     python examples/ray_serve.py --model MODEL --eagle3 HEAD --rows 8 --replicas 4 --gpus 1
 
-Each replica is the application of `fastspec serve`: a model, an open batch, and the same routes. Ray starts replicas as requests come, up
-to `--replicas`, and gives each request to one that has room; so `/metrics` shows one replica's.
+Each replica is the application of `fastspec serve`: the same routes, and a process with a model and an open batch. Ray starts replicas as
+requests come, up to `--replicas`, and gives each request to one that has room; so `/metrics` shows one replica's.
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from ray import serve
-
-import fastspec
-from fastspec.models import load_model
 
 
 def application(
@@ -24,12 +22,12 @@ def application(
     """What `serve.run` takes: `least` to `replicas` replicas, each with `gpus` GPUs to itself and `rows` requests decoded at a time."""
 
     def build() -> Any:  # in the replica
+        from fastspec.cli_serving import opened
         from fastspec.serving.app import build_app
+        from fastspec.serving.remote import Remote
 
-        target, tokenizer = load_model(model, "cuda" if gpus else "cpu")
-        fastspec.patch(target, eagle3=eagle3)
-        batch = fastspec.continuous(target, "nasd" if eagle3 is None else "eagle3", rows=rows)
-        return build_app(batch, tokenizer, name or model)
+        batch = Remote(partial(opened, model, eagle3, rows=rows, device="cuda" if gpus else "cpu"))
+        return build_app(batch, batch.tokenizer, name or model)
 
     scaling = {"min_replicas": least, "max_replicas": replicas, "target_ongoing_requests": rows}
     options = {"num_gpus": gpus}

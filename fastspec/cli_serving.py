@@ -77,8 +77,8 @@ def generate(
 
 
 def opened(
-    model: str, eagle3: str | None, assistant: str | None, rows: int, max_length: int | None, prefill_chunk: int | None, device: str | None,
-    backend: str, warmup: int | None,
+    model: str, eagle3: str | None = None, assistant: str | None = None, rows: int = 8, max_length: int | None = None,
+    prefill_chunk: int | None = None, device: str | None = None, backend: str = "auto", warmup: int | None = None,
 ) -> tuple[Continuous, Any]:  # fmt: skip
     """(an open batch, its tokenizer) of `fastspec serve`, in the process that its rounds run in; warmed up for texts of so many tokens."""
     from fastspec.patches.continuous import continuous
