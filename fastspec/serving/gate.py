@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from typing import Any
 
 Message = MutableMapping[str, Any]
@@ -13,6 +14,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+LET_GO: ContextVar[list[Callable[[], object]]] = ContextVar("fastspec_let_go")
+"""What is called when nobody waits for the request that is being answered any more: a stream whose client goes before its first byte was
+never begun, so that nothing of its own can take care."""
 OPEN = ("/health",)
 """Paths that need no key."""
 DRAINED = 16
@@ -87,7 +91,7 @@ class Gate:
     async def _run(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
         """Run the app until it has answered, until the client has gone, or until the server cancels what it does, since it stops: then
         a client that has no part of its answer is told so, and a stream breaks off without its end."""
-        read, begun, gone = False, False, asyncio.Event()
+        read, begun, gone, completed = False, False, asyncio.Event(), False
 
         async def replay() -> Message:
             nonlocal read
@@ -107,18 +111,23 @@ class Gate:
             begun = True
             await send(message)
 
+        held: list[Callable[[], object]] = []
+        LET_GO.set(held)
         running, watching = asyncio.ensure_future(self.app(scope, replay, noting)), asyncio.ensure_future(watch())
         try:
             await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 running.cancel()
             await running
+            completed = True
         except asyncio.CancelledError:
             if not gone.is_set() and not begun:
                 await _answer(send, 503, "the server stops")
         finally:
             running.cancel()
             watching.cancel()
+            for let_go in held if gone.is_set() or not completed else ():
+                let_go()
 
 
 async def _answer(send: Send, status: int, message: str) -> None:

@@ -15,6 +15,7 @@ from transformers.cli.serving.utils import BaseGenerateManager, CBWorkerDeadErro
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.serving.batch import Sent, Served
+from fastspec.serving.gate import LET_GO
 from fastspec.serving.metrics import Metrics
 from fastspec.serving.requests import ASKED, Asked, Limits, refuse, too_many
 
@@ -54,9 +55,7 @@ class Watch:
             self.inner.end()
 
     def taken(self, prompt_tokens: int, future: Future[None]) -> None:
-        """The batch has taken the prompt, or not; nobody knows where nobody waited for that."""
-        if future.cancelled():
-            return
+        """The batch has taken the prompt, or not."""
         if future.exception() is None:
             self.metrics.prompt_tokens.inc(prompt_tokens)
         else:
@@ -158,7 +157,7 @@ async def is_taken(sent: Sent) -> None:
     """Return when the batch has taken a prompt. Raises what refuses it: HTTPException (400), or CBWorkerDeadError where the batch takes
     none any more. Where nobody waits for that any more the prompt is let go of."""
     try:
-        await asyncio.wrap_future(sent.taken)
+        await asyncio.shield(asyncio.wrap_future(sent.taken))
     except asyncio.CancelledError:
         sent.answer.cancel()
         raise
@@ -232,6 +231,7 @@ class BatchManager(BaseGenerateManager):
         if asked.criterion is not None:
             batch.know(asked.stop, asked.criterion)
         sent = asked.sent = batch.send(inputs["input_ids"], inputs.get("attention_mask"), gen_config, watch, asked.seed)
+        LET_GO.get([]).append(sent.answer.cancel)
         sent.taken.add_done_callback(lambda taken: watch.taken(length, taken))
         sent.answer.add_done_callback(lambda done: watch.over(length, limit, done))
         return sent, watch

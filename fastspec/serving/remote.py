@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
@@ -19,12 +23,12 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.hf.stop_strings import KEPT
 from fastspec.serving.batch import Reader, Sent
 from fastspec.serving.rounds_process import Cancelled, Close, Criterion, Ended, Opened, Prompt, Ready, Taken, Tokens, run_rounds
-from fastspec.serving.wire import Failure, Wire
+from fastspec.serving.wire import Failure, Packed, Wire
 
-PATIENCE = 30.0
-"""Seconds that the process has to end when it is asked to."""
-LOST = 5.0
-"""The same where it says nothing any more."""
+PATIENCE = 6.0
+"""Seconds that the process has to end, when it is asked to and when it says nothing any more."""
+TOLD = KEPT // 2
+"""Sets of stop strings that the process is taken to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,8 @@ class Remote:
         spawn = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
         self.process = spawn.Process(target=run_rounds, args=(theirs, build), name="fastspec-rounds")
-        self.process.start()
+        with _safe_path():
+            self.process.start()
         theirs.close()
         self.wire = Wire(ours)
         self._numbers = itertools.count()
@@ -58,16 +63,19 @@ class Remote:
         self._gone: str | None = None
         """Why it takes no prompts any more."""
         self.running, self.stats, self._lives = 0, Stats(), True
+        self._ending = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._parcels = self.wire.parcels()
         try:
             ready = self._opened()
-        except BaseException:
-            self._end_process(0.0)
+        except BaseException as error:
+            self._end_process(PATIENCE if isinstance(error, Exception) else 0.0)
             raise
         self.tokenizer, self.max_length = ready.tokenizer, ready.max_length
         self.model = Described(ready.config, ready.generation_config)
         self._thread = threading.Thread(target=self._read, name="fastspec-remote", daemon=True)
         self._thread.start()
+        self._at_exit = Finalize(self, _end_at_exit, (self.wire, self.process), exitpriority=10)  # before multiprocessing waits for it
 
     def _opened(self) -> Ready:
         for messages, state in self._parcels:
@@ -93,6 +101,11 @@ class Remote:
     def send(self, ids: Tensor, mask: Tensor | None, config: Any, reader: Reader, seed: int | None) -> Sent:
         """See `Served`."""
         sent, number = Sent(), next(self._numbers)
+        try:
+            prompt = Packed.of(Prompt(number, ids[0].tolist(), None if mask is None else mask[0].tolist(), config, seed))
+        except ValueError as error:
+            sent.taken.set_exception(error)
+            return sent
         reader.put(ids)
         with self._lock:
             if self._gone is not None:
@@ -100,7 +113,7 @@ class Remote:
                 return sent
             self._asked[number] = sent, reader
         sent.answer.add_done_callback(lambda answer: self._forget(number, answer))
-        self.wire.post(Prompt(number, ids[0].tolist(), None if mask is None else mask[0].tolist(), config, seed))
+        self.wire.post(prompt)
         return sent
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
@@ -108,7 +121,7 @@ class Remote:
         with self._lock:
             told = self._told.pop(strings, False)
             self._told[strings] = True
-            while len(self._told) > KEPT:
+            while len(self._told) > TOLD:
                 self._told.pop(next(iter(self._told)))
         if not told:
             self.wire.post(Criterion(strings, criterion))
@@ -117,7 +130,9 @@ class Remote:
         """See `Served`; the process ends."""
         self._end("this batch is closed", cancel=True)
         self.wire.post(Close())
+        self.wire.end()
         self._end_process(PATIENCE)
+        self._at_exit.cancel()
 
     def __enter__(self) -> Remote:
         return self
@@ -126,11 +141,11 @@ class Remote:
         self.close()
 
     def _end_process(self, patience: float) -> None:
-        self.process.join(patience)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.wire.connection.close()
+        with self._ending:
+            _end(self.process, patience)
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()  # it reads until the process has gone
+            self.wire.connection.close()
 
     def _forget(self, number: int, answer: Future[Any]) -> None:
         with self._lock:
@@ -140,14 +155,16 @@ class Remote:
 
     def _read(self) -> None:
         """Take what the process says, until it has gone."""
-        for messages, state in self._parcels:
-            self._note(state)
-            for message in messages:
-                sent, reader = self._asked.get(message.number, (None, None))
-                if sent is not None and reader is not None:  # else it was cancelled
-                    self._take(message, sent, reader)
-        self._end_process(LOST)
-        self._end(f"the process of the rounds has ended with status {self.process.exitcode}", cancel=False)
+        try:
+            for messages, state in self._parcels:
+                self._note(state)
+                for message in messages:
+                    sent, reader = self._asked.get(message.number, (None, None))
+                    if sent is not None and reader is not None:  # else it was cancelled
+                        self._take(message, sent, reader)
+        finally:  # without this thread nobody would hear of anything again
+            _end(self.process, PATIENCE)
+            self._end(f"the process of the rounds has ended with status {self.process.exitcode}", cancel=False)
 
     def _note(self, state: tuple[Any, ...]) -> None:
         self.running, self._lives, counts = state
@@ -155,26 +172,20 @@ class Remote:
         stats.assistant, stats.rows, stats.rounds, stats.row_rounds, stats.round_tokens, stats.drafted, stats.accepted = counts
 
     def _take(self, message: Any, sent: Sent, reader: Reader) -> None:
-        error: BaseException | None = None
-        try:
-            if isinstance(message, Tokens):
+        if isinstance(message, Tokens):
+            try:
                 reader.put_tokens(message.tokens)
-                return
-            if isinstance(message, Ended):
-                error = None if message.failure is None else message.failure.arrived()
-                if error is None:
-                    reader.end()
-        except BaseException as raised:  # a reader's
-            error = raised
-            if isinstance(message, Tokens):
+            except BaseException as raised:
                 self.wire.post(Cancelled(message.number))
-        if isinstance(message, Taken):
-            _settle(sent.taken, None if message.failure is None else message.failure.arrived())
+                self._drop(message.number)
+                _settle(sent.answer, raised)
+        elif isinstance(message, Taken):
             if message.failure is not None:
                 self._drop(message.number)
-            return
-        self._drop(message.number)
-        _settle(sent.answer, error)
+            _settle(sent.taken, None if message.failure is None else message.failure.arrived())
+        elif isinstance(message, Ended):
+            self._drop(message.number)
+            _settle(sent.answer, None if message.failure is None else message.failure.arrived(), reader.end)
 
     def _drop(self, number: int) -> None:
         with self._lock:
@@ -189,16 +200,53 @@ class Remote:
         for sent, _ in left:
             if cancel:
                 sent.answer.cancel()
-            else:
+            elif sent.taken.done():
                 _settle(sent.answer, FastSpecError(reason))
             _settle(sent.taken, FastSpecError(reason))
 
 
-def _settle(future: Future[Any], error: BaseException | None) -> None:
-    """A future is done, with an error or without; not where it is already, or was cancelled."""
-    if future.done() or not future.set_running_or_notify_cancel():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+def _settle(future: Future[Any], error: BaseException | None, last: Callable[[], object] = lambda: None) -> None:
+    """A future is done, with an error, or without one behind `last`, whose error is its own; not where it is already, or was cancelled. It
+    cannot be cancelled any more before `last`."""
+    with suppress(InvalidStateError, RuntimeError):  # of another thread that settles it meanwhile
+        if future.done() or not future.set_running_or_notify_cancel():
+            return
+        try:
+            if error is None:
+                last()
+        except BaseException as raised:
+            error = raised
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+
+def _end(process: BaseProcess, patience: float) -> None:
+    """Return when a process has ended, which has so many seconds for it."""
+    process.join(patience)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _end_at_exit(wire: Wire, process: BaseProcess) -> None:
+    """What becomes of a process that nobody has closed."""
+    wire.post(Close())
+    wire.end()
+    _end(process, PATIENCE)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """A process that starts meanwhile looks for no modules in the current folder before it has this one's path (from Python 3.11 on)."""
+    name = "PYTHONSAFEPATH"
+    former = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if former is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = former

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastspec.patches.continuous import Continuous
 from fastspec.patches.hf.stop_strings import keep_criterion
-from fastspec.serving.wire import Failure, Wire
+from fastspec.serving.wire import Failure, Packed, Wire
 
 Opened = tuple[Continuous, Any]
 """An open batch and its tokenizer."""
@@ -130,12 +130,24 @@ def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
     try:
         batch, tokenizer = build()
     except BaseException as error:  # a command's exit, too, is the other process's to make
-        wire = Wire(connection)
-        wire.post(Failure.of(error))
-        wire.end()
+        _fail(connection, error)
+        return
+    try:
+        model = batch.model
+        ready = Packed.of(Ready(tokenizer, model.config, model.generation_config, batch.max_length))
+    except ValueError as error:
+        batch.close()
+        _fail(connection, error)
         return
     with batch, left_alone_by_the_collector():
-        BatchEnd(connection, batch, tokenizer).run()
+        BatchEnd(connection, batch, tokenizer).run(ready)
+
+
+def _fail(connection: Connection, error: BaseException) -> None:
+    wire = Wire(connection)
+    wire.post(Failure.of(error))
+    wire.end()
+    wire.flush()
 
 
 def _end_with_parent() -> None:
@@ -153,15 +165,15 @@ class BatchEnd:
         self.answers: dict[int, Future[Tensor]] = {}
         self.wire = Wire(connection, self._state)
 
-    def run(self) -> None:
+    def run(self, ready: Packed) -> None:
         """Say that the batch is open, and take what comes."""
-        model = self.batch.model
-        self.wire.post(Ready(self.tokenizer, model.config, model.generation_config, self.batch.max_length))
+        self.wire.post(ready)
         for messages, _ in self.wire.parcels():
             for message in messages:
                 if isinstance(message, Close):
                     self.batch.close(cancel=True)
                     self.wire.end()
+                    self.wire.flush()
                     return
                 self._take(message)
 

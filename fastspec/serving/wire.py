@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
-LOOKS = 0.05
-"""Seconds after messages until it is looked again whether there is news of what goes with them."""
+LOOKS = 0.05, 0.5
+"""Seconds after messages until it is looked whether there is news of what goes with them, and from then on."""
 
 
 class Elsewhere(Exception):
@@ -48,9 +48,25 @@ class Failure:
         return self.error
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A message as its bytes."""
+
+    whole: bytes
+
+    @classmethod
+    def of(cls, message: Any) -> Packed:
+        """Raises ValueError for one that cannot be pickled, such as one of lists in lists in lists."""
+        try:
+            return cls(pickle.dumps(message))
+        except Exception as error:
+            raise ValueError(f"it cannot be handed to another process ({type(error).__name__}: {error})") from error
+
+
 class Wire:
     """One end of a connection. What is posted goes in its order from a thread of its own, all that waits as one parcel, and with it what
-    `beside` says then; where that has changed a while later it goes alone."""
+    `beside` says then; where that has changed a while later it goes alone. A message that cannot be pickled ends the connection for both
+    ends: what may be one is `packed` first."""
 
     def __init__(self, connection: Connection, beside: Callable[[], Any] = lambda: None) -> None:
         self.connection, self.beside = connection, beside
@@ -68,13 +84,17 @@ class Wire:
         while True:
             try:
                 parcel = self.connection.recv_bytes()
-            except (EOFError, OSError):
+            except (EOFError, OSError, TypeError):  # the last where this end is closed meanwhile
                 return
-            yield pickle.loads(parcel)
+            messages, beside = pickle.loads(parcel)
+            yield [pickle.loads(each.whole) if isinstance(each, Packed) else each for each in messages], beside
 
     def end(self) -> None:
-        """Return when all that was posted is sent; nothing may be posted behind it."""
+        """Post nothing more: the thread ends when all that was posted is sent."""
         self._posted.put(self._over)
+
+    def flush(self) -> None:
+        """Return when all that was posted is sent, behind `end`."""
         self._thread.join()
 
     def _write(self) -> None:
@@ -100,11 +120,16 @@ class Wire:
     def _next(self, told: Any) -> list[Any]:
         """All that waits, or nothing where there is news beside."""
         try:
-            messages = [self._posted.get(timeout=LOOKS)]
+            messages = [self._posted.get(timeout=LOOKS[0])]
         except Empty:
-            if self.beside() != told:
+            while self.beside() == told:
+                try:
+                    messages = [self._posted.get(timeout=LOOKS[1])]
+                    break
+                except Empty:
+                    continue
+            else:
                 return []
-            messages = [self._posted.get()]
         try:
             while messages[-1] is not self._over:
                 messages.append(self._posted.get_nowait())

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 import urllib.error
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,9 +100,9 @@ def test_many_requests_give_what_generate_gives(server: Served) -> None:
     server.wait(lambda: server.batch.running == server.batch.waiting == 0)
     assert server.metric("fastspec_acceptance_length") > 1 and server.metric("fastspec_rows") == 4
     server.wait(lambda: server.metric("fastspec_generated_tokens_total") > server.metric("fastspec_accepted_tokens_total") > 0)
-    assert server.metric("fastspec_time_to_first_token_seconds_count") == 40 == sum(
-        server.metric(f'fastspec_requests_total{{outcome="{outcome}"}}') for outcome in ("stop", "length")
-    )  # fmt: skip
+    ended = [f'fastspec_requests_total{{outcome="{outcome}"}}' for outcome in ("stop", "length", "cancelled")]
+    server.wait(lambda: sum(map(server.metric, ended)) == 40)
+    assert server.metric("fastspec_time_to_first_token_seconds_count") == 40 and server.metric(ended[2]) == 0
     assert server.metric("fastspec_prompt_tokens_total") > 40
 
 
@@ -105,7 +110,7 @@ def test_stop_strings_are_made_where_no_round_waits_and_sent_once(endless: Serve
     sent: list[Any] = []
     post_ = endless.batch.wire.post
     monkeypatch.setattr(endless.batch.wire, "post", lambda message: sent.append(message) or post_(message))
-    monkeypatch.setattr(remote, "KEPT", 2)
+    monkeypatch.setattr(remote, "TOLD", 2)
     text = endless.client().completions.create(**GIVEN, max_tokens=12).choices[0].text.split()
     for word in (text[3], text[3], text[5], text[7], text[3]):  # the first is forgotten behind the third
         answer = endless.client().completions.create(**GIVEN, max_tokens=12, stop=word)
@@ -121,6 +126,15 @@ def test_what_the_batch_refuses_is_a_status_and_no_stream(server: Served, stream
     with pytest.raises(openai.BadRequestError, match="num_beams"):
         server.client().completions.create(**GIVEN, max_tokens=4, stream=stream, extra_body={"generation_config": settings})
     assert server.metric('fastspec_requests_total{outcome="refused"}') == before + 1 and server.batch.waiting == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_cannot_be_handed_to_the_other_process_is_refused(server: Served, stream: bool) -> None:
+    """Lists in lists in lists; who asks next is answered."""
+    settings = f'{{"bad_words_ids": {"[" * 600}{"]" * 600}}}'
+    with pytest.raises(openai.BadRequestError, match=r"cannot be handed to another process \(RecursionError"):
+        server.client().completions.create(**GIVEN, max_tokens=4, stream=stream, extra_body={"generation_config": settings})
+    assert server.client().completions.create(**GIVEN, max_tokens=4).usage.completion_tokens == 4 and server.batch.waiting == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -142,6 +156,21 @@ def test_a_client_that_goes_away_leaves_its_row(endless: Served, stream: bool) -
     endless.wait(lambda: done.is_set() and endless.batch.running == endless.batch.waiting == 0)
     thread.join()
     assert endless.client().completions.create(**GIVEN, max_tokens=5).usage.completion_tokens == 5
+
+
+def test_clients_that_go_at_any_moment_leave_nothing_that_is_decoded(endless: Served) -> None:
+    """Before their prompts are taken, before a stream has begun, and behind that: none is decoded to its end, which 450 tokens are."""
+    host, port = endless.url.removeprefix("http://").split(":")
+    before, ended = (endless.metric(name) for name in ("fastspec_generated_tokens_total", 'fastspec_requests_total{outcome="length"}'))
+    sent = json.dumps({**GIVEN, "max_tokens": 450, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
+    for number in range(24):
+        with socket.create_connection((host, int(port)), SECONDS) as client:
+            client.sendall(head.encode() + sent)
+            time.sleep(0.002 * number)
+    endless.wait(lambda: endless.batch.running == endless.batch.waiting == 0)
+    assert endless.metric('fastspec_requests_total{outcome="length"}') == ended
+    assert endless.metric("fastspec_generated_tokens_total") - before < 12 * 450
 
 
 def test_signals_for_all_processes_leave_the_rounds_to_the_server(endless: Served) -> None:
@@ -191,9 +220,32 @@ def test_rounds_that_fail_for_good_are_unhealthy() -> None:
             server.get("/health")
 
 
+def unnamed() -> Any:
+    """A batch whose tokenizer cannot be pickled."""
+    batch, tokenizer = opened()
+    tokenizer.own = lambda: None
+    return batch, tokenizer
+
+
 def test_a_batch_that_cannot_be_opened_raises_what_it_raised() -> None:
     with pytest.raises(Unsupported, match="no such model") as told:
         Remote(partial(opened, fails="opening"))
     assert isinstance(told.value.__cause__, Elsewhere) and "in opened" in str(told.value.__cause__)
     with pytest.raises(FastSpecError, match="ended with status 3 before its batch was open"):
         Remote(partial(os._exit, 3))
+    with pytest.raises(ValueError, match="cannot be handed to another process"):
+        Remote(unnamed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="-P came with Python 3.11")
+def test_a_program_that_closes_nothing_ends_in_a_folder_of_unlucky_names(tmp_path: Path) -> None:
+    """Its other process looks for modules where the program does, and not in the current folder before."""
+    for name in ("multiprocessing", "signal", "pickle", "struct"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('unlucky')")
+    program = "import sys; sys.path[:0] = {path!r}; import test_serve_process as t; batch = t.Remote(t.opened); print(batch.alive)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[1])])], cwd=tmp_path,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

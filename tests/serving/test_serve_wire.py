@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from multiprocessing import Pipe
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from fastspec.serving.wire import Elsewhere, Failure, Wire
+from fastspec.serving.wire import LOOKS, Elsewhere, Failure, Wire
 
 
 class Odd(Exception):
@@ -33,11 +34,14 @@ def test_messages_keep_their_order_and_news_go_alone() -> None:
         assert beside == 0
         got += messages
     assert got == list(range(1_000))
-    news[0] = 7
-    assert next(parcels) == ([], 7)
+    for number, waits in enumerate((0.0, 4 * LOOKS[0]), 7):
+        time.sleep(waits)
+        news[0] = number
+        assert next(parcels) == ([], number)
     here.post("last")
     here.end()
-    assert next(parcels) == (["last"], 7)
+    here.flush()
+    assert next(parcels) == (["last"], 8)
     one.close()
     assert next(parcels, None) is None
     there.post("nobody is there")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fastspec.cli import app
 from fastspec.distribution import install_command
-from fastspec.serving.gate import DRAINED, Gate
+from fastspec.serving.gate import DRAINED, LET_GO, Gate
 
 
 class Client:
@@ -50,6 +50,24 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 @pytest.mark.parametrize("parts", [[b"hello"], [b"he", b"", b"llo"], [b""]])
 def test_a_body_arrives_whole(parts):
     assert asked(Gate(echo, ("/v1/completions",), 5, None), Client(parts)) == (200, b"".join(parts))
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_nobody_waits_for_is_let_go(begins, leaves):
+    """Of a client that goes, before an answer has begun and behind that; of one that stays until its end nothing is."""
+    let_go = []
+
+    async def answering(scope: Any, receive: Any, send: Any) -> None:
+        LET_GO.get().append(lambda: let_go.append(1))
+        if begins:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(60 if leaves else 0)
+
+    client, gate = Client([b""], leaves), Gate(answering, ("/v1/completions",), 5, None)
+    scope = {"type": "http", "path": "/v1/completions", "headers": []}
+    asyncio.run(asyncio.wait_for(gate(scope, client.receive, client.send), 10))
+    assert let_go == [1] * leaves
 
 
 def test_who_is_not_let_in_is_told_why():

@@ -60,20 +60,15 @@ class Single:
     def finish(self, tokens: list[int], error: BaseException | None) -> None:
         """Tell the streamer, and whoever waits for the answer. Where it was cancelled the streamer is told that there is no more of it,
         and nobody else is there whom its errors could be told."""
-        if self.future.cancelled():
-            self.future.set_running_or_notify_cancel()
-            try:
-                if self.streaming is not None:
-                    self.streaming.end()
-            except BaseException:
-                log.exception("the streamer of a cancelled prompt raised an error at its end")
-            return
-        if error is None and self.streaming is not None:
-            try:
+        cancelled = not self.future.set_running_or_notify_cancel()  # and cannot be any more
+        try:
+            if self.streaming is not None and (cancelled or error is None):
                 self.streaming.end()
-            except BaseException as raised:
-                error = raised
-        if not self.future.set_running_or_notify_cancel():
+        except BaseException as raised:
+            if cancelled:
+                log.exception("the streamer of a cancelled prompt raised an error at its end")
+            error = raised
+        if cancelled:
             return
         if error is not None:
             self.future.set_exception(error)

@@ -39,6 +39,7 @@ def keep_criterion(tokenizer: Any, strings: str | list[str] | tuple[str, ...], m
     with _lock:
         known = _made.setdefault(tokenizer, OrderedDict())
         known[_key(tokenizer, strings)] = made
+        known.move_to_end(_key(tokenizer, strings))
         while len(known) > KEPT:
             known.popitem(last=False)
 
