@@ -47,6 +47,7 @@ def test_the_programs_snippet_makes_a_server(monkeypatch: pytest.MonkeyPatch) ->
     assert [type(app) for app in ran] == [Gate]
 
 
+@pytest.mark.slow
 def test_the_program_with_rounds_in_a_process_of_their_own_makes_a_server(tmp_path: Path) -> None:
     """As a script, with a small model and its head in the place of SmolLM2's."""
     model = small_target()

@@ -210,6 +210,7 @@ def test_a_round_that_fails_and_a_process_that_is_killed(caplog: pytest.LogCaptu
             server.get("/health")
 
 
+@pytest.mark.slow
 def test_rounds_that_fail_for_good_are_unhealthy() -> None:
     with Remote(partial(opened, fails="for good")) as batch, serving(batch, batch.tokenizer) as server:
         with pytest.raises(openai.InternalServerError):
@@ -231,6 +232,10 @@ def test_a_batch_that_cannot_be_opened_raises_what_it_raised() -> None:
     with pytest.raises(Unsupported, match="no such model") as told:
         Remote(partial(opened, fails="opening"))
     assert isinstance(told.value.__cause__, Elsewhere) and "in opened" in str(told.value.__cause__)
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_or_cannot_say_what_it_has_opened_is_told():
     with pytest.raises(FastSpecError, match="ended with status 3 before its batch was open"):
         Remote(partial(os._exit, 3))
     with pytest.raises(ValueError, match="cannot be handed to another process"):
