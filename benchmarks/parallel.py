@@ -4,7 +4,8 @@ decoding with `tp_plan` in the same run.
 Every row of `what` "sum" is one way to add up `rows` rows of `width`, checked first and then timed inside a CUDA graph of 64 of them (off
 CUDA one by one); "gather" joins logits, or keys of the likeliest tokens; "norm" is a sum with what stands behind it in a layer. Every row
 of `what` "round" is one of `full_size.py`, over `processes` of them; its `read_bytes` and `kept_bytes` are those that one process reads.
-Rounds of one process are the first's, while the others wait.
+Rounds of one process are the first's, while the others wait. `launches` says by which tables kernels ran: with `--tune` rounds are
+measured again by those that `fastspec.tune` finds, which the cache folder keeps: name an empty one by FASTSPEC_CACHE.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py --shapes llama-8b,llama-70b --out rows.jsonl
 """
@@ -160,10 +161,18 @@ def rounds(model: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, 
     head = make_head(model, args.draft_vocab)
     big = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60)
     with fastspec.patched(model, eagle3=head, backend=args.backend):
-        for method in args.methods.split(","):
-            name = method.removesuffix(WHOLE)
-            with least_bytes(1 << 62 if method.endswith(WHOLE) else cut.LEAST_BYTES):
-                found.append({"method": method, **ours(model, ids, big if name == "eagle3" and ids.is_cuda else name, args.tokens)})
+
+        def asked(when: str) -> None:
+            for method in args.methods.split(","):
+                name = method.removesuffix(WHOLE)
+                with least_bytes(1 << 62 if method.endswith(WHOLE) else cut.LEAST_BYTES):
+                    assistant = big if name == "eagle3" and ids.is_cuda else name
+                    found.append({"method": method, "launches": when, **ours(model, ids, assistant, args.tokens)})
+
+        asked(fastspec.report(model).tables)
+        if args.tune:
+            print(fastspec.tune(model, length=args.prefix, minutes=args.tune), flush=True)
+            asked(fastspec.report(model).tables)
     read = sum(local_part(parameter).nbytes for parameter in read_parameters(model))
     kept = kept_bytes(model, args.prefix, 1) // processes_of(model)
     return [{"what": "round", "read_bytes": read, "kept_bytes": kept, **row} for row in found]
@@ -179,6 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--tune", type=float, default=0.0, metavar="MINUTES", help="measure rounds again with launches tuned for so long")
     parser.add_argument("--no-sums", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)

@@ -7,7 +7,7 @@ there are, or the sums between them would not meet.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -80,6 +80,20 @@ class Ranks:
         held = [mine]
         dist.broadcast_object_list(held, group=self.group, group_src=0, device=self.device)
         return held[0]
+
+    def by_first(self, run: Callable[[], Value]) -> Value:
+        """What `run` gives in the first process, which alone calls it; what it raises there is raised in all."""
+        made: Value | None = None
+        failed: Exception | None = None
+        if self.group.rank() == 0:
+            try:
+                made = run()
+            except Exception as error:  # raised again below, here and in the processes that wait
+                failed = error
+        made, failed = self.first_value((made, failed))
+        if failed is not None:
+            raise failed
+        return made  # type: ignore[return-value]
 
     def agreed(self, criteria: Iterable[Any]) -> StoppingCriteriaList:
         """Criteria of which those that may look at a clock, or at anything else beside the text, say what the first process's say."""

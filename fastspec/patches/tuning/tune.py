@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import recorded
+from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.checks.compare import tensors, unlike
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.modes import mode_for
+from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.notices import notice
 from fastspec.patches.session import session_of
 from fastspec.patches.tuning.store import keep
@@ -27,6 +29,8 @@ from fastspec.patches.warmup import warmup
 GAIN = 0.98
 """A launch replaces the shipped one where it takes at most this share of its time: less is noise."""
 REPLAYS = 7
+Key: TypeAlias = tuple[str, tuple[Hashable, ...]]
+"""An op and a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,8 @@ def tune(
     The shapes are those that short calls of `rows` prompts of up to `length` tokens ask for, by every assistant that the model is patched
     with. Every launch is held against the reference before it is timed; one that computes something else, or does not run, is refused.
     What reads most is measured first, until `minutes` have passed. The winners are kept in the cache folder, for this device, these shapes
-    and dtypes, and the versions of torch, triton and fastspec. `told` is called with (places that are done, of how many).
+    and dtypes, and the versions of torch, triton and fastspec. `told` is called with (places that are done, of how many). Where several
+    processes hold the model together all of them call this; the first one measures, and calls `told`, and all use what it found.
     Raises Unsupported for an unpatched model, and for one that runs without kernels.
     """
     model = unwrapped(model)
@@ -117,29 +122,31 @@ def tune(
     from fastspec.kernels.tuned_launches import name_of, recorded
     from fastspec.patches.tuning.candidates import bytes_of, trial
 
-    began = time.perf_counter()
+    began, group = time.perf_counter(), group_of(model)
     session.engines.clear()  # rounds that were captured before ask for nothing
     with recorded() as asked:
         warmup(model, rows=rows, length=length)
     session.engines.clear()
-    places: list[Tuned] = []
-    launches, notes = {}, {}
     waiting = sorted(asked.items(), key=lambda item: -bytes_of(item[0][0], item[1]))
-    for done, ((op, place), about) in enumerate(waiting):
+
+    def measured() -> list[tuple[Key, Tuned]]:
+        found: list[tuple[Key, Tuned]] = []
+        for done, ((op, place), about) in enumerate(waiting):
+            if told is not None:
+                told(done, len(waiting))
+            if found and time.perf_counter() - began > 60 * minutes:
+                break
+            with made_current(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                found.append(((op, place), tune_place(trial(op, place, about, device), device)))
         if told is not None:
-            told(done, len(waiting))
-        if places and time.perf_counter() - began > 60 * minutes:
-            break
-        with made_current(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            found = tune_place(trial(op, place, about, device), device)
-        places.append(found)
-        if found.kept:
-            launches[op, place] = found.launch
-            notes[op, place] = {"us": round(found.best_us, 2), "before_us": round(found.before_us, 2)}
-    if told is not None:
-        told(len(waiting), len(waiting))
+            told(len(waiting), len(waiting))
+        return found
+
+    places = measured() if group is None else Ranks(group, device).by_first(measured)
+    launches = {key: found.launch for key, found in places if found.kept}
+    notes = {key: {"us": round(found.best_us, 2), "before_us": round(found.before_us, 2)} for key, found in places if found.kept}
     path = keep(device, launches, notes) if launches else None
-    return Tuning(name_of(device), tuple(places), path, time.perf_counter() - began, len(waiting) - len(places))
+    return Tuning(name_of(device), tuple(found for _, found in places), path, time.perf_counter() - began, len(waiting) - len(places))
 
 
 def tune_place(trial: Any, device: torch.device) -> Tuned:

@@ -28,6 +28,7 @@ from helpers_ranks import (
     packed,
     refusals,
     seen,
+    tuned,
     whole,
     work,
 )
@@ -45,7 +46,7 @@ GENERIC = "hunyuan_v1_dense"
 FAMILIES = "llama", "mixtral", "gemma4_text", "qwen3_5_text", "gpt_oss", GENERIC
 """Those that stand for the others here; the others take minutes."""
 OTHERS = [kind for kind in ADAPTED if kind not in FAMILIES and getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None)]
-KINDS = [(run.__name__, run, "") for run in (calls, cut_heads, drafted, narrow, packed, captured, seen, refusals)]
+KINDS = [(run.__name__, run, "") for run in (calls, cut_heads, drafted, narrow, packed, captured, seen, refusals, tuned)]
 GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "layer_types": ["full_attention"] * 3,
     "global_head_dim": 16, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0,
@@ -127,6 +128,15 @@ def test_of_logits_the_likeliest_are_joined(both: Made) -> None:
 
 def test_captured_rounds_give_the_same_tokens(both: Made) -> None:
     compare(both, "captured", captured)
+
+
+def test_launches_are_tuned_by_one_and_used_by_all(both: Made) -> None:
+    """Heads that are whole in all processes draft the same tokens only by the same launches."""
+    _, (mine, other) = both
+    assert mine["tuned"] == other["tuned"], (mine["tuned"], other["tuned"])
+    kept, before, after, tables, failed = mine["tuned"]
+    assert before == after and {op for op, *_ in kept} >= {"linear"}, kept
+    assert tables == "tuned" and failed == "division by zero"
 
 
 def test_what_each_has_of_weights_can_lie_together(both: Made) -> None:
