@@ -15,7 +15,8 @@ are done, and counters that a kernel sets back are zero for the next.
 
 Dependents may start once every program of the grid has called for them, which is after its wait: at most two grids share the chip, and
 those that wait never take the place of one that they wait for. A kernel that calls for dependents before its own wait, as the products
-do, lets more of them queue up, each behind grids whose programs have all begun; what they see after their waits is the same.
+and norms of one row do, lets more of them queue up, each behind grids whose programs have all begun; what they see after their waits is
+the same.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, multiprocessing
 
 from fastspec.generation.capture import recorded
 from fastspec.kernels.layer import rms_norm
-from fastspec.kernels.linear.reference import Addends
+from fastspec.kernels.linear.linear import linear
+from fastspec.kernels.linear.reference import Addends, Later
 from fastspec.kernels.parallel import reduced_norm, reference, symmetric
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -113,6 +115,53 @@ def normed(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def sent(rank: int, folder: str) -> None:
+    """One of two processes, as `normed` has them: products of one row that send themselves give, eager and replayed, among norms that send
+    what stands, the bits of the product and the norm apart."""
+    apart = torch.cuda.device_count() > 1
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    group = begin(rank, 2, folder, "nccl" if apart else "gloo", rank if apart else 0)
+    if not apart:
+        symmetric.reachable = lambda group: True  # type: ignore[assignment]
+    send, told = reduced_norm.send, []
+    reduced_norm.send = lambda *given: told.append(send(*given)) or told[-1]  # type: ignore[func-returns-value]
+    for dtype, width, depth in ((torch.bfloat16, 4096, 2048), (torch.bfloat16, 576, 1536), (torch.float16, 1024, 24)):
+        drawn = torch.Generator().manual_seed(width)
+        x, residual = ([torch.randn(1, 1, size, generator=drawn).to("cuda", dtype) for _ in range(2)] for size in (depth, width))
+        weights = [torch.randn(width, depth, generator=drawn).to("cuda", dtype) / depth**0.5 for _ in range(2)]
+        scale, mine, other = torch.ones(width, device="cuda", dtype=dtype), x[rank].clone(), x[rank].clone()
+
+        def run(
+            mine: Tensor = mine, other: Tensor = other, weight: Tensor = weights[rank], scale: Tensor = scale, r: list[Tensor] = residual
+        ) -> list[Tensor]:
+            first = reduced_norm.rms_norm(Addends(Later(mine, weight, None, linear), group, symmetric.all_reduce), scale, 1e-5, r[0])
+            then = reduced_norm.rms_norm(Addends(first[0], group, symmetric.all_reduce), scale, 1e-5, r[1])
+            last = reduced_norm.rms_norm(Addends(Later(other, weight, None, linear), group, symmetric.all_reduce), scale, 1e-5, then[1])
+            return [*first, *then, *last]
+
+        def wanted(turn: int, x: list[Tensor] = x, w: list[Tensor] = weights, scale: Tensor = scale, r: list[Tensor] = residual) -> Any:
+            summed = linear(x[0] * turn, w[0], None) + linear(x[1] * turn, w[1], None)
+            first = rms_norm.rms_norm(summed, scale, 1e-5, r[0])
+            then = rms_norm.rms_norm(first[0] + first[0], scale, 1e-5, r[1])
+            return [*first, *then, *rms_norm.rms_norm(summed, scale, 1e-5, then[1])]
+
+        assert all(map(torch.equal, run(), wanted(1)))
+        graph = torch.cuda.CUDAGraph()
+        with recorded(graph):
+            made = run()
+        for turn in range(1, 30):
+            mine.copy_(x[rank] * turn)
+            other.copy_(mine)
+            graph.replay()
+            if turn % 8 == rank:
+                torch.cuda.synchronize()
+            assert all(map(torch.equal, made, wanted(turn))), turn
+    assert all(told) and len(told) == 12
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def alone(rank: int, folder: str) -> None:
     """The only process of a group of NCCL's: nothing is added, and its launches are captured."""
     group = begin(rank, 1, folder, "nccl")
@@ -125,6 +174,9 @@ def alone(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("run, processes", [(shared, 2), (normed, 2), (alone, 1)], ids=["symmetric memory", "norms", "NCCL"])
+WORK = {"symmetric memory": (shared, 2), "norms": (normed, 2), "sent": (sent, 2), "NCCL": (alone, 1)}
+
+
+@pytest.mark.parametrize("run, processes", WORK.values(), ids=list(WORK))
 def test_sums_are_exact_and_captured(run: Callable[[int, str], None], processes: int, tmp_path: Path) -> None:
     multiprocessing.spawn(run, args=(str(tmp_path),), nprocs=processes)

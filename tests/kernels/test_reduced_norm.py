@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastspec.kernels.layer.rms_norm import rms_norm
-from fastspec.kernels.linear.reference import Addends, Parts, joined
+from fastspec.kernels.linear import launches
+from fastspec.kernels.linear.launches import RowLaunch
+from fastspec.kernels.linear.linear import linear
+from fastspec.kernels.linear.reference import Addends, Later, Parts, joined
 from fastspec.kernels.parallel import reduced_norm
+from fastspec.kernels.parallel.words import Space
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off"))
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -31,11 +35,15 @@ class Group:
     def __init__(self, processes: int, size: int, dtype: torch.dtype, device: str) -> None:
         shape = 2, processes, reduced_norm.MAX_ROWS, reduced_norm._words(size, dtype)
         self.spaces = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(processes)]
-        self.addresses = torch.tensor([space.data_ptr() for space in self.spaces], device=device)
+        addresses = torch.tensor([space.data_ptr() for space in self.spaces], device=device)
         self.counts = [torch.zeros(reduced_norm.MAX_ROWS, dtype=torch.int32, device=device) for _ in range(processes)]
+        self.seen = [Space(addresses, counts, rank, processes, shape[-1]) for rank, counts in enumerate(self.counts)]
 
-    def run(self, own: list[Tensor | Parts], weight: Tensor, residual: Tensor | None, offset: float | None) -> list[tuple[Tensor, Tensor]]:
-        """Every process's launch. Whom a process waits for has been written, by its own launch or here, word for word as that will."""
+    def run(
+        self, own: list[Tensor | Parts | Later], weight: Tensor, residual: Tensor | None, offset: float | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Every process's launch. Whom a process waits for has been written, by its own launch or here, word for word as that will; a row
+        that its product sends is in its own space too."""
         rows = [joined(each).flatten(0, -2) for each in own]
         made = []
         for rank in range(len(own)):
@@ -43,11 +51,9 @@ class Group:
                 for index, row in enumerate(rows[other]):
                     write(self.spaces[rank], row, other, index, int(self.counts[other][index]) + 1)
             before = [space.clone() for space in self.spaces]
-            made.append(reduced_norm.reduced_norm(
-                own[rank], weight, 1e-5, residual, None, None, offset, self.addresses, self.counts[rank], rank, len(own)
-            ))  # fmt: skip
+            made.append(reduced_norm.reduced_norm(own[rank], weight, 1e-5, residual, None, None, offset, self.seen[rank]))
             for other, space in enumerate(self.spaces):
-                if other != rank:
+                if other != rank or isinstance(own[rank], Later):
                     for index, row in enumerate(rows[rank]):
                         write(before[other], row, rank, index, int(self.counts[rank][index]))
                 assert torch.equal(space, before[other]), (rank, other)
@@ -78,6 +84,49 @@ def test_every_process_gets_the_norm_of_the_sum(device, processes, size, dtype, 
         want = rms_norm(total.to(dtype), weight, 1e-5, residual, offset=offset)
         for normed, summed in group.run(own, weight, residual, offset):
             assert torch.equal(normed, want[0]) and torch.equal(summed, want[1])
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@given(
+    processes=st.integers(2, 3), size=st.sampled_from([2, 6, 24, 64, 130]), depth=st.sampled_from([8, 24, 65]),
+    launch=st.sampled_from([RowLaunch(2, 16, 1), RowLaunch(4, 32, 2), RowLaunch(8, 16, 1)]), biased=st.booleans(),
+    with_residual=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
+@examples(25)
+def test_a_row_s_product_sends_itself(device, processes, size, depth, launch, biased, with_residual, seed):
+    """The norm is, bit for bit, that of the sum of the products, message after message, those of rows that norms send in between too."""
+    torch.manual_seed(seed)
+    group, dtype = Group(processes, size, torch.float16, device), torch.float16
+    scale = torch.randn(size, device=device).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches, "ROW", (launches.Rule(launch),))
+        for shape in ((1, 1), (1,), (2, 1), (1, 1), (1, 1)):
+            own = []
+            for _ in range(processes):
+                x, weight = torch.randn(*shape, depth, device=device).to(dtype), torch.randn(size, depth, device=device).to(dtype)
+                own.append(Later(x, weight, torch.randn(size, device=device).to(dtype) if biased else None, linear))
+            if shape == (2, 1):  # two rows: products that send nothing
+                own = [each.made() for each in own]
+            residual = torch.randn(*shape, size, device=device).to(dtype) if with_residual else None
+            total = torch.zeros(*shape, size, device=device)
+            for each in own:
+                total = total + joined(each).float()
+            want = rms_norm(total.to(dtype), scale, 1e-5, residual)
+            for normed, summed in group.run(own, scale, residual, None):
+                assert torch.equal(normed, want[0]) and torch.equal(summed, want[1])
+
+
+@pytest.mark.parametrize("change", [
+    {"x": torch.zeros(2, 8)}, {"x": torch.zeros(1, 8, dtype=torch.float32)}, {"weight": torch.zeros(7, 8)},
+    {"x": torch.zeros(1, 8).requires_grad_()},
+], ids=["two rows", "fp32", "an odd row", "gradients"])  # fmt: skip
+def test_products_that_cannot_send_are_made_first(change, monkeypatch):
+    monkeypatch.setattr(reduced_norm, "linear_row", lambda *given, **more: pytest.fail("nothing is sent"))
+    parts = {"x": torch.zeros(1, 8), "weight": torch.zeros(6, 8)} | change
+    wide = parts["x"].requires_grad or change.get("x", parts["x"]).shape[0] == 2
+    x, weight = (each.half() if wide or "weight" in change else each for each in parts.values())
+    space = Space(torch.zeros(2, dtype=torch.int64), torch.zeros(reduced_norm.MAX_ROWS, dtype=torch.int32), 0, 2, 16)
+    assert reduced_norm.send(Later(x, weight, None, linear), space) is False
 
 
 def test_what_one_launch_takes():

@@ -1,5 +1,8 @@
 """Root-mean-square norm, of a sum where there is a residual: one program per row, the whole row in registers.
 
+A row alone calls for the kernel behind it before it waits, a product whose weights are on their way meanwhile: 0.6 % of a token of an 8B
+shape on an H200, 1.8 % of a 1.5B one's. Of more rows it is no gain.
+
 x, residual, out, total [..., H] with rows a fixed distance apart, weight [H]; R rows in all.
 """
 
@@ -40,15 +43,18 @@ def norm_row(b_x, b_weight, eps, SIZE: tl.constexpr, OFFSET: tl.constexpr = None
 def _rms_norm(
     p_x, p_residual, p_weight, p_out, p_sum, stride_x, stride_residual, stride_out, stride_sum, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, SUM: tl.constexpr, OFFSET: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < SIZE
     b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)  # no kernel writes it
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     dtype: tl.constexpr = p_out.dtype.element_ty
     if PARTS > 0:
         b_x = summed(p_x, row, tl.num_programs(0), o_h, m_h, SIZE, PARTS).to(dtype)
@@ -111,7 +117,7 @@ def rms_norm(
     _rms_norm[(len(out_rows),)](
         x_rows, residual_rows, weight, out_rows, total_rows,
         x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
-        SIZE=size, BLOCK=block, ADD=residual is not None, PARTS=parts, SUM=summing, OFFSET=offset,
+        SIZE=size, BLOCK=block, ADD=residual is not None, PARTS=parts, SUM=summing, OFFSET=offset, EARLY=len(out_rows) == 1,
         num_warps=row_warps(block, normed.element_size()), **dependent(normed.device),
     )  # fmt: skip
     return normed, total

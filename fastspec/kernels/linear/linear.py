@@ -111,6 +111,17 @@ def _chosen(x: Tensor, weight: Tensor, rows: int, channels: int, swiglu: bool) -
     return launch_for(rows, channels, depth, x.dtype, swiglu) if launch is None else launch
 
 
+def row_launch_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> RowLaunch | None:
+    """The launch of x [..., K] times weight [M, K] where that is one row's, else None."""
+    operands = [operand for operand in (x, weight, bias) if operand is not None]
+    graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+    served = {each.dtype for each in operands} in _SERVED and all(each.stride(-1) == 1 for each in operands)
+    if graded or not served or x.numel() != weight.shape[1]:
+        return None
+    launch = _chosen(x, weight, 1, weight.shape[0], swiglu=False)
+    return launch if isinstance(launch, RowLaunch) else None
+
+
 def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate = SILU) -> Tensor:
     """`reference.gate_up`: gate and up of x [..., K] times a packed weight [2 * M, K], plus bias [2 * M], joined -> [..., M]."""
     rows = x.numel() // max(1, x.shape[-1])

@@ -38,11 +38,36 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
+class Later:
+    """A product [..., M] of x [..., K] and weight [M, K], bias [M], that `multiply` is yet to compute: whoever reads it may have a way to
+    do that and more in one."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    multiply: Callable[..., Tensor | Parts]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The product's."""
+        return torch.Size((*self.x.shape[:-1], self.weight.shape[0]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The product's."""
+        return self.x.dtype
+
+    def made(self) -> Tensor | Parts:
+        """The product."""
+        return self.multiply(self.x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
 class Addends:
     """A product [..., M] that processes have added up between them: `own` is this process's addend, which a norm behind it may send off
     before it is a tensor, and `all_reduce(own, group)` the sum."""
 
-    own: Tensor | Parts
+    own: Tensor | Parts | Later
     group: dist.ProcessGroup
     all_reduce: Callable[[Tensor, dist.ProcessGroup], Tensor]
 
@@ -57,10 +82,12 @@ class Addends:
         return self.own.dtype
 
 
-def joined(x: Tensor | Parts | Addends) -> Tensor:
+def joined(x: Tensor | Parts | Later | Addends) -> Tensor:
     """A product as a tensor: itself, or the sum of its parts or of the processes' addends."""
     if isinstance(x, Tensor):
         return x
+    if isinstance(x, Later):
+        return joined(x.made())
     if isinstance(x, Addends):
         return x.all_reduce(joined(x.own), x.group)
     total = x.values[0]

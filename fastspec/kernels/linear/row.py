@@ -15,6 +15,7 @@ from fastspec.kernels.launch import dependent
 from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.reference import SILU, Gate
 from fastspec.kernels.linear.swiglu import gated
+from fastspec.kernels.parallel.words import ROWS, Space, place_of, to_words
 
 EACH = 8  # neighbours whose products a thread adds up first: 16 bytes of half precision
 
@@ -37,11 +38,12 @@ def _products(b_w, b_x, CHANNELS: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.co
 
 @triton.jit
 def _row_kernel(
-    p_x, p_w, p_bias, p_out, M, K, stride_w,
+    p_x, p_w, p_bias, p_out, p_addresses, p_counts, M, K, stride_w,
     CHANNELS: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    ALPHA: tl.constexpr, CUBIC: tl.constexpr, PDL: tl.constexpr,
+    ALPHA: tl.constexpr, CUBIC: tl.constexpr, RANK: tl.constexpr, PROCESSES: tl.constexpr, ROWS: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Out [M] of x [K] and w [M, K], or [2 * M, K] under SWIGLU."""
+    """Out [M] of x [K] and w [M, K], or [2 * M, K] under SWIGLU; with PROCESSES sent to their spaces, this one's too, in place of out."""
     first = tl.program_id(0) * CHANNELS
     o_i = first + tl.arange(0, CHANNELS)
     m_i = o_i < M
@@ -56,6 +58,9 @@ def _row_kernel(
         b_u = _block(p_above, o_k, K, EVEN)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    count = 0
+    if PROCESSES > 0:
+        count = tl.load(p_counts) + 1
 
     b_sums = tl.zeros([CHANNELS, DEPTH // EACH], tl.float32)
     b_ups = tl.zeros([CHANNELS, DEPTH // EACH], tl.float32)
@@ -74,20 +79,33 @@ def _row_kernel(
     b_sum = tl.sum(b_sums + _products(b_w, b_x, CHANNELS, DEPTH, EACH), 1)
     if BIAS:
         b_sum += tl.load(p_bias + o_i, mask=m_i, other=0.0).to(tl.float32)
-    b_out = b_sum.to(p_out.dtype.element_ty)
+    b_out = b_sum.to(p_x.dtype.element_ty)
     if SWIGLU:
         b_up = tl.sum(b_ups + _products(b_u, b_x, CHANNELS, DEPTH, EACH), 1)
         if BIAS:
             b_up += tl.load(p_bias + M + o_i, mask=m_i, other=0.0).to(tl.float32)
-        b_out = gated(b_out, b_up.to(p_out.dtype.element_ty), ALPHA, CUBIC, 0.0, None)
-    tl.store(p_out + o_i, b_out, mask=m_i)
+        b_out = gated(b_out, b_up.to(p_x.dtype.element_ty), ALPHA, CUBIC, 0.0, None)
+    if PROCESSES > 0:
+        HALF: tl.constexpr = CHANNELS // 2
+        o_w = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        b_words = to_words(b_out, count, HALF)
+        for process in tl.static_range(PROCESSES):
+            p_place = place_of(p_addresses, process, RANK, 0, count, PROCESSES, ROWS, WORDS)
+            tl.store(p_place + o_w, b_words, mask=o_w < M // 2, cache_modifier=".wt")
+    else:
+        tl.store(p_out + o_i, b_out, mask=m_i)
 
 
-def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: RowLaunch, swiglu: bool, kind: Gate = SILU) -> None:
-    """Fill out [..., M] of one row, contiguous, with the product of x [1, K] and weight [M, K] ([2 * M, K] with swiglu), as `linear`."""
-    width, depth = out.shape[-1], weight.shape[1]
+def linear_row(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, launch: RowLaunch, swiglu: bool, kind: Gate = SILU,
+    space: Space | None = None,
+) -> None:  # fmt: skip
+    """Fill out [..., M] of one row, contiguous, with the product of x [1, K] and weight [M, K] ([2 * M, K] with swiglu), as `linear`; or
+    send it, M even and of two bytes each, to a space of all processes, as the next message of their first row."""
+    depth, width = weight.shape[1], weight.shape[0] // (1 + swiglu)
+    addresses, counts, rank, processes, words = space or (None, None, 0, 0, 0)
     _row_kernel[(triton.cdiv(width, launch.channels),)](
-        x, weight, bias, out, width, depth, weight.stride(0), CHANNELS=launch.channels, DEPTH=launch.depth, EACH=min(EACH, launch.depth),
-        SWIGLU=swiglu, BIAS=bias is not None, EVEN=depth % launch.depth == 0, ALPHA=kind.alpha, CUBIC=kind.cubic,
-        num_warps=launch.warps, **dependent(x.device),
+        x, weight, bias, out, addresses, counts, width, depth, weight.stride(0), CHANNELS=launch.channels, DEPTH=launch.depth,
+        EACH=min(EACH, launch.depth), SWIGLU=swiglu, BIAS=bias is not None, EVEN=depth % launch.depth == 0, ALPHA=kind.alpha,
+        CUBIC=kind.cubic, RANK=rank, PROCESSES=processes, ROWS=ROWS, WORDS=words, num_warps=launch.warps, **dependent(x.device),
     )  # fmt: skip

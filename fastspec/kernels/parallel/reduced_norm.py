@@ -1,10 +1,9 @@
 """A norm of a product whose addends the processes of one host hold, each on a GPU of its own: the sum, the residual and the norm in one
 launch, with one message between every two GPUs.
 
-A program sends its row to the others' memory and waits for theirs. A message is words of eight bytes, four of the row and four of a flag,
-which are written at once: who sees the flag has the rest, so that nothing else is waited for. (NCCL's low-latency protocol does the same.)
-The flag counts a row's messages. Messages take two places in turn: a process that sends its third has got the others' second, which they
-sent when they had read its first.
+A program sends its row to the others' memory in flagged words (`words.py`) and waits for theirs. A process that sends its third message
+has got the others' second, which they sent when they had read its first: two places are enough. A product of one row, by `row.py`, sends
+its words itself, as soon as it has them, and the norm's launch behind it only reads.
 
 x, residual, out, total [..., H] as in `kernels/layer/rms_norm.py`, R rows in all; W = H / 2 words a row, of 4-byte dtypes W = H.
 """
@@ -24,38 +23,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fastspec.kernels.launch import INTERPRETED, dependent
 from fastspec.kernels.layer import rms_norm as layer
 from fastspec.kernels.layer.rms_norm import norm_row, summed
-from fastspec.kernels.linear.reference import Addends, Parts, joined
+from fastspec.kernels.linear.linear import row_launch_of
+from fastspec.kernels.linear.reference import Addends, Later, Parts, joined
+from fastspec.kernels.linear.row import linear_row
 from fastspec.kernels.parallel import symmetric
+from fastspec.kernels.parallel.words import ROWS, Space, from_words, place_of, to_words
 
-MAX_ROWS = 128
+MAX_ROWS = ROWS
 """Rows of a message, whose programs are on the device together: each waits for another device's."""
 MAX_LOOKS = 600_000_000
 """For a message that does not come, minutes of them: a process that waits for one that has failed ends with an error."""
 MAX_BYTES = 1024 * 1024
 """Of a message without its flags; longer ones take less time in two shots."""
-
-
-@triton.jit
-def to_words(b_x, flag, WORDS: tl.constexpr):
-    """A row [H] as words [W] int64, with a flag in their upper halves."""
-    if b_x.dtype.primitive_bitwidth == 32:
-        b_bits = b_x.to(tl.uint32, bitcast=True).to(tl.int64)
-    else:
-        b_even, b_odd = tl.split(tl.reshape(b_x.to(tl.uint16, bitcast=True), (WORDS, 2)))
-        b_bits = b_even.to(tl.int64) | (b_odd.to(tl.int64) << 16)
-    return b_bits | (flag.to(tl.int64) << 32)
-
-
-@triton.jit
-def from_words(b_words, dtype: tl.constexpr, BLOCK: tl.constexpr):
-    """A row [H] fp32 of words [W] int64."""
-    if dtype.primitive_bitwidth == 32:
-        b_row = (b_words & 0xFFFFFFFF).to(tl.uint32).to(dtype, bitcast=True)
-    else:
-        b_even = (b_words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-        b_odd = ((b_words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-        b_row = tl.reshape(tl.join(b_even, b_odd), (BLOCK,))
-    return b_row.to(tl.float32)
 
 
 @triton.jit
@@ -66,9 +45,10 @@ def end_program(looks):
 
 @triton.jit
 def _reduced_norm(
-    p_x, p_residual, p_weight, p_out, p_sum, p_spaces, p_counts, stride_x, stride_residual, stride_out, stride_sum, eps,
+    p_x, p_residual, p_weight, p_out, p_sum, p_addresses, p_counts, stride_x, stride_residual, stride_out, stride_sum, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, USED: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
-    PROCESSES: tl.constexpr, LOOKS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+    PROCESSES: tl.constexpr, LOOKS: tl.constexpr, SENT: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
@@ -77,27 +57,33 @@ def _reduced_norm(
     m_w = o_w < USED
     b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)  # no kernel writes it
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     dtype: tl.constexpr = p_out.dtype.element_ty
-    if PARTS > 0:
-        b_x = summed(p_x, row, tl.num_programs(0), o_h, m_h, SIZE, PARTS).to(dtype)
-    else:
-        b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
     count = tl.load(p_counts + row) + 1
-    b_sent = to_words(b_x, count, WORDS)
-    place = (count & 1) * PROCESSES
-    for process in tl.static_range(PROCESSES):
-        if process != RANK:
-            p_theirs = tl.load(p_spaces + process).to(tl.pointer_type(tl.int64))
-            tl.store(p_theirs + ((place + RANK) * ROWS + row) * WORDS + o_w, b_sent, mask=m_w, cache_modifier=".wt")
+    b_residual = tl.zeros((BLOCK,), tl.float32)
+    if ADD:  # asked for before the others' words are waited for
+        b_residual = tl.load(p_residual + row * stride_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_x = b_residual.to(dtype)
+    if not SENT:
+        if PARTS > 0:
+            b_x = summed(p_x, row, tl.num_programs(0), o_h, m_h, SIZE, PARTS).to(dtype)
+        else:
+            b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
+        b_sent = to_words(b_x, count, WORDS)
+        for process in tl.static_range(PROCESSES):
+            if process != RANK:
+                p_theirs = place_of(p_addresses, process, RANK, row, count, PROCESSES, ROWS, WORDS)
+                tl.store(p_theirs + o_w, b_sent, mask=m_w, cache_modifier=".wt")
     b_total = tl.zeros((BLOCK,), tl.float32)
-    p_mine = tl.load(p_spaces + RANK).to(tl.pointer_type(tl.int64))
     for process in tl.static_range(PROCESSES):
-        if process == RANK:
+        if process == RANK and not SENT:
             b_total += b_x.to(tl.float32)
         else:
-            p_got = p_mine + ((place + process) * ROWS + row) * WORDS + o_w
+            p_got = place_of(p_addresses, RANK, process, row, count, PROCESSES, ROWS, WORDS) + o_w
             b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
             looks = 0
             while tl.sum((((b_got >> 32).to(tl.int32) != count) & m_w).to(tl.int32), 0) > 0:
@@ -109,8 +95,7 @@ def _reduced_norm(
             b_total += from_words(b_got, dtype, BLOCK)
     b_x = b_total.to(dtype)
     if ADD:
-        b_residual = tl.load(p_residual + row * stride_residual + o_h, mask=m_h, other=0.0)
-        b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
+        b_x = (b_x.to(tl.float32) + b_residual).to(dtype)
     tl.store(p_sum + row * stride_sum + o_h, b_x, mask=m_h)
     tl.store(p_out + row * stride_out + o_h, norm_row(b_x, b_weight, eps, SIZE, OFFSET), mask=m_h)
     tl.store(p_counts + row, count)
@@ -123,13 +108,15 @@ def rms_norm(
     """`layer.rms_norm`, also of addends. All processes get the same bits."""
     if not isinstance(x, Addends):
         return layer.rms_norm(x, weight, eps, residual, out, total, offset)
-    own, values = x.own, x.own.values if isinstance(x.own, Parts) else x.own
-    looks = isinstance(values, FakeTensor)  # a look at a program before its first run (kernels/ahead.py): no one is asked
-    if not fits(x) or not values.is_cuda or torch.version.hip is not None or not (looks or symmetric.reachable(x.group)):
+    own = x.own
+    at = own.values if isinstance(own, Parts) else own.x if isinstance(own, Later) else own
+    looks = isinstance(at, FakeTensor)  # a look at a program before its first run (kernels/ahead.py): no one is asked
+    if not fits(x) or not at.is_cuda or torch.version.hip is not None or not (looks or symmetric.reachable(x.group)):
         return layer.rms_norm(joined(x), weight, eps, residual, out, total, offset)
-    size, processes = x.shape[-1], x.group.size()
-    spaces, counts = _blank(values, processes) if looks else _space(x.group, values.device, _words(size, x.dtype))
-    return reduced_norm(own, weight, eps, residual, out, total, offset, spaces, counts, x.group.rank(), processes)
+    size, rank, processes = x.shape[-1], x.group.rank(), x.group.size()
+    words = _words(size, x.dtype)
+    space = Space(*(_blank(at, processes) if looks else _space(x.group, at.device, words)), rank, processes, words)
+    return reduced_norm(own, weight, eps, residual, out, total, offset, space)
 
 
 def fits(x: Addends) -> bool:
@@ -141,26 +128,39 @@ def fits(x: Addends) -> bool:
 
 
 def reduced_norm(
-    own: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, total: Tensor | None,
-    offset: float | None, spaces: Tensor, counts: Tensor, rank: int, processes: int,
+    own: Tensor | Parts | Later, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, total: Tensor | None,
+    offset: float | None, space: Space,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The launch: `spaces` [processes] int64 are the addresses of every process's space, words [2, processes, MAX_ROWS, W] int64 of zeros
-    at first, and `counts` [MAX_ROWS] int32 this process's messages of every row so far."""
-    size, dtype = own.shape[-1], own.dtype
-    values, parts = (own.values, len(own.values)) if isinstance(own, Parts) else (own, 0)
-    normed = values.new_empty(own.shape, dtype=dtype) if out is None else out
-    total = values.new_empty(own.shape, dtype=dtype) if total is None else total
-    x_rows, out_rows, total_rows = layer.rows_of(values, "x"), layer.rows_of(normed, "out"), layer.rows_of(total, "total")
+    """The launch, behind that of a product that is yet to be made: of one row, where `row.py` takes it, one that sends its words. Spaces
+    are zeros at first, and so are counts."""
+    size, shape, dtype = own.shape[-1], own.shape, own.dtype
+    sent = isinstance(own, Later) and send(own, space)
+    made = own.x if sent else own.made() if isinstance(own, Later) else own  # type: ignore[union-attr]
+    values, parts = (made.values, len(made.values)) if isinstance(made, Parts) else (made, 0)
+    normed = values.new_empty(shape, dtype=dtype) if out is None else out
+    total = values.new_empty(shape, dtype=dtype) if total is None else total
+    out_rows, total_rows = layer.rows_of(normed, "out"), layer.rows_of(total, "total")
+    x_rows = out_rows if sent else layer.rows_of(values, "x")
     residual_rows = out_rows if residual is None else layer.rows_of(residual, "residual")
-    block, words = max(16, triton.next_power_of_2(size)), _words(size, dtype)
+    block = max(16, triton.next_power_of_2(size))
     _reduced_norm[(len(out_rows),)](
-        x_rows, residual_rows, weight, out_rows, total_rows, spaces, counts,
+        x_rows, residual_rows, weight, out_rows, total_rows, space.addresses, space.counts,
         x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
-        SIZE=size, BLOCK=block, WORDS=words, USED=size * dtype.itemsize // 4, ROWS=MAX_ROWS, RANK=rank, PROCESSES=processes,
-        LOOKS=0 if INTERPRETED else MAX_LOOKS, ADD=residual is not None, PARTS=parts, OFFSET=offset,
+        SIZE=size, BLOCK=block, WORDS=space.words, USED=size * dtype.itemsize // 4, ROWS=ROWS, RANK=space.rank, PROCESSES=space.processes,
+        LOOKS=0 if INTERPRETED else MAX_LOOKS, SENT=sent, ADD=residual is not None, PARTS=parts, OFFSET=offset, EARLY=len(out_rows) == 1,
         num_warps=layer.row_warps(block, dtype.itemsize), **dependent(normed.device),
     )  # fmt: skip
     return normed, total
+
+
+def send(product: Later, space: Space) -> bool:
+    """Let a product of one row send its words to all processes, this one too, if `row.py` takes it -> whether it does."""
+    x, weight, bias = product.x, product.weight, product.bias
+    launch = row_launch_of(x, weight, bias) if x.dtype.itemsize == 2 and weight.shape[0] % 2 == 0 else None
+    if launch is None:
+        return False
+    linear_row(x.reshape(1, -1), weight, bias, None, launch, False, space=space)
+    return True
 
 
 def _words(size: int, dtype: torch.dtype) -> int:

@@ -20,7 +20,7 @@ from fastspec.generation.layers.decoder import is_plain, product
 from fastspec.generation.layers.mixers import Linear, Product
 from fastspec.generation.layers.packing import Weights
 from fastspec.generation.ops import Ops
-from fastspec.kernels.linear.reference import Addends
+from fastspec.kernels.linear.reference import Addends, Later
 from fastspec.kernels.parallel.reference import share
 from fastspec.kernels.verification.reference import best_key
 from fastspec.patches.hf.compat import layer_shapes
@@ -76,7 +76,7 @@ class Share:
         weight, bias, group = self.weight, self.bias, self.group
         if bias is None and parts:
             multiply = ops.linear_parts or ops.linear
-            return lambda x: Addends(multiply(x, weight, None), group, ops.all_reduce)
+            return lambda x: Addends(Later(x, weight, None, multiply), group, ops.all_reduce)
         if bias is None:
             return lambda x: ops.all_reduce(ops.linear(x, weight, None), group)
         return lambda x: ops.all_reduce(ops.linear(x, weight, None), group) + bias

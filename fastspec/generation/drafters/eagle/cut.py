@@ -17,7 +17,7 @@ from fastspec.generation.drafters.eagle.head import EagleHead, Layer
 from fastspec.generation.layers.decoder import is_plain
 from fastspec.generation.layers.mixers import Linear, Product
 from fastspec.generation.ops import Ops
-from fastspec.kernels.linear.reference import SILU, Addends
+from fastspec.kernels.linear.reference import SILU, Addends, Later
 
 LEAST_BYTES = 256 * 1024 * 1024
 """Weights of layers and LM head from which on a head is cut: a GPU with 3 TB/s reads as much in 85 us, and the joins of a pass take 40."""
@@ -70,7 +70,7 @@ class Cut:
 
     def _sum(self, weight: Tensor, bias: Tensor | None, ops: Ops) -> Product:
         group, multiply = self.group, ops.linear_parts or ops.linear
-        return lambda x: Addends(multiply(x, weight, bias), group, ops.all_reduce)
+        return lambda x: Addends(Later(x, weight, bias, multiply), group, ops.all_reduce)
 
 
 _held: WeakKeyDictionary[EagleHead, tuple[object, Cut]] = WeakKeyDictionary()
