@@ -129,10 +129,10 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
     differ."""
     from fastspec.kernels.layer import rms_norm as layer
     from fastspec.kernels.linear.reference import Addends
-    from fastspec.kernels.parallel import reduced_norm
+    from fastspec.kernels.parallel import reduced_norm, words
 
     found = []
-    for rows in (each for each in ROWS if each <= reduced_norm.MAX_ROWS):
+    for rows in (each for each in ROWS if each <= words.ROWS):
         generator = torch.Generator().manual_seed(rows)
         own, residual = (torch.randn(1, rows, width, generator=generator).to(device, dtype) for _ in range(2))
         weight, mine = torch.ones(width, device=device, dtype=dtype), own * (group.rank() + 1)

@@ -134,8 +134,8 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     from fastspec.kernels.linear import linear, swiglu
     from fastspec.kernels.linear import parts as linear_parts
     from fastspec.kernels.linear.reference import Later
-    from fastspec.kernels.parallel import reduced_norm
-    from fastspec.kernels.parallel.words import Space
+    from fastspec.kernels.parallel import look_up, reduced_norm
+    from fastspec.kernels.parallel.words import ROWS, Space, words_of
     from fastspec.kernels.verification import posterior_eval
     from fastspec.kernels.verification.reference import SamplingSettings
 
@@ -153,11 +153,12 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         yield f"gate_up, {rows} rows", lambda x=x: linear.gate_up(x, few(2 * inner, hidden), None)
         yield f"linear_parts, {rows} rows", lambda rows=rows: linear_parts.linear_parts(few(1, rows, inner), few(hidden, inner), None)
         yield f"rms_norm, {rows} rows", lambda x=x: rms_norm.rms_norm(x, few(hidden), 1e-5, x)
-        space = Space(whole(2), torch.zeros(reduced_norm.MAX_ROWS, dtype=torch.int32), 0, 2, reduced_norm._words(hidden, dtype))
+        space = Space(whole(2), torch.zeros(ROWS, dtype=torch.int32), 0, 2, words_of(hidden, dtype))
         for name, own in (("", x), (" behind its product", Later(x, few(hidden, hidden), None, linear_parts.linear_parts))):
             yield f"reduced_norm{name}, {rows} rows", lambda x=x, own=own, space=space: reduced_norm.reduced_norm(
                 own, few(hidden), 1e-5, x, None, None, None, space
             )
+        yield f"look_up, {rows} rows", lambda rows=rows, space=space: look_up.summed_rows(whole(1, rows), few(64, hidden), 0, space)
         yield f"swiglu, {rows} rows", lambda rows=rows: swiglu.swiglu(few(1, rows, 2 * inner))
         cache, table = few(1, kv_heads, 4096, size), floats(4096, size // 2, dtype=torch.float32)
         qkv = few(1, rows, (heads + 2 * kv_heads) * size)

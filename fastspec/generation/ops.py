@@ -58,6 +58,7 @@ class Ops:
     posterior_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
     all_reduce: Callable[..., Tensor]
     all_gather: Callable[..., Tensor]
+    look_up: Callable[..., Tensor]
     linear_parts: Callable[..., Tensor | Parts] | None = None
     """`linear` where a norm follows: it may give the parts of its sum. None: `linear` itself."""
     stack: Callable[..., tuple[Tensor, Tensor] | None] | None = None

@@ -16,8 +16,8 @@ from fastspec.kernels.linear import launches
 from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.linear import linear
 from fastspec.kernels.linear.reference import Addends, Later, Parts, joined
-from fastspec.kernels.parallel import reduced_norm
-from fastspec.kernels.parallel.words import Space
+from fastspec.kernels.parallel import look_up, reduced_norm
+from fastspec.kernels.parallel.words import ROWS, Space, fits, words_of
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off"))
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -33,10 +33,10 @@ class Group:
     """Spaces of several processes on one device, all but the last of which are written to before they launch."""
 
     def __init__(self, processes: int, size: int, dtype: torch.dtype, device: str) -> None:
-        shape = 2, processes, reduced_norm.MAX_ROWS, reduced_norm._words(size, dtype)
+        shape = 2, processes, ROWS, words_of(size, dtype)
         self.spaces = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(processes)]
         addresses = torch.tensor([space.data_ptr() for space in self.spaces], device=device)
-        self.counts = [torch.zeros(reduced_norm.MAX_ROWS, dtype=torch.int32, device=device) for _ in range(processes)]
+        self.counts = [torch.zeros(ROWS, dtype=torch.int32, device=device) for _ in range(processes)]
         self.seen = [Space(addresses, counts, rank, processes, shape[-1]) for rank, counts in enumerate(self.counts)]
 
     def run(
@@ -125,18 +125,56 @@ def test_products_that_cannot_send_are_made_first(change, monkeypatch):
     parts = {"x": torch.zeros(1, 8), "weight": torch.zeros(6, 8)} | change
     wide = parts["x"].requires_grad or change.get("x", parts["x"]).shape[0] == 2
     x, weight = (each.half() if wide or "weight" in change else each for each in parts.values())
-    space = Space(torch.zeros(2, dtype=torch.int64), torch.zeros(reduced_norm.MAX_ROWS, dtype=torch.int32), 0, 2, 16)
+    space = Space(torch.zeros(2, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int32), 0, 2, 16)
     assert reduced_norm.send(Later(x, weight, None, linear), space) is False
 
 
 def test_what_one_launch_takes():
-    group, none = SimpleNamespace(size=lambda: 2), None
     shapes = {(1, 1, 4096): True, (1, 128, 4096): True, (1, 129, 64): False, (1, 61, 8192): True, (1, 65, 8192): False, (0, 3, 64): False}
     for shape, fit in shapes.items():
-        assert reduced_norm.fits(Addends(torch.empty(shape, dtype=torch.bfloat16), group, none)) is fit, shape
-    assert reduced_norm.fits(Addends(torch.empty(1, 1, 7), group, none))
-    assert not reduced_norm.fits(Addends(torch.empty(1, 1, 7, dtype=torch.float16), group, none))
-    assert not reduced_norm.fits(Addends(torch.empty(1, 1, 8, dtype=torch.float64), group, none))
+        assert fits(torch.Size(shape), torch.bfloat16) is fit, shape
+    assert fits(torch.Size((1, 1, 7)), torch.float32) and not fits(torch.Size((1, 1, 7)), torch.float16)
+    assert not fits(torch.Size((1, 1, 8)), torch.float64) and not fits(torch.Size((1, 1, 32770)), torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@given(
+    processes=st.integers(2, 3), size=st.sampled_from([2, 24, 64, 130]), rows=st.integers(1, 5), half=st.booleans(), whole=st.booleans(),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+@examples(25)
+def test_a_table_that_is_cut_is_looked_up_in(device, processes, size, rows, half, whole, seed):
+    """By every process, message after message; the last process may have fewer rows of the table than the others."""
+    torch.manual_seed(seed)
+    dtype = torch.float16 if half else torch.float32
+    group, vocabulary = Group(processes, size, dtype, device), 5 * processes - 1
+    table = torch.randn(vocabulary, size, device=device).to(dtype)
+    shares = table.split(5)
+    for turn in range(3):
+        tokens = torch.randint(vocabulary, (rows,) if turn == 1 else (rows, 2), device=device).to(torch.int64 if whole else torch.int32)
+        want, flat = torch.nn.functional.embedding(tokens, table), tokens.flatten()
+        for rank, space in enumerate(group.spaces):
+            for other in range(processes):
+                held = (flat >= 5 * other) & (flat < 5 * other + 5)
+                for index, row in enumerate(torch.where(held[:, None], want.reshape(-1, size), 0)):
+                    if other != rank:
+                        write(space, row, other, index, int(group.counts[rank][index]) + 1)
+            before = [each.clone() for each in group.spaces]
+            assert torch.equal(look_up.summed_rows(tokens, shares[rank], 5 * rank, group.seen[rank]), want)
+            mine = torch.where(((flat >= 5 * rank) & (flat < 5 * rank + 5))[:, None], want.reshape(-1, size), 0)
+            for other in range(processes):
+                for index, row in enumerate(mine):
+                    if other != rank:
+                        write(before[other], row, rank, index, int(group.counts[rank][index]))
+                assert torch.equal(group.spaces[other], before[other]), (rank, other)
+
+
+def test_a_table_whose_holders_do_not_reach_each_other_is_summed_by_the_op(monkeypatch):
+    table, tokens = torch.randn(4, 6), torch.tensor([[4, 7, 3, 8, 5]])
+    monkeypatch.setattr(look_up.symmetric, "all_reduce", lambda own, group: own + 1)
+    found = look_up.look_up(tokens, table, 4, SimpleNamespace(size=lambda: 2))
+    want = torch.stack([table[0], table[3], torch.zeros(6), torch.zeros(6), table[1]])[None] + 1
+    assert torch.equal(found, want)
 
 
 def test_addends_that_do_not_reach_each_other_are_added_by_the_op():

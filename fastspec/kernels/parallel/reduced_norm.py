@@ -10,37 +10,17 @@ x, residual, out, total [..., H] as in `kernels/layer/rms_norm.py`, R rows in al
 
 from __future__ import annotations
 
-import os
-from functools import cache
-
-import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from fastspec.kernels.launch import INTERPRETED, dependent
+from fastspec.kernels.launch import dependent
 from fastspec.kernels.layer import rms_norm as layer
 from fastspec.kernels.layer.rms_norm import norm_row, summed
 from fastspec.kernels.linear.linear import row_launch_of
 from fastspec.kernels.linear.reference import Addends, Later, Parts, joined
 from fastspec.kernels.linear.row import linear_row
-from fastspec.kernels.parallel import symmetric
-from fastspec.kernels.parallel.words import ROWS, Space, from_words, place_of, to_words
-
-MAX_ROWS = ROWS
-"""Rows of a message, whose programs are on the device together: each waits for another device's."""
-MAX_LOOKS = 600_000_000
-"""For a message that does not come, minutes of them: a process that waits for one that has failed ends with an error."""
-MAX_BYTES = 1024 * 1024
-"""Of a message without its flags; longer ones take less time in two shots."""
-
-
-@triton.jit
-def end_program(looks):
-    """End this program and the device's context, with an error that the host sees."""
-    tl.inline_asm_elementwise("trap; mov.b32 $0, $1;", "=r,r", [looks], dtype=tl.int32, is_pure=False, pack=1)
+from fastspec.kernels.parallel.words import MAX_LOOKS, ROWS, Space, fits, send_words, space_for, sum_words
 
 
 @triton.jit
@@ -73,26 +53,8 @@ def _reduced_norm(
             b_x = summed(p_x, row, tl.num_programs(0), o_h, m_h, SIZE, PARTS).to(dtype)
         else:
             b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
-        b_sent = to_words(b_x, count, WORDS)
-        for process in tl.static_range(PROCESSES):
-            if process != RANK:
-                p_theirs = place_of(p_addresses, process, RANK, row, count, PROCESSES, ROWS, WORDS)
-                tl.store(p_theirs + o_w, b_sent, mask=m_w, cache_modifier=".wt")
-    b_total = tl.zeros((BLOCK,), tl.float32)
-    for process in tl.static_range(PROCESSES):
-        if process == RANK and not SENT:
-            b_total += b_x.to(tl.float32)
-        else:
-            p_got = place_of(p_addresses, RANK, process, row, count, PROCESSES, ROWS, WORDS) + o_w
-            b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
-            looks = 0
-            while tl.sum((((b_got >> 32).to(tl.int32) != count) & m_w).to(tl.int32), 0) > 0:
-                b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
-                if LOOKS > 0:
-                    looks += 1
-                    if looks == LOOKS:
-                        end_program(looks)
-            b_total += from_words(b_got, dtype, BLOCK)
+        send_words(b_x, p_addresses, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
+    b_total = sum_words(b_x, p_addresses, row, count, o_w, m_w, dtype, BLOCK, SENT, RANK, PROCESSES, ROWS, WORDS, LOOKS)
     b_x = b_total.to(dtype)
     if ADD:
         b_x = (b_x.to(tl.float32) + b_residual).to(dtype)
@@ -110,21 +72,10 @@ def rms_norm(
         return layer.rms_norm(x, weight, eps, residual, out, total, offset)
     own = x.own
     at = own.values if isinstance(own, Parts) else own.x if isinstance(own, Later) else own
-    looks = isinstance(at, FakeTensor)  # a look at a program before its first run (kernels/ahead.py): no one is asked
-    if not fits(x) or not at.is_cuda or torch.version.hip is not None or not (looks or symmetric.reachable(x.group)):
+    space = space_for(at, x.shape[-1], x.dtype, x.group) if fits(x.shape, x.dtype) else None
+    if space is None:
         return layer.rms_norm(joined(x), weight, eps, residual, out, total, offset)
-    size, rank, processes = x.shape[-1], x.group.rank(), x.group.size()
-    words = _words(size, x.dtype)
-    space = Space(*(_blank(at, processes) if looks else _space(x.group, at.device, words)), rank, processes, words)
     return reduced_norm(own, weight, eps, residual, out, total, offset, space)
-
-
-def fits(x: Addends) -> bool:
-    """Whether the addends are rows that one launch sums."""
-    size = x.shape[-1]
-    rows = x.shape.numel() // size if size else 0
-    whole = x.dtype == torch.float32 or (x.dtype in (torch.bfloat16, torch.float16) and size % 2 == 0)
-    return whole and 0 < rows <= MAX_ROWS and rows * size * x.dtype.itemsize <= MAX_BYTES and size <= layer.MAX_SIZE
 
 
 def reduced_norm(
@@ -147,7 +98,7 @@ def reduced_norm(
         x_rows, residual_rows, weight, out_rows, total_rows, space.addresses, space.counts,
         x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
         SIZE=size, BLOCK=block, WORDS=space.words, USED=size * dtype.itemsize // 4, ROWS=ROWS, RANK=space.rank, PROCESSES=space.processes,
-        LOOKS=0 if INTERPRETED else MAX_LOOKS, SENT=sent, ADD=residual is not None, PARTS=parts, OFFSET=offset, EARLY=len(out_rows) == 1,
+        LOOKS=MAX_LOOKS, SENT=sent, ADD=residual is not None, PARTS=parts, OFFSET=offset, EARLY=len(out_rows) == 1,
         num_warps=layer.row_warps(block, dtype.itemsize), **dependent(normed.device),
     )  # fmt: skip
     return normed, total
@@ -161,33 +112,3 @@ def send(product: Later, space: Space) -> bool:
         return False
     linear_row(x.reshape(1, -1), weight, bias, None, launch, False, space=space)
     return True
-
-
-def _words(size: int, dtype: torch.dtype) -> int:
-    """Words that a row takes of the space."""
-    block: int = triton.next_power_of_2(size)
-    return max(16, block) * dtype.itemsize // 4
-
-
-def _blank(like: Tensor, processes: int) -> tuple[Tensor, Tensor]:
-    return like.new_empty(processes, dtype=torch.int64), like.new_empty(MAX_ROWS, dtype=torch.int32)
-
-
-@cache
-def _space(group: dist.ProcessGroup, device: torch.device, words: int) -> tuple[Tensor, Tensor]:
-    """The addresses of every process's space for rows of so many words, and this one's counts. Every process makes them at the same norm,
-    the first of such rows, which is not captured; all wait until all spaces are zeros."""
-    from torch.distributed import _symmetric_memory as memory
-
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    space = memory.empty((2, group.size(), MAX_ROWS, words), dtype=torch.int64, device=device)
-    handle = memory.rendezvous(space, group.group_name)
-    space.zero_()
-    torch.cuda.synchronize(device)
-    dist.barrier(group)
-    _held.append((space, handle))
-    return torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device), torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
-
-
-_held: list[object] = []
-"""What the addresses are of."""

@@ -5,6 +5,8 @@ Every process of the group calls an op, with tensors of the same shape and dtype
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,3 +32,13 @@ def all_gather(x: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
     joined = x.new_empty(size, *padded.shape)
     dist.all_gather_into_tensor(joined.view(-1), padded.view(-1), group=group)
     return joined.movedim(0, -2).flatten(-2)[..., :width]
+
+
+def look_up(
+    tokens: Tensor, table: Tensor, first: int, group: dist.ProcessGroup, total: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:  # fmt: skip
+    """The rows [..., H] of tokens [...] int64 in a table that the processes have cut by rows: this one has `table` [R, H], those of the
+    tokens from `first` on. `total` adds up what each has, `all_reduce` where none is given."""
+    other = (tokens < first) | (tokens >= first + len(table))
+    own = F.embedding((tokens - first).clamp(0, len(table) - 1), table).masked_fill(other[..., None], 0)
+    return all_reduce(own, group) if total is None else total(own)

@@ -6,14 +6,27 @@ messages, which take two places of a space in turn: words [2, P, ROWS, W] int64 
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fastspec.kernels.launch import INTERPRETED
+from fastspec.kernels.layer.rms_norm import MAX_SIZE
+from fastspec.kernels.parallel import symmetric
 
 ROWS = 128
-"""Rows that a space has room for."""
+"""Rows that a space has room for: as many as a message has, whose programs are on the device together: each waits for another device's."""
+MAX_BYTES = 1024 * 1024
+"""Of a message without its flags; longer ones take less time in two shots."""
+MAX_LOOKS = 0 if INTERPRETED else 600_000_000
+"""For a message that does not come, minutes of them: a process that waits for one that has failed ends with an error."""
 
 
 class Space(NamedTuple):
@@ -25,6 +38,52 @@ class Space(NamedTuple):
     rank: int
     processes: int
     words: int
+
+
+def fits(shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether [..., H] are rows that one launch sums."""
+    size = shape[-1]
+    rows = shape.numel() // size if size else 0
+    whole = dtype == torch.float32 or (dtype in (torch.bfloat16, torch.float16) and size % 2 == 0)
+    return whole and 0 < rows <= ROWS and rows * size * dtype.itemsize <= MAX_BYTES and size <= MAX_SIZE
+
+
+def space_for(like: Tensor, size: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Space | None:
+    """The space of rows of so many elements on a tensor's device, or None where the processes do not see each other's memory. Of a tensor
+    that only looks like one (kernels/ahead.py) it is blank, and no process is asked."""
+    if not like.is_cuda or torch.version.hip is not None:
+        return None
+    words, rank, processes = words_of(size, dtype), group.rank(), group.size()
+    if isinstance(like, FakeTensor):
+        blank = like.new_empty(processes, dtype=torch.int64), like.new_empty(ROWS, dtype=torch.int32)
+        return Space(*blank, rank, processes, words)
+    return Space(*_space(group, like.device, words), rank, processes, words) if symmetric.reachable(group) else None
+
+
+def words_of(size: int, dtype: torch.dtype) -> int:
+    """Words that a row takes of the space."""
+    block: int = triton.next_power_of_2(size)
+    return max(16, block) * dtype.itemsize // 4
+
+
+@cache
+def _space(group: dist.ProcessGroup, device: torch.device, words: int) -> tuple[Tensor, Tensor]:
+    """The addresses of every process's space for rows of so many words, and this one's counts. Every process makes them at the same sum,
+    the first of such rows, which is not captured; all wait until all spaces are zeros."""
+    from torch.distributed import _symmetric_memory as memory
+
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    space = memory.empty((2, group.size(), ROWS, words), dtype=torch.int64, device=device)
+    handle = memory.rendezvous(space, group.group_name)
+    space.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    _held.append((space, handle))
+    return torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device), torch.zeros(ROWS, dtype=torch.int32, device=device)
+
+
+_held: list[object] = []
+"""What the addresses are of."""
 
 
 @triton.jit
@@ -55,3 +114,46 @@ def place_of(p_addresses, process, sender, row, count, PROCESSES: tl.constexpr, 
     """Where in a process's space the words of a sender's message lie, the count-th of the row."""
     p_space = tl.load(p_addresses + process).to(tl.pointer_type(tl.int64))
     return p_space + (((count & 1) * PROCESSES + sender) * ROWS + row) * WORDS
+
+
+@triton.jit
+def end_program(looks):
+    """End this program and the device's context, with an error that the host sees."""
+    tl.inline_asm_elementwise("trap; mov.b32 $0, $1;", "=r,r", [looks], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def send_words(
+    b_x, p_addresses, row, count, o_w, m_w, RANK: tl.constexpr, PROCESSES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """Write a row [H], the count-th message of its, into the other processes' spaces."""
+    b_sent = to_words(b_x, count, WORDS)
+    for process in tl.static_range(PROCESSES):
+        if process != RANK:
+            p_theirs = place_of(p_addresses, process, RANK, row, count, PROCESSES, ROWS, WORDS)
+            tl.store(p_theirs + o_w, b_sent, mask=m_w, cache_modifier=".wt")
+
+
+@triton.jit
+def sum_words(
+    b_x, p_addresses, row, count, o_w, m_w, dtype: tl.constexpr, BLOCK: tl.constexpr, SENT: tl.constexpr, RANK: tl.constexpr,
+    PROCESSES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, LOOKS: tl.constexpr,
+):  # fmt: skip
+    """The sum [BLOCK] fp32 of all processes' rows in the order of their ranks, when they have come; this one's is b_x, or where it was
+    SENT in its space too."""
+    b_total = tl.zeros((BLOCK,), tl.float32)
+    for process in tl.static_range(PROCESSES):
+        if process == RANK and not SENT:
+            b_total += b_x.to(tl.float32)
+        else:
+            p_got = place_of(p_addresses, RANK, process, row, count, PROCESSES, ROWS, WORDS) + o_w
+            b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
+            looks = 0
+            while tl.sum((((b_got >> 32).to(tl.int32) != count) & m_w).to(tl.int32), 0) > 0:
+                b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
+                if LOOKS > 0:
+                    looks += 1
+                    if looks == LOOKS:
+                        end_program(looks)
+            b_total += from_words(b_got, dtype, BLOCK)
+    return b_total

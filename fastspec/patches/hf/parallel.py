@@ -167,11 +167,13 @@ def embedding_of(module: nn.Module, ops: Ops) -> Callable[[Tensor], Tensor]:
     own.padding_idx = None
     if style is ParallelStyle.EMBEDDING_COLUMNS:
         return lambda tokens: ops.all_gather(own(tokens), width, group)
-    first, count = group.rank() * share(rows, group.size()), own.weight.shape[0]
+    first, table = group.rank() * share(rows, group.size()), own.weight
+    if type(module) is nn.Embedding and module.max_norm is None:
+        return lambda tokens: ops.look_up(tokens, table, first, group)
 
     def look_up(tokens: Tensor) -> Tensor:
-        other = (tokens < first) | (tokens >= first + count)
-        return ops.all_reduce(own((tokens - first).clamp(0, count - 1)).masked_fill(other[..., None], 0), group)
+        other = (tokens < first) | (tokens >= first + len(table))
+        return ops.all_reduce(own((tokens - first).clamp(0, len(table) - 1)).masked_fill(other[..., None], 0), group)
 
     return look_up
 
