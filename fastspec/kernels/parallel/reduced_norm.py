@@ -44,10 +44,10 @@ def _reduced_norm(
             tl.extra.cuda.gdc_launch_dependents()
     dtype: tl.constexpr = p_out.dtype.element_ty
     count = tl.load(p_counts + row) + 1
-    b_residual = tl.zeros((BLOCK,), tl.float32)
+    b_x = tl.zeros((BLOCK,), dtype)
+    b_residual = b_x
     if ADD:  # asked for before the others' words are waited for
-        b_residual = tl.load(p_residual + row * stride_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
-    b_x = b_residual.to(dtype)
+        b_residual = tl.load(p_residual + row * stride_residual + o_h, mask=m_h, other=0.0)
     if not SENT:
         if PARTS > 0:
             b_x = summed(p_x, row, tl.num_programs(0), o_h, m_h, SIZE, PARTS).to(dtype)
@@ -57,7 +57,7 @@ def _reduced_norm(
     b_total = sum_words(b_x, p_addresses, row, count, o_w, m_w, dtype, BLOCK, SENT, RANK, PROCESSES, ROWS, WORDS, LOOKS)
     b_x = b_total.to(dtype)
     if ADD:
-        b_x = (b_x.to(tl.float32) + b_residual).to(dtype)
+        b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
     tl.store(p_sum + row * stride_sum + o_h, b_x, mask=m_h)
     tl.store(p_out + row * stride_out + o_h, norm_row(b_x, b_weight, eps, SIZE, OFFSET), mask=m_h)
     tl.store(p_counts + row, count)

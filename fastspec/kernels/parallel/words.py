@@ -49,14 +49,14 @@ def fits(shape: torch.Size, dtype: torch.dtype) -> bool:
 
 
 def space_for(like: Tensor, size: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Space | None:
-    """The space of rows of so many elements on a tensor's device, or None where the processes do not see each other's memory. Of a tensor
-    that only looks like one (kernels/ahead.py) it is blank, and no process is asked."""
+    """The space of rows of so many elements on a tensor's device, or None where the processes do not see each other's memory. While a
+    program is looked at before its first run (kernels/ahead.py) it is blank, and no process is asked."""
     if not like.is_cuda or torch.version.hip is not None:
         return None
     words, rank, processes = words_of(size, dtype), group.rank(), group.size()
-    if isinstance(like, FakeTensor):
-        blank = like.new_empty(processes, dtype=torch.int64), like.new_empty(ROWS, dtype=torch.int32)
-        return Space(*blank, rank, processes, words)
+    addresses = like.new_empty(processes, dtype=torch.int64)
+    if isinstance(addresses, FakeTensor):  # whatever `like` is: a table's rows are no data of the program's
+        return Space(addresses, like.new_empty(ROWS, dtype=torch.int32), rank, processes, words)
     return Space(*_space(group, like.device, words), rank, processes, words) if symmetric.reachable(group) else None
 
 

@@ -38,7 +38,7 @@ from transformers import CONFIG_MAPPING
 import fastspec
 from fastspec.generation.drafters.eagle import cut as head_cut
 from fastspec.kernels import ahead
-from fastspec.kernels.parallel import symmetric
+from fastspec.kernels.parallel import symmetric, words
 from fastspec.kernels.parallel.symmetric import way_of
 from fastspec.patches.hf import shards
 
@@ -188,6 +188,27 @@ def test_all_processes_find_the_same_way(told: list[Any], reachable: bool, monke
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, other, peers=peers: other in peers)
         monkeypatch.setattr(symmetric.dist, "all_gather_object", lambda heard, mine, group: heard.__setitem__(slice(None), told))
         assert symmetric.reachable.__wrapped__(SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)) is reachable
+
+
+def test_a_look_at_a_program_makes_no_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever is held when it is looked at, data or not: a space that was made meanwhile would be one of no addresses."""
+
+    def asked(*_: Any) -> None:
+        raise AssertionError("a look asked the other processes")
+
+    monkeypatch.setattr(words, "_space", asked)
+    monkeypatch.setattr(words.symmetric, "reachable", asked)
+    made = SimpleNamespace()
+
+    def program() -> None:
+        made.held = torch.ones(4, 64, device="cuda")
+        made.space = words.space_for(made.held, 64, torch.float32, SimpleNamespace(rank=lambda: 1, size=lambda: 2))
+
+    monkeypatch.setattr(ahead, "_warned", False)
+    ahead._look(program, ahead.Collector())
+    assert not ahead._warned and made.space.rank == 1 and made.space.addresses.is_cuda and made.space.words == 64
+    real = SimpleNamespace(is_cuda=True, new_empty=made.held.new_empty)  # a tensor of the model's
+    assert words.space_for(real, 64, torch.float32, SimpleNamespace(rank=lambda: 0, size=lambda: 2)).counts.shape == (words.ROWS,)
 
 
 @pytest.mark.parametrize("rows", [1, 61, 512, 4096])
