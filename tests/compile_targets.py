@@ -134,7 +134,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     from fastspec.kernels.linear import linear, swiglu
     from fastspec.kernels.linear import parts as linear_parts
     from fastspec.kernels.linear.reference import Later
-    from fastspec.kernels.parallel import look_up, reduced_norm
+    from fastspec.kernels.parallel import joins, look_up, reduced_norm
     from fastspec.kernels.parallel.words import ROWS, Space, words_of
     from fastspec.kernels.verification import posterior_eval
     from fastspec.kernels.verification.reference import SamplingSettings
@@ -159,6 +159,10 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
                 own, few(hidden), 1e-5, x, None, None, None, space
             )
         yield f"look_up, {rows} rows", lambda rows=rows, space=space: look_up.summed_rows(whole(1, rows), few(64, hidden), 0, space)
+        here = few(rows, draft_vocab // 2)
+        joined = Space(*space[:4], words_of(joins.CHUNK, dtype))
+        yield f"all_gather, {rows} rows", lambda x=here, space=joined: joins.gathered(x, draft_vocab, space)
+        yield f"likeliest, {rows} rows", lambda x=here, space=joined: joins.chosen(x, 0, Space(*space[:4], 16))
         yield f"swiglu, {rows} rows", lambda rows=rows: swiglu.swiglu(few(1, rows, 2 * inner))
         cache, table = few(1, kv_heads, 4096, size), floats(4096, size // 2, dtype=torch.float32)
         qkv = few(1, rows, (heads + 2 * kv_heads) * size)

@@ -182,18 +182,20 @@ def calls(load: Loader, kind: str) -> list[Any]:
 
 
 def narrow(load: Loader, kind: str) -> list[Any]:
-    """What is joined of logits, by the kind of call: keys alone where only the likeliest tokens are read."""
+    """What is joined of logits, by the kind of call: one token of each where only the likeliest ones are read."""
     del kind
     model, inputs, made = load("llama"), given(5, 9), []
-    joined: list[torch.dtype] = []
-    gather = reference.all_gather
+    joined: set[str] = set()
 
-    def spy(x: Tensor, *rest: Any) -> Tensor:
-        joined.append(x.dtype)
-        return gather(x, *rest)
+    def spy(name: str) -> Callable[..., Tensor]:
+        def run(*given: Any) -> Tensor:
+            joined.add(name)
+            return getattr(reference, name)(*given)
+
+        return run
 
     with pytest.MonkeyPatch.context() as patch:
-        stand_in(patch, all_gather=spy, captures=False)
+        stand_in(patch, all_gather=spy("all_gather"), likeliest=spy("likeliest"), captures=False)
         with fastspec.patched(model, eagle3=small_head(model), speculative=small_model()):
             torch.manual_seed(7)
             for assistant, more in (
@@ -204,9 +206,9 @@ def narrow(load: Loader, kind: str) -> list[Any]:
                 joined.clear()
                 out = model.generate(**inputs, **GREEDY | more, assistant=assistant)
                 made += [out if isinstance(out, Tensor) else out.sequences]
-                dtypes = set(joined)
                 whole = more or assistant == "nasd"
-                assert dtypes == ({torch.float32 if whole else torch.int64} if dist.is_initialized() else set()), (assistant, more, dtypes)
+                wanted = {"all_gather" if whole else "likeliest"} if dist.is_initialized() else set()
+                assert joined == wanted, (assistant, more, joined)
     return made
 
 

@@ -59,6 +59,7 @@ class Ops:
     all_reduce: Callable[..., Tensor]
     all_gather: Callable[..., Tensor]
     look_up: Callable[..., Tensor]
+    likeliest: Callable[..., Tensor]
     linear_parts: Callable[..., Tensor | Parts] | None = None
     """`linear` where a norm follows: it may give the parts of its sum. None: `linear` itself."""
     stack: Callable[..., tuple[Tensor, Tensor] | None] | None = None

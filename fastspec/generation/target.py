@@ -35,8 +35,8 @@ class Target(ABC):
         """Score every node after the committed tokens and its ancestors -> logits [B, N, V], features [B, N, F]. No row has more than
         `extent` committed tokens, and there is room for them: see `reserve`.
 
-        Where several processes hold the target and nobody reads more of the logits than the likeliest token, they may be keys [B, N, R]
-        int64 of the R processes' likeliest (`fastspec.kernels.verification.reference.best_key`), here and in `prefill`."""
+        Where several processes hold the target and nobody reads more of the logits than the likeliest token, these may be that token
+        [B, N, 1] int64, here and in `prefill`."""
 
     @abstractmethod
     def commit(self, verdict: Verdict, active: Tensor) -> None:

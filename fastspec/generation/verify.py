@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.kernels.verification.reference import SamplingSettings, key_token
+from fastspec.kernels.verification.reference import SamplingSettings
 
 # processor(rows, ids [R, T], scores [R, V]) -> scores [R, V], for rows whose texts have the same length
 RowProcessor = Callable[[list[int], Tensor, Tensor], Tensor]
@@ -22,9 +22,9 @@ RowProcessor = Callable[[list[int], Tensor, Tensor], Tensor]
 
 def choose(scores: Tensor, uniform: Tensor | None, ops: Ops, settings: SamplingSettings | None = None) -> Tensor:
     """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N], under settings where some are given -> [B,
-    N]. Scores of int64 are keys of the likeliest tokens, see `Target.score`."""
+    N]. Scores of int64 [B, N, 1] are these tokens, see `Target.score`."""
     if scores.dtype == torch.int64:
-        return key_token(scores)
+        return scores[..., 0]
     return ops.pick(scores, uniform) if settings is None else ops.pick(scores, uniform, settings)
 
 

@@ -64,6 +64,7 @@ TORCH = Ops(
     posterior_walk=verification_reference.posterior_walk,
     all_reduce=parallel_reference.all_reduce,
     look_up=parallel_reference.look_up,
+    likeliest=parallel_reference.likeliest,
     all_gather=parallel_reference.all_gather,
 )
 
@@ -124,7 +125,7 @@ def triton_ops() -> Ops:
         from fastspec.kernels.layer import gated, rope_cache
         from fastspec.kernels.linear import experts, linear, routing
         from fastspec.kernels.linear import parts as linear_parts
-        from fastspec.kernels.parallel import look_up, reduced_norm
+        from fastspec.kernels.parallel import joins, look_up, reduced_norm
         from fastspec.kernels.recurrent import commit as delta_commit
         from fastspec.kernels.recurrent import conv, delta
         from fastspec.kernels.verification import posterior_eval
@@ -167,7 +168,9 @@ def triton_ops() -> Ops:
         pick=posterior_eval.pick,
         posterior_walk=posterior_eval.posterior_walk,
         all_reduce=symmetric.all_reduce,
+        all_gather=joins.all_gather,
         look_up=look_up.look_up,
+        likeliest=joins.likeliest,
         experts=experts.experts,
         fused=drafter,
         captures=torch.cuda.is_available(),

@@ -20,7 +20,7 @@ from fastspec.kernels import ahead
 from fastspec.kernels.layer import rms_norm
 from fastspec.kernels.linear.linear import linear
 from fastspec.kernels.linear.reference import Addends, Later
-from fastspec.kernels.parallel import look_up, reduced_norm, reference, symmetric
+from fastspec.kernels.parallel import joins, look_up, reduced_norm, reference, symmetric
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 WIDTH = 4096
@@ -183,24 +183,32 @@ def sent(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def looked_up(rank: int, folder: str) -> None:
-    """One of two processes, as `normed` has them: what tokens stand for in a table of which each has half, eager and replayed; a look at
-    the program before its first run asks nobody."""
+def found(rank: int, folder: str) -> None:
+    """One of two processes, as `normed` has them: what tokens stand for in a table of which each has half, columns side by side, and the
+    likeliest of tokens, eager and replayed; a look at a program before its first run asks nobody."""
     apart = torch.cuda.device_count() > 1
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     group = begin(rank, 2, folder, "nccl" if apart else "gloo", rank if apart else 0)
     if not apart:
         symmetric.reachable = lambda group: True  # type: ignore[assignment]
+    draws = torch.Generator().manual_seed(3)
     for dtype, width in ((torch.bfloat16, 4096), (torch.float32, 64), (torch.float16, 576)):
-        table = torch.randn(101, width, generator=torch.Generator().manual_seed(width)).to("cuda", dtype)
-        mine = table.split(51)[rank].clone()
-        for rows in (1, 10, 128, 200):
-            tokens = torch.zeros(1, rows, dtype=torch.long, device="cuda")
-            run = partial(look_up.look_up, table=mine, first=51 * rank, group=group)
-            ahead._look(partial(run, tokens), ahead.Collector())
-            inputs = [torch.randint(101, (1, rows), generator=torch.Generator().manual_seed(turn)).cuda() for turn in range(12)]
-            made = replayed(run, tokens, inputs)
-            assert all(torch.equal(found, table[each]) for found, each in zip(made, inputs, strict=True)), (dtype, rows)
+        table = torch.randn(101, width, generator=draws).to("cuda", dtype)
+        mine, cut = table.split(51)[rank].clone(), 5000
+        for rows in (1, 10, 60, 128):
+            tokens = [torch.randint(101, (1, rows), generator=draws).cuda() for _ in range(12)]
+            look = partial(look_up.look_up, table=mine, first=51 * rank, group=group)
+            ahead._look(partial(look, tokens[0]), ahead.Collector())
+            made = replayed(look, tokens[0].clone(), tokens)
+            assert all(torch.equal(each, table[index]) for each, index in zip(made, tokens, strict=True)), (dtype, rows)
+            logits = [torch.randint(-9, 9, (1, rows, 2 * cut - 1), generator=draws).to("cuda", dtype) for _ in range(4)]
+            own = [each[..., rank * cut : (rank + 1) * cut].contiguous() for each in logits]
+            made = replayed(partial(joins.likeliest, first=rank * cut, group=group), own[0].clone(), own)
+            want = [(each == each.amax(-1, keepdim=True)).int().argmax(-1, keepdim=True) for each in logits]
+            assert all(map(torch.equal, made, want)), (dtype, rows)
+            if rows <= 10:  # more go through NCCL
+                made = replayed(partial(joins.all_gather, width=2 * cut - 1, group=group), own[0].clone(), own)
+                assert all(map(torch.equal, made, logits)), (dtype, rows)
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
@@ -218,7 +226,7 @@ def alone(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-WORK = {"symmetric memory": (shared, 2), "norms": (normed, 2), "sent": (sent, 2), "look-ups": (looked_up, 2), "NCCL": (alone, 1)}
+WORK = {"symmetric memory": (shared, 2), "norms": (normed, 2), "sent": (sent, 2), "look-ups and joins": (found, 2), "NCCL": (alone, 1)}
 
 
 @pytest.mark.parametrize("run, processes", WORK.values(), ids=list(WORK))

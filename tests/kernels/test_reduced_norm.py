@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from helpers_examples import examples
+from helpers_words import Group
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,47 +20,20 @@ from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.linear import linear
 from fastspec.kernels.linear.reference import Addends, Later, Parts, joined
 from fastspec.kernels.parallel import look_up, reduced_norm
-from fastspec.kernels.parallel.words import ROWS, Space, fits, words_of
+from fastspec.kernels.parallel.words import ROWS, Space, fits
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off"))
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 
 
-def write(space: Tensor, row: Tensor, sender: int, index: int, count: int) -> None:
-    """Put a process's message into another's space, as words of a row's bits and the count."""
-    bits = row.view(torch.int32).long() & 0xFFFFFFFF
-    space[count & 1, sender, index, : len(bits)] = bits | (count << 32)
+def norm(group: Group, rank: int, own: list[Any], weight: Tensor, residual: Tensor | None, offset: float | None) -> tuple[Tensor, Tensor]:
+    """A process's norm and sum."""
+    rows = [joined(each).flatten(0, -2) for each in own]
 
+    def run(space: Space) -> Any:
+        return reduced_norm.reduced_norm(own[rank], weight, 1e-5, residual, None, None, offset, space)
 
-class Group:
-    """Spaces of several processes on one device, all but the last of which are written to before they launch."""
-
-    def __init__(self, processes: int, size: int, dtype: torch.dtype, device: str) -> None:
-        shape = 2, processes, ROWS, words_of(size, dtype)
-        self.spaces = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(processes)]
-        addresses = torch.tensor([space.data_ptr() for space in self.spaces], device=device)
-        self.counts = [torch.zeros(ROWS, dtype=torch.int32, device=device) for _ in range(processes)]
-        self.seen = [Space(addresses, counts, rank, processes, shape[-1]) for rank, counts in enumerate(self.counts)]
-
-    def run(
-        self, own: list[Tensor | Parts | Later], weight: Tensor, residual: Tensor | None, offset: float | None
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Every process's launch. Whom a process waits for has been written, by its own launch or here, word for word as that will; a row
-        that its product sends is in its own space too."""
-        rows = [joined(each).flatten(0, -2) for each in own]
-        made = []
-        for rank in range(len(own)):
-            for other in range(rank + 1, len(own)):
-                for index, row in enumerate(rows[other]):
-                    write(self.spaces[rank], row, other, index, int(self.counts[other][index]) + 1)
-            before = [space.clone() for space in self.spaces]
-            made.append(reduced_norm.reduced_norm(own[rank], weight, 1e-5, residual, None, None, offset, self.seen[rank]))
-            for other, space in enumerate(self.spaces):
-                if other != rank or isinstance(own[rank], Later):
-                    for index, row in enumerate(rows[rank]):
-                        write(before[other], row, rank, index, int(self.counts[rank][index]))
-                assert torch.equal(space, before[other]), (rank, other)
-        return made
+    return group.launch(rank, rows, run, sends_itself=isinstance(own[rank], Later))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
@@ -82,7 +58,8 @@ def test_every_process_gets_the_norm_of_the_sum(device, processes, size, dtype, 
         for each in own:
             total = total + joined(each).float()
         want = rms_norm(total.to(dtype), weight, 1e-5, residual, offset=offset)
-        for normed, summed in group.run(own, weight, residual, offset):
+        for rank in range(processes):
+            normed, summed = norm(group, rank, own, weight, residual, offset)
             assert torch.equal(normed, want[0]) and torch.equal(summed, want[1])
 
 
@@ -112,7 +89,8 @@ def test_a_row_s_product_sends_itself(device, processes, size, depth, launch, bi
             for each in own:
                 total = total + joined(each).float()
             want = rms_norm(total.to(dtype), scale, 1e-5, residual)
-            for normed, summed in group.run(own, scale, residual, None):
+            for rank in range(processes):
+                normed, summed = norm(group, rank, own, scale, residual, None)
                 assert torch.equal(normed, want[0]) and torch.equal(summed, want[1])
 
 
@@ -153,20 +131,10 @@ def test_a_table_that_is_cut_is_looked_up_in(device, processes, size, rows, half
     for turn in range(3):
         tokens = torch.randint(vocabulary, (rows,) if turn == 1 else (rows, 2), device=device).to(torch.int64 if whole else torch.int32)
         want, flat = torch.nn.functional.embedding(tokens, table), tokens.flatten()
-        for rank, space in enumerate(group.spaces):
-            for other in range(processes):
-                held = (flat >= 5 * other) & (flat < 5 * other + 5)
-                for index, row in enumerate(torch.where(held[:, None], want.reshape(-1, size), 0)):
-                    if other != rank:
-                        write(space, row, other, index, int(group.counts[rank][index]) + 1)
-            before = [each.clone() for each in group.spaces]
-            assert torch.equal(look_up.summed_rows(tokens, shares[rank], 5 * rank, group.seen[rank]), want)
-            mine = torch.where(((flat >= 5 * rank) & (flat < 5 * rank + 5))[:, None], want.reshape(-1, size), 0)
-            for other in range(processes):
-                for index, row in enumerate(mine):
-                    if other != rank:
-                        write(before[other], row, rank, index, int(group.counts[rank][index]))
-                assert torch.equal(group.spaces[other], before[other]), (rank, other)
+        mine = [torch.where(((flat >= 5 * rank) & (flat < 5 * rank + 5))[:, None], want.reshape(-1, size), 0) for rank in range(processes)]
+        for rank in range(processes):
+            run = partial(look_up.summed_rows, tokens, shares[rank], 5 * rank)
+            assert torch.equal(group.launch(rank, mine, run), want)
 
 
 def test_a_table_whose_holders_do_not_reach_each_other_is_summed_by_the_op(monkeypatch):

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastspec.generation.verify import choose
-from fastspec.kernels.verification.reference import best_key
+from fastspec.kernels.verification.reference import best_key, key_token
 from fastspec.patches.backends import TORCH
 
 VALUES = st.sampled_from([-torch.inf, -1e30, -2.5, -1.0, -0.0, 0.0, 1e-40, 1.0, 2.5, 1e30, torch.inf])
@@ -23,4 +23,5 @@ def test_the_highest_key_is_the_first_of_the_highest_scores(values: list[float],
     for part in scores.chunk(parts, -1):
         keys.append(best_key(part, part.argmax(-1), first))
         first += part.shape[-1]
-    assert torch.equal(choose(torch.stack(keys, -1), None, TORCH), scores.argmax(-1))
+    best = key_token(torch.stack(keys, -1))
+    assert torch.equal(best, scores.argmax(-1)) and torch.equal(choose(best[..., None], None, TORCH), best)

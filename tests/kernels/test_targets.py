@@ -95,7 +95,7 @@ def test_kernels_compile_for_amd(only):
     """Those of a round of SmolLM2's shape; nothing is known of their speed there, nor whether they are right. The sum over NVLink and the
     norm behind it are written in NVIDIA's instructions."""
     (rows,) = rows_of(("gfx942", "135M", only))
-    rows = [row for row in rows if not row["op"].startswith(("reduced_norm", "look_up"))]
+    rows = [row for row in rows if not row["op"].startswith(("reduced_norm", "look_up", "all_gather", "likeliest"))]
     assert rows and not [row for row in rows if "error" in row or row["shared"] > row["limit"]]
 
 

@@ -51,7 +51,7 @@ class Traits:
     reusable: bool = False
     """Whether `open` begins a later call of the same kind. A drafter that is not is made anew for every call."""
     reads_logits: bool = True
-    """Whether the drafter reads the target's logits, in `observe` or elsewhere. Where it does not, `observe` may be given keys of the
+    """Whether the drafter reads the target's logits, in `observe` or elsewhere. Where it does not, `observe` may be given the
     likeliest tokens in their place (`Target.score`)."""
     draws: bool = False
     """Whether drafts are drawn at random, so that trees say from which distributions: `TokenTree.q`."""

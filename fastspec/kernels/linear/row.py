@@ -15,7 +15,7 @@ from fastspec.kernels.launch import dependent
 from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.reference import SILU, Gate
 from fastspec.kernels.linear.swiglu import gated
-from fastspec.kernels.parallel.words import ROWS, Space, place_of, to_words
+from fastspec.kernels.parallel.words import ROWS, Space, place_in, to_words
 
 EACH = 8  # neighbours whose products a thread adds up first: 16 bytes of half precision
 
@@ -40,8 +40,8 @@ def _products(b_w, b_x, CHANNELS: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.co
 def _row_kernel(
     p_x, p_w, p_bias, p_out, p_addresses, p_counts, M, K, stride_w,
     CHANNELS: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    ALPHA: tl.constexpr, CUBIC: tl.constexpr, RANK: tl.constexpr, PROCESSES: tl.constexpr, ROWS: tl.constexpr,
-    WORDS: tl.constexpr, PDL: tl.constexpr,
+    ALPHA: tl.constexpr, CUBIC: tl.constexpr, RANK: tl.constexpr, PROCESSES: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Out [M] of x [K] and w [M, K], or [2 * M, K] under SWIGLU; with PROCESSES sent to their spaces, this one's too, in place of out."""
     first = tl.program_id(0) * CHANNELS
@@ -56,6 +56,9 @@ def _row_kernel(
     b_u = b_w
     if SWIGLU:
         b_u = _block(p_above, o_k, K, EVEN)
+    b_spaces = tl.zeros([PADDED], tl.int64)
+    if PROCESSES > 0:
+        b_spaces = tl.load(p_addresses + tl.minimum(tl.arange(0, PADDED), PROCESSES - 1))  # no kernel writes them
     if PDL:
         tl.extra.cuda.gdc_wait()
     count = 0
@@ -89,9 +92,9 @@ def _row_kernel(
         HALF: tl.constexpr = CHANNELS // 2
         o_w = tl.program_id(0) * HALF + tl.arange(0, HALF)
         b_words = to_words(b_out, count, HALF)
-        for process in tl.static_range(PROCESSES):
-            p_place = place_of(p_addresses, process, RANK, 0, count, PROCESSES, ROWS, WORDS)
-            tl.store(p_place + o_w, b_words, mask=o_w < M // 2, cache_modifier=".wt")
+        p_places = place_in(b_spaces.to(tl.pointer_type(tl.int64)), RANK, 0, count, PROCESSES, ROWS, WORDS)[:, None] + o_w[None, :]
+        m_words = (tl.arange(0, PADDED) < PROCESSES)[:, None] & (o_w < M // 2)[None, :]
+        tl.store(p_places, tl.broadcast_to(b_words[None, :], [PADDED, HALF]), mask=m_words, cache_modifier=".wt")
     else:
         tl.store(p_out + o_i, b_out, mask=m_i)
 
@@ -107,5 +110,6 @@ def linear_row(
     _row_kernel[(triton.cdiv(width, launch.channels),)](
         x, weight, bias, out, addresses, counts, width, depth, weight.stride(0), CHANNELS=launch.channels, DEPTH=launch.depth,
         EACH=min(EACH, launch.depth), SWIGLU=swiglu, BIAS=bias is not None, EVEN=depth % launch.depth == 0, ALPHA=kind.alpha,
-        CUBIC=kind.cubic, RANK=rank, PROCESSES=processes, ROWS=ROWS, WORDS=words, num_warps=launch.warps, **dependent(x.device),
+        CUBIC=kind.cubic, RANK=rank, PROCESSES=processes, PADDED=triton.next_power_of_2(max(1, processes)), ROWS=ROWS, WORDS=words,
+        num_warps=launch.warps, **dependent(x.device),
     )  # fmt: skip

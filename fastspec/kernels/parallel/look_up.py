@@ -15,7 +15,7 @@ from torch import Tensor
 from fastspec.kernels.launch import dependent
 from fastspec.kernels.layer.rms_norm import row_warps
 from fastspec.kernels.parallel import reference, symmetric
-from fastspec.kernels.parallel.words import MAX_LOOKS, ROWS, Space, fits, send_words, space_for, sum_words
+from fastspec.kernels.parallel.words import MAX_LOOKS, ROWS, Space, fits, send_words, space_for, space_of, sum_words, to_words
 
 _TOKENS = (torch.int64, torch.int32)
 
@@ -31,6 +31,7 @@ def _look_up(
     m_h = o_h < SIZE
     o_w = tl.arange(0, WORDS)
     m_w = o_w < USED
+    p_mine, p_next = space_of(p_addresses, RANK), space_of(p_addresses, (RANK + 1) % PROCESSES)  # no kernel writes them
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -39,9 +40,9 @@ def _look_up(
     near = tl.minimum(tl.maximum(token, 0), held - 1)
     b_x = tl.load(p_table + near * stride_table + o_h, mask=m_h, other=0.0)
     b_x = tl.where(near == token, b_x, 0.0)
-    send_words(b_x, p_addresses, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
+    send_words(to_words(b_x, count, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
     dtype: tl.constexpr = p_out.dtype.element_ty
-    b_total = sum_words(b_x, p_addresses, row, count, o_w, m_w, dtype, BLOCK, False, RANK, PROCESSES, ROWS, WORDS, LOOKS)
+    b_total = sum_words(b_x, p_mine, row, count, count, o_w, m_w, dtype, BLOCK, False, RANK, PROCESSES, ROWS, WORDS, LOOKS)
     tl.store(p_out + row * SIZE + o_h, b_total.to(dtype), mask=m_h)
     tl.store(p_counts + row, count)
 

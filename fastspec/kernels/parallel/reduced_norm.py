@@ -20,7 +20,7 @@ from fastspec.kernels.layer.rms_norm import norm_row, summed
 from fastspec.kernels.linear.linear import row_launch_of
 from fastspec.kernels.linear.reference import Addends, Later, Parts, joined
 from fastspec.kernels.linear.row import linear_row
-from fastspec.kernels.parallel.words import MAX_LOOKS, ROWS, Space, fits, send_words, space_for, sum_words
+from fastspec.kernels.parallel.words import MAX_LOOKS, ROWS, Space, fits, send_words, space_for, space_of, sum_words, to_words
 
 
 @triton.jit
@@ -35,7 +35,11 @@ def _reduced_norm(
     m_h = o_h < SIZE
     o_w = tl.arange(0, WORDS)
     m_w = o_w < USED
-    b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)  # no kernel writes it
+    b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)  # no kernel writes it, nor the addresses
+    p_mine, p_next = space_of(p_addresses, RANK), space_of(p_addresses, (RANK + 1) % PROCESSES)
+    guess = 0
+    if SENT:
+        guess = tl.load(p_counts + row, volatile=True) + 1  # the kernel that sets the count may still be running
     if PDL:
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()
@@ -43,7 +47,7 @@ def _reduced_norm(
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
     dtype: tl.constexpr = p_out.dtype.element_ty
-    count = tl.load(p_counts + row) + 1
+    count = tl.load(p_counts + row, volatile=True) + 1
     b_x = tl.zeros((BLOCK,), dtype)
     b_residual = b_x
     if ADD:  # asked for before the others' words are waited for
@@ -53,8 +57,9 @@ def _reduced_norm(
             b_x = summed(p_x, row, tl.num_programs(0), o_h, m_h, SIZE, PARTS).to(dtype)
         else:
             b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
-        send_words(b_x, p_addresses, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
-    b_total = sum_words(b_x, p_addresses, row, count, o_w, m_w, dtype, BLOCK, SENT, RANK, PROCESSES, ROWS, WORDS, LOOKS)
+        send_words(to_words(b_x, count, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
+        guess = count
+    b_total = sum_words(b_x, p_mine, row, guess, count, o_w, m_w, dtype, BLOCK, SENT, RANK, PROCESSES, ROWS, WORDS, LOOKS)
     b_x = b_total.to(dtype)
     if ADD:
         b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)

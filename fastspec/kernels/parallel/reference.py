@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastspec.kernels.verification.reference import best_key, key_token, pick
+
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the processes' x [...], which is written over -> [...]."""
@@ -42,3 +44,10 @@ def look_up(
     other = (tokens < first) | (tokens >= first + len(table))
     own = F.embedding((tokens - first).clamp(0, len(table) - 1), table).masked_fill(other[..., None], 0)
     return all_reduce(own, group) if total is None else total(own)
+
+
+def likeliest(scores: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+    """The likeliest tokens [..., 1] int64 of a vocabulary that the processes have cut, of equally likely ones the lowest: this one has
+    scores [..., M] in at most 32 bits, of the tokens from `first` on."""
+    own = best_key(scores, pick(scores, None), first)[..., None]
+    return key_token(all_gather(own, group.size(), group))[..., None]

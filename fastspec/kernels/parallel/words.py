@@ -110,9 +110,14 @@ def from_words(b_words, dtype: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def place_of(p_addresses, process, sender, row, count, PROCESSES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Where in a process's space the words of a sender's message lie, the count-th of the row."""
-    p_space = tl.load(p_addresses + process).to(tl.pointer_type(tl.int64))
+def space_of(p_addresses, process):
+    """A process's space. The table of addresses stands, so that a kernel may ask for it before it waits."""
+    return tl.load(p_addresses + process).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def place_in(p_space, sender, row, count, PROCESSES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Where in a space the words of a sender's message lie, the count-th of the row."""
     return p_space + (((count & 1) * PROCESSES + sender) * ROWS + row) * WORDS
 
 
@@ -123,37 +128,45 @@ def end_program(looks):
 
 
 @triton.jit
+def come(b_got, p_got, count, m_w, LOOKS: tl.constexpr):
+    """The words at p_got [W], of which b_got is a first look, when all of them are of the count-th message."""
+    looks = 0
+    while tl.sum((((b_got >> 32).to(tl.int32) != count) & m_w).to(tl.int32), 0) > 0:
+        b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
+        if LOOKS > 0:
+            looks += 1
+            if looks == LOOKS:
+                end_program(looks)
+    return b_got
+
+
+@triton.jit
 def send_words(
-    b_x, p_addresses, row, count, o_w, m_w, RANK: tl.constexpr, PROCESSES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
+    b_words, p_addresses, p_next, row, count, o_w, m_w, RANK: tl.constexpr, PROCESSES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    """Write a row [H], the count-th message of its, into the other processes' spaces."""
-    b_sent = to_words(b_x, count, WORDS)
-    for process in tl.static_range(PROCESSES):
-        if process != RANK:
-            p_theirs = place_of(p_addresses, process, RANK, row, count, PROCESSES, ROWS, WORDS)
-            tl.store(p_theirs + o_w, b_sent, mask=m_w, cache_modifier=".wt")
+    """Write a message of a row into the other processes' spaces; p_next is that of the process behind this one."""
+    for turn in tl.static_range(1, PROCESSES):
+        p_space = p_next
+        if turn > 1:
+            p_space = space_of(p_addresses, (RANK + turn) % PROCESSES)
+        tl.store(place_in(p_space, RANK, row, count, PROCESSES, ROWS, WORDS) + o_w, b_words, mask=m_w, cache_modifier=".wt")
 
 
 @triton.jit
 def sum_words(
-    b_x, p_addresses, row, count, o_w, m_w, dtype: tl.constexpr, BLOCK: tl.constexpr, SENT: tl.constexpr, RANK: tl.constexpr,
+    b_x, p_mine, row, guess, count, o_w, m_w, dtype: tl.constexpr, BLOCK: tl.constexpr, SENT: tl.constexpr, RANK: tl.constexpr,
     PROCESSES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, LOOKS: tl.constexpr,
 ):  # fmt: skip
-    """The sum [BLOCK] fp32 of all processes' rows in the order of their ranks, when they have come; this one's is b_x, or where it was
-    SENT in its space too."""
+    """The sum [BLOCK] fp32 of all processes' rows in the order of their ranks, when they have come to this one's space; its own is b_x,
+    or where it was SENT in its space too. A first look is at where the message would be if it were the guess-th: right or wrong, it need
+    not wait for the count."""
     b_total = tl.zeros((BLOCK,), tl.float32)
     for process in tl.static_range(PROCESSES):
         if process == RANK and not SENT:
             b_total += b_x.to(tl.float32)
         else:
-            p_got = place_of(p_addresses, RANK, process, row, count, PROCESSES, ROWS, WORDS) + o_w
-            b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
-            looks = 0
-            while tl.sum((((b_got >> 32).to(tl.int32) != count) & m_w).to(tl.int32), 0) > 0:
-                b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
-                if LOOKS > 0:
-                    looks += 1
-                    if looks == LOOKS:
-                        end_program(looks)
+            p_guessed = place_in(p_mine, process, row, guess, PROCESSES, ROWS, WORDS) + o_w
+            b_got = tl.load(p_guessed, mask=m_w, other=0, volatile=True)
+            b_got = come(b_got, place_in(p_mine, process, row, count, PROCESSES, ROWS, WORDS) + o_w, count, m_w, LOOKS)
             b_total += from_words(b_got, dtype, BLOCK)
     return b_total

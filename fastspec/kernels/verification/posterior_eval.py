@@ -129,6 +129,8 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
         raise ValueError(f"pick: scores {list(scores.shape)} need a last dimension that is contiguous and not empty; pass x.contiguous()")
     if uniform is not None and (uniform.shape != scores.shape[:-1] or uniform.dtype not in (torch.float32, torch.float64)):
         raise ValueError(f"pick: uniform is {list(uniform.shape)} {uniform.dtype}; accepted is {list(scores.shape[:-1])} fp32 or fp64")
+    if uniform is None and scores.numel():
+        return _best(scores)
     vocab = scores.shape[-1]
     x = _in_rows(scores, 1)
     batch, nodes = x.shape[:2]
@@ -137,11 +139,7 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
     if rows == 0:
         return ids
     padded, pdl = max(2, triton.next_power_of_2(chunks)), dependent(scores.device)
-    if uniform is None:
-        keys = torch.empty(rows, chunks, dtype=torch.int64, device=scores.device)
-        _chunk_best_kernel[(chunks, rows)](x, keys, vocab, nodes, chunks, *strides, CHUNK, num_warps=CHUNK_WARPS, **pdl)
-        _best_kernel[(rows,)](keys, ids, chunks, padded, num_warps=1, **pdl)
-        return ids
+    assert uniform is not None
     u, settings = _in_rows(uniform, 0), settings or SamplingSettings()
     low, first = cut(x, settings) if settings.filters else (None, None)
     peak, mass = torch.empty(2, rows, chunks, dtype=torch.float32, device=scores.device)
@@ -150,6 +148,25 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
     _draw_kernel[(rows,)](
         x, peak, mass, low, first, u, ids, *sizes, *strides, *u.stride(), padded, CHUNK, *kept, num_warps=DRAW_WARPS, **pdl
     )  # fmt: skip
+    return ids
+
+
+def chunk_keys(scores: Tensor) -> Tensor:
+    """The highest sort keys of all chunks of scores [..., V], whose rows are R, not none -> [R, T] int64."""
+    x, vocab = _in_rows(scores, 1), scores.shape[-1]
+    batch, nodes = x.shape[:2]
+    keys = torch.empty(batch * nodes, triton.cdiv(vocab, CHUNK), dtype=torch.int64, device=scores.device)
+    _chunk_best_kernel[keys.shape[::-1]](
+        x, keys, vocab, nodes, keys.shape[1], *x.stride()[:2], CHUNK, num_warps=CHUNK_WARPS, **dependent(scores.device)
+    )
+    return keys
+
+
+def _best(scores: Tensor) -> Tensor:
+    """The argmax of every row."""
+    keys, ids = chunk_keys(scores), torch.empty(scores.shape[:-1], dtype=torch.int64, device=scores.device)
+    padded = max(2, triton.next_power_of_2(keys.shape[1]))
+    _best_kernel[(len(keys),)](keys, ids, keys.shape[1], padded, num_warps=1, **dependent(scores.device))
     return ids
 
 

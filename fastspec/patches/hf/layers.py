@@ -199,7 +199,7 @@ def times(factor: float, norm: Norm) -> Norm:
 
 def vocabulary_of(model: Any, parts: Adapter, ops: Ops, *, likeliest: bool = False) -> Linear:
     """The LM head, hidden states [..., H] -> logits [..., V], scaled or soft-capped where the family does so; with `likeliest`, of one that
-    several processes hold, the keys of each one's likeliest token [..., R] int64."""
+    several processes hold, the likeliest token [..., 1] int64."""
     lm_head, config = lm_head_of(model, parts), model.config.get_text_config()
     scales = not is_wrapped(model) or model.config.model_type in parts.scaled_around
     names = parts.final_cap, parts.logit_scale if scales else "", parts.logit_divisor if scales else ""

@@ -22,7 +22,6 @@ from fastspec.generation.layers.packing import Weights
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import Addends, Later
 from fastspec.kernels.parallel.reference import share
-from fastspec.kernels.verification.reference import best_key
 from fastspec.patches.hf.compat import layer_shapes
 from fastspec.patches.hf.shards import ParallelStyle, local_heads, local_part, mesh_of, parallel_style, processes_of
 
@@ -61,15 +60,10 @@ class Share:
         return reduced if self.style is ParallelStyle.ROW else lambda x: reduced(self._own(x))
 
     def likeliest(self, ops: Ops, change: Callable[[Tensor], Tensor]) -> Linear:
-        """Of a layer whose outputs the plan joins, the keys [..., R] of every process's likeliest output, after `change`."""
-        group, weight, bias, size = self.group, self.weight, self.bias, self.group.size()
-        first = group.rank() * share(self.wide, size)
-
-        def keys(x: Tensor) -> Tensor:
-            own = change(ops.linear(x, weight, bias))
-            return ops.all_gather(best_key(own, ops.pick(own, None), first)[..., None], size, group)
-
-        return keys
+        """Of a layer whose outputs the plan joins, the places [..., 1] int64 of the highest, after `change`."""
+        group, weight, bias = self.group, self.weight, self.bias
+        first = group.rank() * share(self.wide, group.size())
+        return lambda x: ops.likeliest(change(ops.linear(x, weight, bias)), first, group)
 
     def reduced(self, ops: Ops, *, parts: bool = False) -> Product:
         """The product of a layer that was cut by inputs: this process's part x [..., K] of them -> [..., M], the same for all."""

@@ -26,7 +26,7 @@ CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
 HALVES = [pytest.param("cpu", torch.float16, marks=CPU.marks)]  # bf16 is wrong in the interpreter
 HALVES += [pytest.param("cuda", dtype, marks=CUDA.marks) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-OTHERS_NEEDED = {"all_reduce", "look_up"}  # of several processes: one alone has nothing to add up
+OTHERS_NEEDED = {"all_reduce", "all_gather", "look_up", "likeliest"}  # of several processes: one alone has nothing to add up
 OPS = [field.name for field in fields(TORCH) if callable(getattr(REFERENCE, field.name))]
 
 

@@ -1,0 +1,133 @@
+"""What processes of one host have side by side, joined through flagged words (`words.py`): columns, and which token is the likeliest.
+
+x [..., M] in R rows. Columns go in chunks of CHUNK, each a message of its own and a program, all of which are on the device together.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed
+from fastspec.kernels.launch import dependent
+from fastspec.kernels.parallel import reference
+from fastspec.kernels.parallel.words import (
+    MAX_BYTES,
+    MAX_LOOKS,
+    ROWS,
+    Space,
+    come,
+    from_words,
+    place_in,
+    send_words,
+    space_for,
+    space_of,
+    to_words,
+)
+from fastspec.kernels.verification.posterior_eval import chunk_keys
+
+CHUNK = 4096
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit(do_not_specialize=["width", "part", "stride_x"])
+def _gather(
+    p_x, p_out, p_addresses, p_counts, width, part, chunks, stride_x,
+    CHUNK: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, PROCESSES: tl.constexpr, LOOKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    message = tl.program_id(0)
+    row, o_c = (message // chunks).to(tl.int64), message % chunks * CHUNK + tl.arange(0, CHUNK)
+    o_w = tl.arange(0, WORDS)
+    m_w = o_w < WORDS
+    p_mine, p_next = space_of(p_addresses, RANK), space_of(p_addresses, (RANK + 1) % PROCESSES)  # no kernel writes them
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    count = tl.load(p_counts + message) + 1
+    p_line = p_out + row * width
+    m_x = o_c < tl.minimum(part, width - RANK * part)
+    b_x = tl.load(p_x + row * stride_x + o_c, mask=m_x, other=0.0)
+    send_words(to_words(b_x, count, WORDS), p_addresses, p_next, message, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
+    tl.store(p_line + RANK * part + o_c, b_x, mask=m_x)
+    dtype: tl.constexpr = p_out.dtype.element_ty
+    for process in tl.static_range(PROCESSES):
+        if process != RANK:
+            p_got = place_in(p_mine, process, message, count, PROCESSES, ROWS, WORDS) + o_w
+            b_got = come(tl.load(p_got, mask=m_w, other=0, volatile=True), p_got, count, m_w, LOOKS)
+            m_got = o_c < tl.minimum(part, width - process * part)
+            tl.store(p_line + process * part + o_c, from_words(b_got, dtype, CHUNK).to(dtype), mask=m_got)
+    tl.store(p_counts + message, count)
+
+
+@triton.jit
+def _likeliest(
+    p_keys, p_out, p_addresses, p_counts, chunks, first,
+    TP: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, PROCESSES: tl.constexpr, LOOKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The token of the highest key of a row, of this process's chunks and all others'; a key is two words."""
+    row = tl.program_id(0).to(tl.int64)
+    o_t, o_w = tl.arange(0, TP), tl.arange(0, 2)
+    m_w = o_w < 2
+    p_mine, p_next = space_of(p_addresses, RANK), space_of(p_addresses, (RANK + 1) % PROCESSES)  # no kernel writes them
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    count = tl.load(p_counts + row) + 1
+    best = tl.max(tl.load(p_keys + row * chunks + o_t, mask=o_t < chunks, other=EMPTY), 0) - first  # of the whole vocabulary's ids
+    b_half = tl.where(o_w == 0, best & 0xFFFFFFFF, (best >> 32) & 0xFFFFFFFF)
+    b_sent = b_half | (count.to(tl.int64) << 32)
+    send_words(b_sent, p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
+    for process in tl.static_range(PROCESSES):
+        if process != RANK:
+            p_got = place_in(p_mine, process, row, count, PROCESSES, ROWS, WORDS) + o_w
+            b_got = come(tl.load(p_got, mask=m_w, other=0, volatile=True), p_got, count, m_w, LOOKS)
+            best = tl.maximum(best, tl.sum(tl.where(o_w == 0, b_got & 0xFFFFFFFF, b_got << 32), 0))
+    tl.store(p_out + row, key_index(best))
+    tl.store(p_counts + row, count)
+
+
+def all_gather(x: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
+    """See `reference.all_gather`."""
+    part = reference.share(width, group.size())
+    messages = math.prod(x.shape[:-1]) * -(-part // CHUNK)  # what all processes find alike: the last one's columns may be none
+    fits = x.dtype in _DTYPES and 0 < messages <= ROWS and messages * CHUNK * x.element_size() <= MAX_BYTES
+    space = space_for(x, CHUNK, x.dtype, group) if fits else None
+    return reference.all_gather(x, width, group) if space is None else gathered(x, width, space)
+
+
+def gathered(x: Tensor, width: int, space: Space) -> Tensor:
+    """The launch."""
+    rows, part = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), reference.share(width, space.processes)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out, chunks = x.new_empty(*x.shape[:-1], width), -(-part // CHUNK)
+    _gather[(len(rows) * chunks,)](
+        rows, out, space.addresses, space.counts, width, part, chunks, rows.stride(0), CHUNK=CHUNK, WORDS=space.words, ROWS=ROWS,
+        RANK=space.rank, PROCESSES=space.processes, LOOKS=MAX_LOOKS, num_warps=8, **dependent(x.device),
+    )  # fmt: skip
+    return out
+
+
+def likeliest(scores: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+    """See `reference.likeliest`."""
+    rows = math.prod(scores.shape[:-1])
+    fits = scores.dtype in _DTYPES and 0 < rows <= ROWS and packed(scores)
+    space = space_for(scores, 1, torch.int32, group) if fits else None
+    return reference.likeliest(scores, first, group) if space is None else chosen(scores, first, space)
+
+
+def chosen(scores: Tensor, first: int, space: Space) -> Tensor:
+    """The launches."""
+    keys = chunk_keys(scores)
+    out = torch.empty((*scores.shape[:-1], 1), dtype=torch.int64, device=scores.device)
+    _likeliest[(len(keys),)](
+        keys, out, space.addresses, space.counts, keys.shape[1], first, TP=max(2, triton.next_power_of_2(keys.shape[1])),
+        WORDS=space.words, ROWS=ROWS, RANK=space.rank, PROCESSES=space.processes, LOOKS=MAX_LOOKS, num_warps=1, **dependent(scores.device),
+    )  # fmt: skip
+    return out

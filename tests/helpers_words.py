@@ -1,0 +1,43 @@
+"""Messages between processes, of which all are one here: their spaces, and what another would have written there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.parallel.words import ROWS, Space, words_of
+
+
+def write(space: Tensor, row: Tensor, sender: int, index: int, count: int) -> None:
+    """Put a process's message into another's space, as words of a row's bits and the count."""
+    bits = row.view(torch.int32).long() & 0xFFFFFFFF
+    space[count & 1, sender, index, : len(bits)] = bits | (count << 32)
+
+
+class Group:
+    """Spaces of several processes on one device, all but the last of which are written to before they launch."""
+
+    def __init__(self, processes: int, size: int, dtype: torch.dtype, device: str) -> None:
+        shape = 2, processes, ROWS, words_of(size, dtype)
+        self.spaces = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(processes)]
+        addresses = torch.tensor([space.data_ptr() for space in self.spaces], device=device)
+        self.counts = [torch.zeros(ROWS, dtype=torch.int32, device=device) for _ in range(processes)]
+        self.seen = [Space(addresses, counts, rank, processes, shape[-1]) for rank, counts in enumerate(self.counts)]
+
+    def launch(self, rank: int, rows: list[Tensor], run: Callable[[Space], Tensor], *, sends_itself: bool = False) -> Tensor:
+        """What a process's launch makes, when whom it waits for has written: rows [R, H] of every process are its messages. Nothing but
+        its own may be written, to the others, and where it sends to itself to its own space."""
+        for other, theirs in enumerate(rows):
+            if other != rank:
+                for index, row in enumerate(theirs):
+                    write(self.spaces[rank], row, other, index, int(self.counts[rank][index]) + 1)
+        before = [space.clone() for space in self.spaces]
+        made = run(self.seen[rank])
+        for other, space in enumerate(self.spaces):
+            if other != rank or sends_itself:
+                for index, row in enumerate(rows[rank]):
+                    write(before[other], row, rank, index, int(self.counts[rank][index]))
+            assert torch.equal(space, before[other]), (rank, other)
+        return made
