@@ -71,8 +71,8 @@ def rows_of(args: argparse.Namespace, place: str, settled: Predictor) -> Iterato
             alone[name] = milliseconds(asked(model, "autoregressive"), [ids.to(model.device) for ids in prompts])
     for way, threshold in WAYS.items():
         cascade = fastspec.Cascade(
-            stages=[fastspec.Stage(small, name="small", assistant="autoregressive")], label="large", predictor=settled, costs=[1.0, 2.0], thresholds=[threshold],
-            assistant="autoregressive",
+            stages=[fastspec.Stage(small, name="small", assistant="autoregressive")], assistant="autoregressive", label="large",
+            predictor=settled, costs=[1.0, 2.0], thresholds=[threshold],
         )  # fmt: skip
         with fastspec.patched(large, cascade=cascade):
             times, answers = milliseconds(asked(large, "cascade"), prompts)
