@@ -67,13 +67,14 @@ class Waiting:
         return [row for row, on in enumerate(self.running) if not on and row not in self.reserved][: len(self.queue)]
 
     def ahead(self, count: int) -> list[int]:
+        assert count > 0
         return [length for _, length in self.queue][:count]
 
     def next(self, row: int) -> tuple[int, Tensor]:
         number, length = self.queue.popleft()
         self.reserved.add(row)
         self.log.append(("next", row, number))
-        return number, torch.arange(length)[None] + 100 * number
+        return number, torch.arange(length, device=CPU)[None] + 100 * number
 
     def expects(self, row: int) -> bool:
         self.log.append(("expects", row))
