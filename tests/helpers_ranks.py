@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers_captured import stand_in
-from helpers_cascade import cascaded
 from helpers_generate import TREE, bigram, prompts, seer, seer1
 from helpers_models import tiny_head, tiny_model
 from helpers_vision import prompts_with_images
@@ -26,11 +23,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Logi
 from transformers.distributed import DistributedConfig
 
 import fastspec
-from fastspec import cache_folder
 from fastspec.generation.drafters.eagle import cut as head_cut
 from fastspec.generation.layers.packing import joint, unpack
-from fastspec.kernels import tuned_launches
-from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.reference import experts
 from fastspec.kernels.parallel import reference
 from fastspec.patches.hf.cache_names import CACHE, kept_cache
@@ -38,7 +32,6 @@ from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.shards import local_part
 from fastspec.patches.session import session_of
-from fastspec.patches.tuning import candidates, store, tune
 
 SMALL = {"num_hidden_layers": 3}
 """A recurrent family's layers alternate: both kinds."""
@@ -299,61 +292,15 @@ def seen(load: Loader, kind: str) -> list[Any]:
         return [*made, fastspec.report(model).mode]
 
 
-def refusals(load: Loader, kind: str) -> list[str]:
-    """What processes that were called differently hear, and calls that are refused."""
+def hooked(load: Loader, kind: str) -> list[Any]:
+    """A hook on an embedding that is cut has its say in every pass."""
     del kind
-    model = cascaded([small_model(), load("llama")])
-    told = [_why(lambda: model.generate(**given(5), **GREEDY, assistant="cascade"))]
-    told += [_why(lambda: model.generate(**given(5, 9, seed=dist.get_rank()), **GREEDY, assistant="nasd"))]
-    told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant=fastspec.Nasd(gamma=3 if first() else 4)))]
-    told += [_why(partial(fastspec.continuous, model, "nasd"))]
-    with fastspec.profile(model) if dist.get_rank() else nullcontext():
-        told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant="nasd"))]
-    other = LogitsProcessorList([Other()])
-    told += [_why(lambda: model.generate(**given(5), **GREEDY, eos_token_id=None, logits_processor=other, assistant="autoregressive"))]
-    older, many, more = tiny_model("llama", **SMALL), load("llama"), load("llama")
-    older._tp_size, many._tp_size = 2, 4
-    more.config.distributed_config = DistributedConfig(tp_size=SIZE, fsdp_size=2, tp_plan="auto")
-    return [*told, *(_why(partial(fastspec.patch, each)) for each in (older, many, more))]
-
-
-def tuned(load: Loader, kind: str) -> list[Any]:
-    """Launches of a model's parts that the first process finds alone, and all use; then one whose search fails."""
-    del kind
-    model, launch = load("llama").half(), RowLaunch(2, 16, 1)
-    spent: list[Any] = []
-
-    def clock(run: Any, copies: int, device: torch.device) -> float:
-        spent.append(run.args[0])
-        return 0.5 if run.args[0] == launch else 1.0
-
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, fastspec.patched(model, backend="triton"):
-        patch.setenv(cache_folder.SETTING, folder)
-        short = partial(model.generate, **given(3), max_new_tokens=2, do_sample=False, assistant="autoregressive")
-        patch.setattr(tune, "seconds_of", clock)
-        patch.setattr(tune, "warmup", lambda model, rows, length: short())
-        patch.setattr(candidates, "COPIES_OF", 0)
-        patch.setattr(candidates, "_of_rows", lambda op, rows, *rest: [launch] if rows == 1 else [])
-        before, found = short(), fastspec.tune(model)
-        used = tuned_launches.installed("cpu")
-        kept = [[str(each.op), *map(str, each.shape)] for each in found.places if each.kept]
-        assert bool(spent) == first() and set(used.values()) == {launch} and len(used) == len(kept), (spent, used)
-        made = [kept, before.tolist(), short().tolist(), fastspec.report(model).tables]
-        patch.setattr(candidates, "trial", lambda *given: 1 / 0)
-        try:
-            fastspec.tune(model)
-        except ZeroDivisionError as error:
-            made.append(str(error))
-        store.forget()
+    model, asked = load("llama"), []
+    model.get_input_embeddings().register_forward_hook(lambda module, given, out: asked.append(1) or -out)
+    with fastspec.patched(model):
+        made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in ("autoregressive", "nasd")]
+    assert len(asked) > 2
     return made
-
-
-def _why(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except fastspec.FastSpecError as error:
-        return str(error)
-    return "nothing"
 
 
 def whole(folder: Path) -> Loader:

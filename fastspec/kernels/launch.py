@@ -6,7 +6,8 @@ Every kernel takes PDL as its last parameter and begins, in every program, one t
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-Before it there may only be index arithmetic, and loads or prefetches of weights, which no kernel of a stream of launches writes.
+Before it there may only be index arithmetic, and loads or prefetches of weights and of other tables, which no kernel of a stream of
+launches writes. (The norm of a sum also looks at a count there, as a guess that it checks behind the wait.)
 
 Why that is enough. The wait ends when the grid before has completed and what it wrote can be seen. That grid could only complete after a
 wait of its own, so by induction all earlier grids have completed as well; a kernel launched without PDL waits for the whole of the grid

@@ -19,8 +19,9 @@ from fastspec.kernels.linear import launches
 from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.linear import linear
 from fastspec.kernels.linear.reference import Addends, Later, Parts, joined
-from fastspec.kernels.parallel import look_up, reduced_norm
-from fastspec.kernels.parallel.words import ROWS, Space, fits
+from fastspec.kernels.parallel import look_up, reduced_norm, reference
+from fastspec.kernels.parallel.words import Space, fits
+from fastspec.kernels.tuned_launches import forced
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off"))
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -94,17 +95,55 @@ def test_a_row_s_product_sends_itself(device, processes, size, depth, launch, bi
                 assert torch.equal(normed, want[0]) and torch.equal(summed, want[1])
 
 
-@pytest.mark.parametrize("change", [
-    {"x": torch.zeros(2, 8)}, {"x": torch.zeros(1, 8, dtype=torch.float32)}, {"weight": torch.zeros(7, 8)},
-    {"x": torch.zeros(1, 8).requires_grad_()},
-], ids=["two rows", "fp32", "an odd row", "gradients"])  # fmt: skip
-def test_products_that_cannot_send_are_made_first(change, monkeypatch):
-    monkeypatch.setattr(reduced_norm, "linear_row", lambda *given, **more: pytest.fail("nothing is sent"))
-    parts = {"x": torch.zeros(1, 8), "weight": torch.zeros(6, 8)} | change
-    wide = parts["x"].requires_grad or change.get("x", parts["x"]).shape[0] == 2
-    x, weight = (each.half() if wide or "weight" in change else each for each in parts.values())
-    space = Space(torch.zeros(2, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int32), 0, 2, 16)
-    assert reduced_norm.send(Later(x, weight, None, linear), space) is False
+HALF = {"dtype": torch.float16}
+
+
+@pytest.mark.parametrize(("x", "weight"), [
+    (torch.zeros(2, 8, **HALF), torch.zeros(6, 8, **HALF)), (torch.zeros(1, 8), torch.zeros(6, 8)),
+    (torch.zeros(1, 8, **HALF), torch.zeros(7, 8, **HALF)), (torch.zeros(1, 8, **HALF).requires_grad_(), torch.zeros(6, 8, **HALF)),
+    (torch.zeros(5, 0, **HALF), torch.zeros(6, 0, **HALF)), (torch.zeros(8, 1, **HALF).t(), torch.zeros(8, 6, **HALF).t()),
+], ids=["two rows", "fp32", "an odd row", "gradients", "no inputs", "strides"])  # fmt: skip
+def test_products_that_cannot_send_are_made_first(x, weight):
+    assert reduced_norm.sending_launch(Later(x, weight, None, linear)) is None
+    one = Later(torch.zeros(1, 8, **HALF), torch.zeros(6, 8, **HALF), None, linear)
+    assert isinstance(reduced_norm.sending_launch(one), RowLaunch) and reduced_norm.sending_launch(one.made()) is None
+
+
+def test_a_product_sends_itself_though_torch_was_tuned_to_be_faster():
+    """By itself: a launch more, for the words, would cost more."""
+    x, weight = torch.zeros(1, 8, **HALF), torch.zeros(6, 8, **HALF)
+    with forced("linear", x.device, (1, 6, 8, torch.float16), None):
+        assert isinstance(reduced_norm.sending_launch(Later(x, weight, None, linear)), RowLaunch)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_what_was_sent_counts_though_its_norm_failed(device, monkeypatch):
+    """Else the next message would go to the same place with the same flag, and who is quick would take this one for it."""
+    group, draws = Group(2, 24, torch.float16, device), torch.Generator().manual_seed(0)
+    weights = [torch.randn(24, 16, generator=draws).to(device, torch.float16) for _ in range(2)]
+    scale = torch.ones(24, device=device, dtype=torch.float16)
+
+    def rows() -> list[Any]:
+        return [Later(torch.randn(1, 16, generator=draws).to(device, torch.float16), weight, None, linear) for weight in weights]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reduced_norm, "_reduced_norm", {(1,): lambda *given, **more: 1 / 0})
+        with pytest.raises(ZeroDivisionError):
+            reduced_norm.reduced_norm(rows()[0], scale, 1e-5, None, None, None, None, group.seen[0])
+    group.counts[1][:1] += 1  # as in the other process
+    own = rows()
+    want = rms_norm((joined(own[0]).float() + joined(own[1]).float()).half(), scale, 1e-5)
+    for rank in range(2):
+        assert torch.equal(norm(group, rank, own, scale, None, None)[0], want[0])
+    assert [counts[0].item() for counts in group.counts] == [2, 2]
+
+
+def test_a_process_without_rows_of_a_table_adds_nothing():
+    group, table = Group(2, 8, torch.float32, "cpu"), torch.randn(3, 8)
+    tokens = torch.tensor([2, 0, 1])
+    empty = partial(look_up.summed_rows, tokens, table[3:], 3)
+    assert torch.equal(group.launch(1, [table[tokens], torch.zeros(3, 8)], empty), table[tokens])
+    assert torch.equal(reference.look_up(tokens, table[3:], 3, None, lambda own: own), torch.zeros(3, 8))
 
 
 def test_what_one_launch_takes():

@@ -112,14 +112,18 @@ def _chosen(x: Tensor, weight: Tensor, rows: int, channels: int, swiglu: bool) -
 
 
 def row_launch_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> RowLaunch | None:
-    """The launch of x [..., K] times weight [M, K] where that is one row's, else None."""
+    """The launch of x [..., K] times weight [M, K] where that is one row's, else None; the table's, where torch or another kernel was
+    found to be faster by itself."""
     operands = [operand for operand in (x, weight, bias) if operand is not None]
     graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
     served = {each.dtype for each in operands} in _SERVED and all(each.stride(-1) == 1 for each in operands)
-    if graded or not served or x.numel() != weight.shape[1]:
+    channels, depth = weight.shape
+    if graded or not served or not depth or x.numel() != depth:
         return None
-    launch = _chosen(x, weight, 1, weight.shape[0], swiglu=False)
-    return launch if isinstance(launch, RowLaunch) else None
+    for launch in (_chosen(x, weight, 1, channels, swiglu=False), launch_for(1, channels, depth, x.dtype)):
+        if isinstance(launch, RowLaunch):
+            return launch
+    return None
 
 
 def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate = SILU) -> Tensor:

@@ -80,7 +80,8 @@ def _likeliest(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     count = tl.load(p_counts + row) + 1
-    best = tl.max(tl.load(p_keys + row * chunks + o_t, mask=o_t < chunks, other=EMPTY), 0) - first  # of the whole vocabulary's ids
+    best = tl.max(tl.load(p_keys + row * chunks + o_t, mask=o_t < chunks, other=EMPTY), 0)
+    best = tl.where(best == EMPTY, best, best - first)  # of the whole vocabulary's ids; a process may have none of them
     b_half = tl.where(o_w == 0, best & 0xFFFFFFFF, (best >> 32) & 0xFFFFFFFF)
     b_sent = b_half | (count.to(tl.int64) << 32)
     send_words(b_sent, p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
@@ -117,14 +118,15 @@ def gathered(x: Tensor, width: int, space: Space) -> Tensor:
 def likeliest(scores: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     """See `reference.likeliest`."""
     rows = math.prod(scores.shape[:-1])
-    fits = scores.dtype in _DTYPES and 0 < rows <= ROWS and packed(scores)
+    fits = scores.dtype in _DTYPES and 0 < rows <= ROWS and (packed(scores) or not scores.numel())
     space = space_for(scores, 1, torch.int32, group) if fits else None
     return reference.likeliest(scores, first, group) if space is None else chosen(scores, first, space)
 
 
 def chosen(scores: Tensor, first: int, space: Space) -> Tensor:
     """The launches."""
-    keys = chunk_keys(scores)
+    rows = math.prod(scores.shape[:-1])
+    keys = chunk_keys(scores) if scores.numel() else torch.empty(rows, 0, dtype=torch.int64, device=scores.device)
     out = torch.empty((*scores.shape[:-1], 1), dtype=torch.int64, device=scores.device)
     _likeliest[(len(keys),)](
         keys, out, space.addresses, space.counts, keys.shape[1], first, TP=max(2, triton.next_power_of_2(keys.shape[1])),

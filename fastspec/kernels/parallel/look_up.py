@@ -37,9 +37,9 @@ def _look_up(
         tl.extra.cuda.gdc_launch_dependents()
     count = tl.load(p_counts + row) + 1
     token = tl.load(p_tokens + row).to(tl.int64) - first
-    near = tl.minimum(tl.maximum(token, 0), held - 1)
-    b_x = tl.load(p_table + near * stride_table + o_h, mask=m_h, other=0.0)
-    b_x = tl.where(near == token, b_x, 0.0)
+    near = tl.maximum(tl.minimum(token, held - 1), 0)
+    b_x = tl.load(p_table + near * stride_table + o_h, mask=m_h & (o_h < held * SIZE), other=0.0)  # of a table that may be empty
+    b_x = tl.where((near == token) & (near < held), b_x, 0.0)
     send_words(to_words(b_x, count, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
     dtype: tl.constexpr = p_out.dtype.element_ty
     b_total = sum_words(b_x, p_mine, row, count, count, o_w, m_w, dtype, BLOCK, False, RANK, PROCESSES, ROWS, WORDS, LOOKS)

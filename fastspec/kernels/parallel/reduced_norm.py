@@ -17,6 +17,7 @@ from torch import Tensor
 from fastspec.kernels.launch import dependent
 from fastspec.kernels.layer import rms_norm as layer
 from fastspec.kernels.layer.rms_norm import norm_row, summed
+from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.linear import row_launch_of
 from fastspec.kernels.linear.reference import Addends, Later, Parts, joined
 from fastspec.kernels.linear.row import linear_row
@@ -90,30 +91,35 @@ def reduced_norm(
     """The launch, behind that of a product that is yet to be made: of one row, where `row.py` takes it, one that sends its words. Spaces
     are zeros at first, and so are counts."""
     size, shape, dtype = own.shape[-1], own.shape, own.dtype
-    sent = isinstance(own, Later) and send(own, space)
-    made = own.x if sent else own.made() if isinstance(own, Later) else own  # type: ignore[union-attr]
-    values, parts = (made.values, len(made.values)) if isinstance(made, Parts) else (made, 0)
+    launch = sending_launch(own)
+    made = own.made() if isinstance(own, Later) and launch is None else own
+    values, parts = (made.values, len(made.values)) if isinstance(made, Parts) else (weight if isinstance(made, Later) else made, 0)
     normed = values.new_empty(shape, dtype=dtype) if out is None else out
     total = values.new_empty(shape, dtype=dtype) if total is None else total
     out_rows, total_rows = layer.rows_of(normed, "out"), layer.rows_of(total, "total")
-    x_rows = out_rows if sent else layer.rows_of(values, "x")
+    x_rows = out_rows if isinstance(made, Later) else layer.rows_of(values, "x")
     residual_rows = out_rows if residual is None else layer.rows_of(residual, "residual")
     block = max(16, triton.next_power_of_2(size))
-    _reduced_norm[(len(out_rows),)](
-        x_rows, residual_rows, weight, out_rows, total_rows, space.addresses, space.counts,
-        x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
-        SIZE=size, BLOCK=block, WORDS=space.words, USED=size * dtype.itemsize // 4, ROWS=ROWS, RANK=space.rank, PROCESSES=space.processes,
-        LOOKS=MAX_LOOKS, SENT=sent, ADD=residual is not None, PARTS=parts, OFFSET=offset, EARLY=len(out_rows) == 1,
-        num_warps=layer.row_warps(block, dtype.itemsize), **dependent(normed.device),
-    )  # fmt: skip
+    if isinstance(made, Later) and launch is not None:
+        linear_row(made.x.reshape(1, -1), made.weight, made.bias, None, launch, False, space=space)
+    try:
+        _reduced_norm[(len(out_rows),)](
+            x_rows, residual_rows, weight, out_rows, total_rows, space.addresses, space.counts,
+            x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
+            SIZE=size, BLOCK=block, WORDS=space.words, USED=size * dtype.itemsize // 4, ROWS=ROWS, RANK=space.rank,
+            PROCESSES=space.processes, LOOKS=MAX_LOOKS, SENT=launch is not None, ADD=residual is not None, PARTS=parts, OFFSET=offset,
+            EARLY=len(out_rows) == 1, num_warps=layer.row_warps(block, dtype.itemsize), **dependent(normed.device),
+        )  # fmt: skip
+    except BaseException:
+        if launch is not None:  # what was sent counts, or the next message would go to the same place with the same flag
+            space.counts[:1] += 1
+        raise
     return normed, total
 
 
-def send(product: Later, space: Space) -> bool:
-    """Let a product of one row send its words to all processes, this one too, if `row.py` takes it -> whether it does."""
-    x, weight, bias = product.x, product.weight, product.bias
-    launch = row_launch_of(x, weight, bias) if x.dtype.itemsize == 2 and weight.shape[0] % 2 == 0 else None
-    if launch is None:
-        return False
-    linear_row(x.reshape(1, -1), weight, bias, None, launch, False, space=space)
-    return True
+def sending_launch(product: Tensor | Parts | Later) -> RowLaunch | None:
+    """The launch of a product that sends its words to all processes, this one too: of one row that is yet to be made, where `row.py`
+    takes it."""
+    if not isinstance(product, Later) or product.x.dtype.itemsize != 2 or product.weight.shape[0] % 2:
+        return None
+    return row_launch_of(product.x, product.weight, product.bias)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,12 +43,16 @@ def look_up(
     """The rows [..., H] of tokens [...] int64 in a table that the processes have cut by rows: this one has `table` [R, H], those of the
     tokens from `first` on. `total` adds up what each has, `all_reduce` where none is given."""
     other = (tokens < first) | (tokens >= first + len(table))
-    own = F.embedding((tokens - first).clamp(0, len(table) - 1), table).masked_fill(other[..., None], 0)
+    held = table if len(table) else table.new_zeros(1, table.shape[1])
+    own = F.embedding((tokens - first).clamp(0, len(held) - 1), held).masked_fill(other[..., None], 0)
     return all_reduce(own, group) if total is None else total(own)
 
 
 def likeliest(scores: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     """The likeliest tokens [..., 1] int64 of a vocabulary that the processes have cut, of equally likely ones the lowest: this one has
     scores [..., M] in at most 32 bits, of the tokens from `first` on."""
-    own = best_key(scores, pick(scores, None), first)[..., None]
+    if scores.shape[-1]:
+        own = best_key(scores, pick(scores, None), first)[..., None]
+    else:  # below every key
+        own = torch.full((*scores.shape[:-1], 1), torch.iinfo(torch.int64).min, device=scores.device)
     return key_token(all_gather(own, group.size(), group))[..., None]

@@ -18,6 +18,7 @@ from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.loop import decode
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.base import Held
+from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.assistants.mixtures import MixedDecoding
 from fastspec.patches.assistants.registry import Continued
@@ -188,8 +189,9 @@ class Call:
         kinds = [type(each).__name__ for each in (*self.processors, *self.ending.others)]
         asked = request.keep_scores, request.keep_logits, request.measure, request.answers, request.rows, request.watch is None
         settings = request.limit, sorted(request.ends), bool(config.do_sample), config.temperature, config.top_k, config.top_p, config.min_p
+        tuned = sorted(map(repr, installed(name_of(self.device)).items()))  # what is whole in every process must round alike
         ranks.check_arguments(
-            self.ids, self.keep, re.sub("0x[0-9a-f]+", "", repr(self.decoding)), kinds, asked, settings, self.session.profile is None
+            self.ids, self.keep, re.sub("0x[0-9a-f]+", "", repr(self.decoding)), kinds, asked, settings, self.session.profile is None, tuned
         )  # fmt: skip
         if config.do_sample:
             ranks.share_random_numbers()

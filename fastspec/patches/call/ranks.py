@@ -7,6 +7,7 @@ there are, or the sums between them would not meet.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -50,7 +51,8 @@ class Ranks:
         if self.differ(tuple(ids.shape), ids, *parts):
             raise Unsupported(
                 f"the {self.group.size()} processes that hold the model together called generate with different arguments: each must "
-                "pass the same input_ids, assistant, settings and kinds of streamer, profile and criteria"
+                "pass the same input_ids, assistant, settings and kinds of streamer, profile and criteria, and have the same launches that "
+                "fastspec.tune found, in a cache folder that all of them read"
             )
 
     def check_answers(self, answers: list[list[int]]) -> None:
@@ -82,15 +84,16 @@ class Ranks:
         return held[0]
 
     def by_first(self, run: Callable[[], Value]) -> Value:
-        """What `run` gives in the first process, which alone calls it; what it raises there is raised in all."""
-        made: Value | None = None
-        failed: Exception | None = None
+        """What `run` gives in the first process, which alone calls it; what it raises there is raised in all, or told of where it cannot
+        be sent."""
+        told: tuple[Value | None, BaseException | None] = None, None
         if self.group.rank() == 0:
             try:
-                made = run()
-            except Exception as error:  # raised again below, here and in the processes that wait
-                failed = error
-        made, failed = self.first_value((made, failed))
+                told = run(), None
+            except BaseException as error:  # an interruption too: the others wait for this one
+                self.first_value((None, _sendable(error)))
+                raise
+        made, failed = self.first_value(told)
         if failed is not None:
             raise failed
         return made  # type: ignore[return-value]
@@ -110,6 +113,14 @@ class FirstSays(StoppingCriteria):
         """[B] bool."""
         verdict = torch.as_tensor(self.criterion(input_ids, scores, **kwargs), device=input_ids.device)
         return self.ranks.first(verdict.expand(input_ids.shape[0]).to(torch.uint8)).bool()
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """An error as another process can read it."""
+    try:
+        return error if type(pickle.loads(pickle.dumps(error))) is type(error) else FastSpecError(str(error))
+    except Exception:  # of a local class, or one whose arguments are not its words
+        return FastSpecError(f"{type(error).__name__}: {error}")
 
 
 def _first_difference(answers: list[list[list[int]]]) -> str:

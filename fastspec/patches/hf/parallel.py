@@ -162,7 +162,7 @@ def embedding_of(module: nn.Module, ops: Ops) -> Callable[[Tensor], Tensor]:
     if style is ParallelStyle.EMBEDDING_COLUMNS:
         return lambda tokens: ops.all_gather(own(tokens), width, group)
     first, table = group.rank() * share(rows, group.size()), own.weight
-    if type(module) is nn.Embedding and module.max_norm is None:
+    if is_plain(own, nn.Embedding) and own.max_norm is None:
         return lambda tokens: ops.look_up(tokens, table, first, group)
 
     def look_up(tokens: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def forget() -> list[Path]:
     """Remove all that was tuned on this machine -> the files that held it."""
     paths = list(cache_folder.kept(FOLDER))
     for path in paths:
-        path.unlink()
+        path.unlink(missing_ok=True)  # several processes of one host may do so at once
     for name in _loaded:
         install(name, {})
     _loaded.clear()

@@ -23,15 +23,15 @@ from helpers_ranks import (
     cut_heads,
     drafted,
     family,
+    hooked,
     mixed,
     narrow,
     packed,
-    refusals,
     seen,
-    tuned,
     whole,
     work,
 )
+from helpers_ranks_told import by_first, refusals, tuned
 from helpers_vision import seeing
 from transformers import CONFIG_MAPPING
 
@@ -46,7 +46,7 @@ GENERIC = "hunyuan_v1_dense"
 FAMILIES = "llama", "mixtral", "gemma4_text", "qwen3_5_text", "gpt_oss", GENERIC
 """Those that stand for the others here; the others take minutes."""
 OTHERS = [kind for kind in ADAPTED if kind not in FAMILIES and getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None)]
-KINDS = [(run.__name__, run, "") for run in (calls, cut_heads, drafted, narrow, packed, captured, seen, refusals, tuned)]
+KINDS = [(run.__name__, run, "") for run in (calls, cut_heads, drafted, narrow, packed, captured, seen, hooked, refusals, tuned, by_first)]
 GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "layer_types": ["full_attention"] * 3,
     "global_head_dim": 16, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0,
@@ -128,6 +128,19 @@ def test_of_logits_the_likeliest_are_joined(both: Made) -> None:
 
 def test_captured_rounds_give_the_same_tokens(both: Made) -> None:
     compare(both, "captured", captured)
+
+
+def test_a_hook_on_a_cut_embedding_runs(both: Made) -> None:
+    compare(both, "hooked", hooked)
+
+
+def test_what_the_first_process_does_for_all_ends_in_all(both: Made) -> None:
+    _, found = both
+    mine, other = (found[rank]["by_first"] for rank in range(SIZE))
+    assert mine[:4] == ["ValueError: plain", "Local: of this place", "Wordy: two words", "KeyboardInterrupt: "]
+    told = ["ValueError: plain", "FastSpecError: Local: of this place", "FastSpecError: Wordy: two words", "KeyboardInterrupt: "]
+    assert other[:4] == told and mine[4] == other[4] == 5
+    assert all("fastspec.tune found" in each[5] for each in (mine, other))
 
 
 def test_launches_are_tuned_by_one_and_used_by_all(both: Made) -> None:

@@ -1,0 +1,115 @@
+"""What two processes that hold a model together tell each other beside its tokens: what is refused, and what the first one does for all."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers_cascade import cascaded
+from helpers_models import tiny_model
+from helpers_ranks import GREEDY, SIZE, SMALL, Loader, Other, first, given, small_model
+from transformers import LogitsProcessorList
+from transformers.distributed import DistributedConfig
+
+import fastspec
+from fastspec import cache_folder
+from fastspec.kernels import tuned_launches
+from fastspec.kernels.linear.launches import RowLaunch
+from fastspec.patches.call.ranks import Ranks
+from fastspec.patches.hf.parallel import group_of
+from fastspec.patches.tuning import candidates, store, tune
+
+
+def refusals(load: Loader, kind: str) -> list[str]:
+    """What processes that were called differently hear, and calls that are refused."""
+    del kind
+    model = cascaded([small_model(), load("llama")])
+    told = [_why(lambda: model.generate(**given(5), **GREEDY, assistant="cascade"))]
+    told += [_why(lambda: model.generate(**given(5, 9, seed=dist.get_rank()), **GREEDY, assistant="nasd"))]
+    told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant=fastspec.Nasd(gamma=3 if first() else 4)))]
+    told += [_why(partial(fastspec.continuous, model, "nasd"))]
+    with fastspec.profile(model) if dist.get_rank() else nullcontext():
+        told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant="nasd"))]
+    other = LogitsProcessorList([Other()])
+    told += [_why(lambda: model.generate(**given(5), **GREEDY, eos_token_id=None, logits_processor=other, assistant="autoregressive"))]
+    older, many, more = tiny_model("llama", **SMALL), load("llama"), load("llama")
+    older._tp_size, many._tp_size = 2, 4
+    more.config.distributed_config = DistributedConfig(tp_size=SIZE, fsdp_size=2, tp_plan="auto")
+    return [*told, *(_why(partial(fastspec.patch, each)) for each in (older, many, more))]
+
+
+def tuned(load: Loader, kind: str) -> list[Any]:
+    """Launches of a model's parts that the first process finds alone, and all use; then one whose search fails."""
+    del kind
+    model, launch = load("llama").half(), RowLaunch(2, 16, 1)
+    spent: list[Any] = []
+
+    def clock(run: Any, copies: int, device: torch.device) -> float:
+        spent.append(run.args[0])
+        return 0.5 if run.args[0] == launch else 1.0
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, fastspec.patched(model, backend="triton"):
+        patch.setenv(cache_folder.SETTING, folder)
+        short = partial(model.generate, **given(3), max_new_tokens=2, do_sample=False, assistant="autoregressive")
+        patch.setattr(tune, "seconds_of", clock)
+        patch.setattr(tune, "warmup", lambda model, rows, length: short())
+        patch.setattr(candidates, "COPIES_OF", 0)
+        patch.setattr(candidates, "_of_rows", lambda op, rows, *rest: [launch] if rows == 1 else [])
+        before, found = short(), fastspec.tune(model)
+        used = tuned_launches.installed("cpu")
+        kept = [[str(each.op), *map(str, each.shape)] for each in found.places if each.kept]
+        assert bool(spent) == first() and set(used.values()) == {launch} and len(used) == len(kept), (spent, used)
+        made = [kept, before.tolist(), short().tolist(), fastspec.report(model).tables]
+        patch.setattr(candidates, "trial", lambda *given: 1 / 0)
+        try:
+            fastspec.tune(model)
+        except ZeroDivisionError as error:
+            made.append(str(error))
+        store.forget()
+    return made
+
+
+def by_first(load: Loader, kind: str) -> list[Any]:
+    """What the first process does for all, and how the others hear of its end; tables of launches that are not those of the others."""
+    del kind
+    model, made = load("llama"), []
+    ranks = Ranks(group_of(model), torch.device("cpu"))  # type: ignore[arg-type]
+
+    class Local(Exception):
+        """It cannot be sent."""
+
+    class Wordy(Exception):
+        """It can be sent, and not read."""
+
+        def __init__(self, first: str, second: str) -> None:
+            super().__init__(first + second)
+
+    for error in (ValueError("plain"), Local("of this place"), Wordy("two ", "words"), KeyboardInterrupt()):
+
+        def run(error: BaseException = error) -> int:
+            assert first()
+            raise error
+
+        try:
+            ranks.by_first(run)
+        except BaseException as raised:
+            made.append(f"{type(raised).__name__}: {raised}")
+    made.append(ranks.by_first(lambda: 5))
+    with fastspec.patched(model), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuned_launches, "_launches", {("cpu", "linear", (dist.get_rank(),)): None})
+        made.append(_why(lambda: model.generate(**given(5), **GREEDY, assistant="autoregressive")))
+    return made
+
+
+def _why(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except fastspec.FastSpecError as error:
+        return str(error)
+    return "nothing"
