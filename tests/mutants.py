@@ -1,6 +1,6 @@
 """Mutation testing of the engine's core: draws mutants with a fixed seed, runs mutmut on them, and writes what lived to `mutants.md`.
 
-`make mutants` runs it, on the modules that its arguments name or on all. mutmut's settings are in pyproject.toml; `mutants.toml` beside
+`make mutants` runs it on all modules, or, without writing the page, on those that its arguments name. mutmut's settings are in pyproject.toml; `mutants.toml` beside
 this file says how many mutants are drawn of a module, which functions do not belong to the core, and which mutants change nothing, and why.
 """
 
@@ -105,8 +105,9 @@ def main() -> int:
     wanted = [module for module in modules if not sys.argv[1:] or any(part in module for part in sys.argv[1:])]
     keys = [mutant.key for module in wanted for mutant in modules[module] if mutant.reason is None]
     subprocess.run([Path(sys.executable).with_name("mutmut"), "run", "--max-children", "1", *keys], check=True)
-    page = "\n".join(table(modules)) + "\n"
-    Path(__file__).with_suffix(".md").write_text(page)
+    page = "\n".join(table({module: modules[module] for module in wanted})) + "\n"
+    if wanted == list(modules):  # of some modules it is shown alone
+        Path(__file__).with_suffix(".md").write_text(page)
     print(page)
     return int(any(float(score) < 95 for score in re.findall(r"\| ([0-9.]+)% \|", page)))
 
