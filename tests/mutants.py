@@ -1,7 +1,8 @@
 """Mutation testing of the engine's core: draws mutants with a fixed seed, runs mutmut on them, and writes what lived to `mutants.md`.
 
-`make mutants` runs it on all modules, or, without writing the page, on those that its arguments name. mutmut's settings are in pyproject.toml; `mutants.toml` beside
-this file says how many mutants are drawn of a module, which functions do not belong to the core, and which mutants change nothing, and why.
+`make mutants` runs it on all modules, or, without writing the page, on those that its arguments name. mutmut's settings are in
+pyproject.toml; `mutants.toml` beside this file says how many mutants are drawn of a module, which functions do not belong to the core, and
+which mutants change nothing, and why.
 """
 
 from __future__ import annotations
