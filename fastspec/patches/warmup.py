@@ -15,7 +15,7 @@ from fastspec.generation.engine.rounds import groups
 from fastspec.generation.prompt_parts import widest_part
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.modes import mode_for
-from fastspec.patches.session import session_of
+from fastspec.patches.session import PatchSession, session_of
 
 NEW = 4
 """Tokens of every call: its first round runs, the second is captured."""
@@ -84,7 +84,7 @@ def warmup(
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder model: its first call warms it up")
     if not rows or any(count < 1 for count in rows) or length < 1:
         raise Unsupported(f"rows={list(rows)} and length={length}: numbers of prompts and tokens from 1 on are accepted")
-    known = ("autoregressive", "nasd", *(name for name in session.resources if name != "cascade"))
+    known = assistants_of(session)
     names = known if assistants is None else tuple(assistants)
     if unknown := set(names) - set(known):
         raise Unsupported(f"assistants {sorted(unknown)}: this model is patched with {', '.join(known)}")
@@ -93,6 +93,7 @@ def warmup(
     captures = session.ops(model, mode_for(model)).captures
     calls = list(_calls(names, rows, max(1, min(length, most - NEW)), captures))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)  # processes that hold the model together are asked the same
         for done, (name, count, width, options) in enumerate(calls):
             if told is not None:
                 told(done, len(calls))
@@ -104,6 +105,11 @@ def warmup(
     if told is not None:
         told(len(calls), len(calls))
     return time.perf_counter() - began
+
+
+def assistants_of(session: PatchSession) -> tuple[str, ...]:
+    """The names of the assistants that a model is patched for, cascades apart."""
+    return ("autoregressive", "nasd", *(name for name in session.resources if name != "cascade"))
 
 
 def _calls(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -22,22 +22,21 @@ from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.notices import notice
-from fastspec.patches.session import session_of
-from fastspec.patches.tuning.store import keep
-from fastspec.patches.warmup import warmup
+from fastspec.patches.session import PatchSession, session_of
+from fastspec.patches.tuning.in_calls import Key, call_times, harmless, in_rounds
+from fastspec.patches.tuning.store import keep, use_tuned
+from fastspec.patches.warmup import assistants_of, warmup
 
 GAIN = 0.98
 """A launch replaces the shipped one where it takes at most this share of its time: less is noise."""
 REPLAYS = 7
-Key: TypeAlias = tuple[str, tuple[Hashable, ...]]
-"""An op and a place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
     """One place: the op, its shape as it was asked for, microseconds with the launch that was used before and with the fastest, and that
-    launch (None: torch, or the op's plainer form). `kept` says whether it is used from now on. `refused` launches computed something else,
-    or did not run."""
+    launch (None: torch, or the op's plainer form). `kept` says whether it is used from now on; one that `harms` is the fastest by itself,
+    and calls are slower with it. `refused` launches computed something else, or did not run."""
 
     op: str
     shape: tuple[Any, ...]
@@ -47,6 +46,7 @@ class Tuned:
     kept: bool
     tried: int
     refused: tuple[str, ...] = ()
+    harms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class Tuning:
         lines = [f"{self.device}: {kept} of {len(self.places)} launches replaced in {self.seconds:.0f} s"]
         for each in self.places:
             shape = " x ".join(str(word).removeprefix("torch.") for word in each.shape)
-            told = f"{each.before_us:.1f} us" + (f" -> {each.best_us:.1f} us, {each.launch or 'torch'}" if each.kept else " stay")
+            stays = f" stay, {each.best_us:.1f} us are slower in calls" if each.harms else " stay"
+            told = f"{each.before_us:.1f} us" + (f" -> {each.best_us:.1f} us, {each.launch or 'torch'}" if each.kept else stays)
             lines.append(f"  {each.op} {shape}: {told}, {each.tried} tried" + (f", {len(each.refused)} refused" if each.refused else ""))
         if self.left:
             lines.append(f"  {self.left} places were left when the time was over: more minutes would measure them")
@@ -105,9 +106,11 @@ def tune(
 
     The shapes are those that short calls of `rows` prompts of up to `length` tokens ask for, by every assistant that the model is patched
     with. Every launch is held against the reference before it is timed; one that computes something else, or does not run, is refused.
-    What reads most is measured first, until `minutes` have passed. The winners are kept in the cache folder, for this device, these shapes
-    and dtypes, and the versions of torch, triton and fastspec. `told` is called with (places that are done, of how many). Where several
-    processes hold the model together all of them call this; the first one measures, and calls `told`, and all use what it found.
+    What reads most is measured first, until `minutes` have passed. The winners are then tried in calls behind `length` tokens, and those
+    dropped that make these slower, which takes half of the minutes more at the most. The others are kept in the cache folder, for this
+    device, these shapes and dtypes, and the versions of torch, triton and fastspec. `told` is called with (places that are done, of how
+    many). Where several processes hold the model together all of them call this; the first one measures, and calls `told`, and all use
+    what it found.
     Raises Unsupported for an unpatched model, and for one that runs without kernels.
     """
     model = unwrapped(model)
@@ -129,7 +132,8 @@ def tune(
     session.engines.clear()
     waiting = sorted(asked.items(), key=lambda item: -bytes_of(item[0][0], item[1]))
 
-    def measured() -> list[tuple[Key, Tuned]]:
+    def measured() -> tuple[list[tuple[Key, Tuned]], set[Key]]:
+        """The places, and those that rounds ask for: the first process's, whose shapes may be others than the last one's."""
         found: list[tuple[Key, Tuned]] = []
         for done, ((op, place), about) in enumerate(waiting):
             if told is not None:
@@ -140,13 +144,40 @@ def tune(
                 found.append(((op, place), tune_place(trial(op, place, about, device), device)))
         if told is not None:
             told(len(waiting), len(waiting))
-        return found
+        return found, {(op, place) for (op, place), about in asked.items() if in_rounds(op, about)}
 
-    places = measured() if group is None else Ranks(group, device).by_first(measured)
+    ranks = None if group is None else Ranks(group, device)
+    places, of_rounds = measured() if ranks is None else ranks.by_first(measured)
+    judged = {key: found.launch for key, found in places if found.kept and key in of_rounds}
+    kept = _in_calls(model, session, ranks, judged, rows, length, began + 90 * minutes) if judged else judged.keys()
+    places = [(key, replace(found, kept=False, harms=True) if key in judged and key not in kept else found) for key, found in places]
     launches = {key: found.launch for key, found in places if found.kept}
     notes = {key: {"us": round(found.best_us, 2), "before_us": round(found.before_us, 2)} for key, found in places if found.kept}
     path = keep(device, launches, notes) if launches else None
     return Tuning(name_of(device), tuple(found for _, found in places), path, time.perf_counter() - began, len(waiting) - len(places))
+
+
+def _in_calls(
+    model: Any, session: PatchSession, ranks: Ranks | None, found: Mapping[Key, Any], rows: Sequence[int], length: int, end: float
+) -> Set[Key]:  # fmt: skip
+    """Those of the launches that make no call slower. What is left to look at when `end` has passed is dropped."""
+    from fastspec.kernels.tuned_launches import install, name_of
+
+    device = device_of(model)
+    name, before = name_of(device), use_tuned(device)
+    assistants = [each for each in assistants_of(session) if each != "nasd"]  # its rounds are as long as the host is busy
+
+    def use(more: Mapping[Key, Any]) -> None:
+        install(name, {**before, **more})
+        session.engines.clear()
+
+    def agreed(mine: float) -> float:
+        return mine if ranks is None else ranks.first_value(mine)
+
+    try:
+        return harmless(found, use, partial(call_times, model, assistants, rows, length), agreed, lambda: time.perf_counter() > end)
+    finally:
+        use({})
 
 
 def tune_place(trial: Any, device: torch.device) -> Tuned:

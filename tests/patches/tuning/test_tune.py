@@ -25,6 +25,7 @@ from fastspec.kernels.linear.launches import HopperLaunch, PartsLaunch, RowLaunc
 from fastspec.kernels.linear.linear import Launch
 from fastspec.kernels.tuned_launches import MISSING
 from fastspec.patches.backends import TORCH, triton_ops
+from fastspec.patches.session import session_of
 from fastspec.patches.tuning import candidates, store, tune
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the interpreter is off: see test_tune_gpu.py")
@@ -48,6 +49,7 @@ def clock(monkeypatch):
     seconds: dict[Any, float] = {}
     monkeypatch.setattr(tune, "seconds_of", lambda run, copies, device: seconds.get(run.args[0], 1.0))
     monkeypatch.setattr(candidates, "COPIES_OF", 0)
+    monkeypatch.setattr(tune, "call_times", lambda *given: [1.0])
     return seconds
 
 
@@ -165,6 +167,17 @@ def test_a_model_is_tuned_and_later_processes_use_it(clock, few_launches, folder
     assert done.exit_code == 0 and f"removed {path}" in done.output and not path.exists()
     assert fastspec.report(model).tables == "portable" and not tuned_launches.installed("cpu")
     assert "nothing was tuned" in CliRunner().invoke(app, ["tune", "--forget"]).output
+
+
+def test_launches_that_slow_calls_are_told_of_and_not_used(clock, few_launches, folder, monkeypatch):
+    model = patched()
+    clock[RowLaunch(2, 16, 1)] = 0.5
+    monkeypatch.setattr(tune, "call_times", lambda *given: [1.0 + len(tuned_launches.installed("cpu"))])
+    found = fastspec.tune(model)
+    harmful = [each for each in found.places if each.harms]
+    assert harmful and not any(each.kept for each in found.places) and found.path is None and not list(folder.rglob("*.json"))
+    assert "0 of" in str(found) and "500000.0 us are slower in calls" in str(found) and tuned_launches.installed("cpu") == {}
+    assert session_of(model).engines.held == {} and fastspec.report(model).tables == "portable"  # type: ignore[union-attr]
 
 
 def test_other_places_stay_when_a_second_model_is_tuned(folder):
