@@ -2,8 +2,8 @@
 launch, with one message between every two GPUs.
 
 A program sends its row to the others' memory in flagged words (`words.py`) and waits for theirs. A process that sends its third message
-has got the others' second, which they sent when they had read its first: two places are enough. A product of one row, by `row.py`, sends
-its words itself, as soon as it has them, and the norm's launch behind it only reads.
+has got the others' second, which they sent when they had read its first: two places are enough. A product of one row, by
+`kernels/linear/row.py`, sends its words itself, as soon as it has them, and the norm's launch behind it only reads.
 
 x, residual, out, total [..., H] as in `kernels/layer/rms_norm.py`, R rows in all; W = H / 2 words a row, of 4-byte dtypes W = H.
 """
@@ -88,8 +88,8 @@ def reduced_norm(
     own: Tensor | Parts | Later, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, total: Tensor | None,
     offset: float | None, space: Space,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The launch, behind that of a product that is yet to be made: of one row, where `row.py` takes it, one that sends its words. Spaces
-    are zeros at first, and so are counts."""
+    """The launch, behind that of a product that is yet to be made: one that sends its words, if it can. Spaces are zeros at first, and so
+    are counts."""
     size, shape, dtype = own.shape[-1], own.shape, own.dtype
     launch = sending_launch(own)
     made = own.made() if isinstance(own, Later) and launch is None else own
@@ -118,8 +118,8 @@ def reduced_norm(
 
 
 def sending_launch(product: Tensor | Parts | Later) -> RowLaunch | None:
-    """The launch of a product that sends its words to all processes, this one too: of one row that is yet to be made, where `row.py`
-    takes it."""
+    """The launch of a product that sends its words to all processes, this one too: of one row that is yet to be made, in a dtype of two
+    bytes."""
     if not isinstance(product, Later) or product.x.dtype.itemsize != 2 or product.weight.shape[0] % 2:
         return None
     return row_launch_of(product.x, product.weight, product.bias)
