@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["FASTSPEC_CACHE"] = tempfile.mkdtemp(prefix="fastspec-tests-")  # what was tuned on this machine is none of the tests'
+CACHE = os.environ["FASTSPEC_CACHE"] = tempfile.mkdtemp(prefix="fastspec-tests-")  # what was tuned on this machine is none of the tests'
 os.environ.setdefault("FASTSPEC_CPU", "torch")  # one choice on every machine, and none waits for a compiler; its own tests unset it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -27,6 +28,11 @@ if not torch.cuda.is_available():
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores
+
+
+def pytest_unconfigure():
+    """Leave no folder behind."""
+    shutil.rmtree(CACHE, ignore_errors=True)  # a process that a test has started may still write there
 
 
 def pytest_collection_finish():
