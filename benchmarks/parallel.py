@@ -171,7 +171,9 @@ def rounds(model: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, 
 
         asked(fastspec.report(model).tables)
         if args.tune:
-            print(fastspec.tune(model, length=args.prefix, minutes=args.tune), flush=True)
+            tuned = fastspec.tune(model, length=args.prefix, minutes=args.tune)
+            if dist.get_rank() == 0:
+                print(tuned, flush=True)
             asked(fastspec.report(model).tables)
     read = sum(local_part(parameter).nbytes for parameter in read_parameters(model))
     kept = kept_bytes(model, args.prefix, 1) // processes_of(model)

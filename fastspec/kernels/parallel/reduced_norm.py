@@ -93,7 +93,7 @@ def reduced_norm(
     size, shape, dtype = own.shape[-1], own.shape, own.dtype
     launch = sending_launch(own)
     made = own.made() if isinstance(own, Later) and launch is None else own
-    values, parts = (made.values, len(made.values)) if isinstance(made, Parts) else (weight if isinstance(made, Later) else made, 0)
+    values = made.values if isinstance(made, Parts) else made.x if isinstance(made, Later) else made
     normed = values.new_empty(shape, dtype=dtype) if out is None else out
     total = values.new_empty(shape, dtype=dtype) if total is None else total
     out_rows, total_rows = layer.rows_of(normed, "out"), layer.rows_of(total, "total")
@@ -107,8 +107,9 @@ def reduced_norm(
             x_rows, residual_rows, weight, out_rows, total_rows, space.addresses, space.counts,
             x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
             SIZE=size, BLOCK=block, WORDS=space.words, USED=size * dtype.itemsize // 4, ROWS=ROWS, RANK=space.rank,
-            PROCESSES=space.processes, LOOKS=MAX_LOOKS, SENT=launch is not None, ADD=residual is not None, PARTS=parts, OFFSET=offset,
-            EARLY=len(out_rows) == 1, num_warps=layer.row_warps(block, dtype.itemsize), **dependent(normed.device),
+            PROCESSES=space.processes, LOOKS=MAX_LOOKS, SENT=launch is not None, ADD=residual is not None,
+            PARTS=len(values) if isinstance(made, Parts) else 0, OFFSET=offset, EARLY=len(out_rows) == 1,
+            num_warps=layer.row_warps(block, dtype.itemsize), **dependent(normed.device),
         )  # fmt: skip
     except BaseException:
         if launch is not None:  # what was sent counts, or the next message would go to the same place with the same flag

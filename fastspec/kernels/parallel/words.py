@@ -15,7 +15,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._guards import detect_fake_mode
 
 from fastspec.kernels.launch import INTERPRETED
 from fastspec.kernels.layer.rms_norm import MAX_SIZE
@@ -54,9 +54,9 @@ def space_for(like: Tensor, size: int, dtype: torch.dtype, group: dist.ProcessGr
     if not like.is_cuda or torch.version.hip is not None:
         return None
     words, rank, processes = words_of(size, dtype), group.rank(), group.size()
-    addresses = like.new_empty(processes, dtype=torch.int64)
-    if isinstance(addresses, FakeTensor):  # whatever `like` is: a table's rows are no data of the program's
-        return Space(addresses, like.new_empty(ROWS, dtype=torch.int32), rank, processes, words)
+    if detect_fake_mode() is not None:  # whatever `like` is: a table is the model's own, and has data
+        blank = like.new_empty(processes, dtype=torch.int64), like.new_empty(ROWS, dtype=torch.int32)
+        return Space(*blank, rank, processes, words)
     return Space(*_space(group, like.device, words), rank, processes, words) if symmetric.reachable(group) else None
 
 

@@ -33,6 +33,7 @@ from helpers_ranks import (
 )
 from helpers_ranks_told import by_first, refusals, tuned
 from helpers_vision import seeing
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CONFIG_MAPPING
 
 import fastspec
@@ -211,17 +212,19 @@ def test_a_look_at_a_program_makes_no_spaces(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(words, "_space", asked)
     monkeypatch.setattr(words.symmetric, "reachable", asked)
-    made = SimpleNamespace()
+    made, group = SimpleNamespace(), SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    weight = torch.ones(4, 64)
+    real = SimpleNamespace(is_cuda=True, new_empty=weight.new_empty)  # a tensor of the model's
 
     def program() -> None:
-        made.held = torch.ones(4, 64, device="cuda")
-        made.space = words.space_for(made.held, 64, torch.float32, SimpleNamespace(rank=lambda: 1, size=lambda: 2))
+        made.spaces = [words.space_for(each, 64, torch.float32, group) for each in (torch.ones(4, 64, device="cuda"), real)]
 
     monkeypatch.setattr(ahead, "_warned", False)
     ahead._look(program, ahead.Collector())
-    assert not ahead._warned and made.space.rank == 1 and made.space.addresses.is_cuda and made.space.words == 64
-    real = SimpleNamespace(is_cuda=True, new_empty=made.held.new_empty)  # a tensor of the model's
-    assert words.space_for(real, 64, torch.float32, SimpleNamespace(rank=lambda: 0, size=lambda: 2)).counts.shape == (words.ROWS,)
+    assert not ahead._warned and made.spaces[0].addresses.is_cuda
+    assert all(space.rank == 1 and space.words == 64 and isinstance(space.counts, FakeTensor) for space in made.spaces)
+    with pytest.raises(AssertionError, match="asked"):
+        words.space_for(real, 64, torch.float32, group)
 
 
 @pytest.mark.parametrize("rows", [1, 61, 512, 4096])
