@@ -32,9 +32,10 @@ LAUNCHES = [HopperLaunch(64, 128, 4, 2), HopperLaunch(128, 64, 4, 1), HopperLaun
 LAUNCHES += [HopperLaunch(64, 64, 2, 0), HopperLaunch(128, 64, 3, 3)]
 LAUNCHES += [HopperLaunch(64, 64, 4, 3, rows=16), HopperLaunch(64, 128, 3, 3, rows=128)]
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (4096, 4096), (6144, 8192), (4096, 12288), (17920, 1536), (1536, 8960), (1536, 1536)]
-SHAPES += [(1024, 2048)]
+SHAPES += [(1024, 2048), (14336, 4096)]
 FEW_WEIGHTS = [(960, 576), (960, 1152), (576, 576), (576, 1536), (576, 1920), (3072, 576), (3840, 576)]
-GATED, SPLIT = [(28672, 4096), (17920, 1536)], [(1024, 2048), (4096, 4096), (4096, 14336), (4096, 12288), (1536, 8960), (1536, 1536)]
+GATED = [(28672, 4096), (14336, 4096), (17920, 1536)]
+SPLIT = [(1024, 2048), (4096, 4096), (4096, 14336), (4096, 12288), (1536, 8960), (1536, 1536)]
 
 
 def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, biased: bool, sliced: bool) -> tuple[Tensor, Tensor, Tensor | None]:

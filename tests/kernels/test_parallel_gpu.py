@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers_words import near
 from torch import Tensor, multiprocessing
 
 from fastspec.generation.capture import recorded
@@ -80,13 +81,6 @@ def shared(rank: int, folder: str) -> None:
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
-
-
-def near(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
-    """Sums to the bit. Norms, whose squares are added in another order: in fp32 to some bits, and so elsewhere to how that is rounded."""
-    (norm, total), (want, added) = found, wanted
-    most = float(torch.finfo(want.dtype).eps) * (8 if want.dtype == torch.float32 else 1)
-    return torch.equal(total, added) and torch.allclose(norm.float(), want.float(), rtol=most, atol=0)
 
 
 def alike(group: dist.ProcessGroup, made: list[Tensor]) -> bool:

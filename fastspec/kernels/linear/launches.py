@@ -219,6 +219,8 @@ def hopper_launch_for(rows: int, channels: int, depth: int, swiglu: bool = False
     if not 1 < rows <= 64 or depth <= 1024 or channels >= 65536:
         return None
     few, deep = rows <= 16, depth >= 4096
+    if swiglu and not few and deep and channels <= 64 * MULTIPROCESSORS:  # all tiles at once, as where two processes share the 8B shape
+        return HopperLaunch(64, 128, 4, 2)
     if swiglu:
         return HopperLaunch(64, 128 if few and deep else 64, 4, 2 if few else 1)
     if parts > 1:
