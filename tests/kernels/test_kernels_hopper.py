@@ -159,6 +159,11 @@ def test_products_of_few_weights_have_the_bits_of_the_other_kernels(rows, shape,
     assert len(used) == 2 + (shape[0] >= 3072) + (parts > 1)
 
 
+def test_gate_and_up_of_tiles_that_are_on_the_device_together_go_by_longer_steps():
+    assert hopper_launch_for(17, 7168, 4096, swiglu=True).depth == hopper_launch_for(64, 8448, 4096, swiglu=True).depth == 128
+    assert hopper_launch_for(17, 8449, 4096, swiglu=True).depth == hopper_launch_for(64, 7168, 2048, swiglu=True).depth == 64
+
+
 def test_what_it_does_not_take():
     """One row, many rows, small products, vocabularies; other devices, dtypes and lines that are not aligned."""
     assert hopper_launch_for(1, 4096, 4096) is None and hopper_launch_for(65, 4096, 4096) is None
