@@ -8,11 +8,11 @@ INSTALL := $(PIP) install --quiet --constraint $(VENV)/constraints.txt
 PINNED = $$(grep '^$(1)==' constraints.txt)
 ARGS ?=
 
-test test-slow test-gpu test-clients mutants docs: export HF_HUB_OFFLINE = 1
+test test-slow test-gpu test-targets test-served test-clients mutants docs: export HF_HUB_OFFLINE = 1
 mutants: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-slow test-gpu test-clients mutants docs wheel clean
+.PHONY: help demo test lint test-slow test-gpu test-targets test-served test-clients mutants docs wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,13 @@ test-gpu: $(VENV)/.test  ## the tests that need a CUDA device
 
 test-clients: $(CLIENTS)/.clients  ## the tests with lm-eval, TRL, PEFT and other programs, in an environment of their own
 	$(CLIENTS)/bin/python -m pytest -m clients -n 2 --dist loadfile tests/clients $(ARGS)
+
+test-targets: $(VENV)/.test  ## every kernel compiled for six compute capabilities, some two minutes; CI runs it
+	$(BIN)/python -m pytest -m slow -n 2 tests/kernels/test_targets.py -k each_device $(ARGS)
+
+test-served: $(CLIENTS)/.clients  ## the server with lm-eval, through hundreds of requests and a kill, and with SmolLM2; CI runs it
+	$(CLIENTS)/bin/python -m pytest -m clients -n 2 --dist loadfile tests/clients/test_serve_long.py tests/clients/test_serve_smollm2.py \
+		tests/clients/test_lm_eval.py::test_a_server_answers_its_local_completions_model $(ARGS)
 
 mutants: $(VENV)/.mutants  ## mutation testing of the engine's core, an hour or more; ARGS="verify tree" for some modules
 	$(BIN)/python tests/mutants.py $(ARGS)

@@ -44,6 +44,7 @@ def build(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # the pages of this checkout, whatever is installed
     target = Path(sys.argv[1] if len(sys.argv) > 1 else "site")
     build(target)
     print(f"written to {target / 'index.html'}")

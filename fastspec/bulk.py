@@ -131,8 +131,10 @@ def read_left(
 class Answers:
     """Writes answers as they come, a line each, appended in one piece: several processes may share the file."""
 
-    def __init__(self, path: Path, tokenizer: Any, settings: dict[str, Any], tell: Callable[[bool], None]) -> None:
-        self.tokenizer, self.settings, self.tell = tokenizer, settings, tell
+    def __init__(
+        self, path: Path, tokenizer: Any, settings: dict[str, Any], ends: frozenset[int], tell: Callable[[bool], None]
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.settings, self.ends, self.tell = tokenizer, settings, ends, tell
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.lock = threading.Lock()
         self.written = self.failed = 0
@@ -148,7 +150,8 @@ class Answers:
             return
         tokens = future.result()[0, count:].tolist()
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        self.add(task, {"text": text, "tokens": len(tokens), "finish": "length" if len(tokens) >= limit else "stop"})
+        ended = len(tokens) < limit or tokens[-1] in self.ends
+        self.add(task, {"text": text, "tokens": len(tokens), "finish": "stop" if ended else "length"})
 
     def add(self, task: Task, more: dict[str, Any]) -> None:
         """Write a line; none behind one that could not be written, which `broken` tells."""
@@ -189,11 +192,13 @@ def answer_file(
     `tell(total, failed)` hears of every answer.
     A prompt that the tokenizer or the chat template does not take is told in its line. Raises Unsupported as `read_left` does.
     """
+    from fastspec.patches.hf.ends import end_tokens
+
     out = Path(out)
     settings = settings_of(name, max_new_tokens, temperature, top_p, seed, chat)
     mine, left = read_left(prompts, out, settings, share)
     room = threading.Semaphore(AHEAD * rows)
-    answers = Answers(out, tokenizer, settings, lambda failed: tell(len(left), failed))
+    answers = Answers(out, tokenizer, settings, end_tokens(model.generation_config), lambda failed: tell(len(left), failed))
     greedy = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # the defaults, which stand for "not given"
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else greedy
     try:

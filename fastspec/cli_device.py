@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -87,6 +88,8 @@ def tune(
     if backend in ("torch", "cpp"):  # before a model is loaded in vain
         raise Unsupported(f"backend {backend!r} has no launches to tune: give --backend triton, or none")
     chosen = "triton" if backend == "auto" and use_device(device) == "cpu" else backend
+    if chosen != backend and os.environ.get("TRITON_INTERPRET") != "1":
+        raise Unsupported("fastspec tune is for Triton's kernels, on a CUDA device, and the model would be on the CPU")
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         target = patched_model(model, eagle3, eagle, draft_model, dtype, device, chosen)
         with counting("shapes") as told:

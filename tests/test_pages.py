@@ -3,6 +3,7 @@ somewhere."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import re
 import shlex
@@ -88,6 +89,8 @@ def test_the_marks_are_known_and_few() -> None:
     assert all(snippet.needs <= set(NEEDS) for snippet in ALL), [snippet.name for snippet in ALL if not snippet.needs <= set(NEEDS)]
     elsewhere = [snippet.name for snippet in marked if not snippet.needs & {"clients", "processes"}]
     assert len(elsewhere) <= 3, elsewhere
+    tested = {"docs/clients.md", "docs/serving.md", "docs/recipes.md"}  # clients/test_page.py and test_recipes.py, serving/test_serve_page.py
+    assert {str(snippet.page) for snippet in marked if "clients" in snippet.needs} <= tested
     unmarked = [snippet.name for snippet in snippets(Path("docs/clients.md")) if snippet.language == "python" and not snippet.needs]
     assert not unmarked, unmarked
 
@@ -158,6 +161,16 @@ def test_the_reference_has_a_docstring_for_every_public_name() -> None:
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
     assert not [name for module in reference.MODULES for name in reference.undocumented(module)]
+
+
+@pytest.mark.slow
+def test_the_first_recipe_says_something_on_the_real_model(smollm2, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("fastspec.models.load_model", lambda name: copy.deepcopy(smollm2))
+    first = next(snippet for snippet in RUN if str(snippet.page) == "docs/recipes.md")
+    names: dict[str, Any] = {}
+    exec(compile(first.text, first.name, "exec"), names)
+    emitted, unassisted = capsys.readouterr().out.splitlines()[-2:]
+    assert len(emitted) > 150 and unassisted == "{}"
 
 
 @pytest.mark.slow

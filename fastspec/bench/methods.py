@@ -122,7 +122,10 @@ def check_names(methods: Sequence[str] | None) -> None:
 
     for name in methods or ():
         if name not in PEERS and name not in NAMES:
-            raise Unsupported(f"method {name!r} is unknown: accepted are {', '.join((*PEERS, *NAMES))}")
+            accepted = [each for each in (*PEERS, *NAMES) if each != "cascade"]
+            raise Unsupported(f"method {name!r} is unknown: accepted are {', '.join(accepted)}")
+        if name == "cascade":
+            raise Unsupported("a cascade answers with several models, and is measured by fastspec cascade evaluate")
 
 
 def choose(methods: Sequence[str] | None, plain: Any, target: Any, drafters: Drafters, batch: int, say: Say) -> list[Method]:

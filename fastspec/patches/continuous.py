@@ -32,6 +32,7 @@ from fastspec.patches.call.one_prompt import Single, prepare
 from fastspec.patches.call.refusals import refuse_overrides
 from fastspec.patches.call.settled import SettledSettings
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, is_shared_out, position_limit, unpack_weights, unwrapped
+from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
@@ -252,12 +253,11 @@ class Continuous:
     def _rounds(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel]:
         """Rounds of so many rows, which hold a text of one token each that nobody reads; prompts are read where those of `other` are."""
         batch, device = self._batch, device_of(self.model)
-        ends = self.model.generation_config.eos_token_id
         ops = self.session.ops(self.model, mode_for(self.model))
         assembly = Assembly(
             self.model, self.session, self.decoding, None, ops, rows=rows, capacity=self.max_length,
-            ends=frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends]), sample=False, process=None,
-            processors=LogitsProcessorList(), settings=None, answers=False, measures=False, pad_token=None, past=None,
+            ends=end_tokens(self.model.generation_config), sample=False, process=None, processors=LogitsProcessorList(),
+            settings=None, answers=False, measures=False, pad_token=None, past=None,
             keep=torch.ones(rows, 0, dtype=torch.bool, device=device), shift=None, bounded=True,
         )  # fmt: skip
         engine = assembly.new_engine()

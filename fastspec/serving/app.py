@@ -86,7 +86,7 @@ def build_app(
         raise Unsupported(f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True")
     served: Served = Here(batch, tokenizer) if isinstance(batch, Continuous) else batch
     limits, metrics = limits or Limits(), Metrics(served)
-    manager, state = OneModel(name, tokenizer, served), BatchState(BatchManager(served, limits, metrics))
+    manager, state = OneModel(name, tokenizer, served), BatchState(BatchManager(served, tokenizer, limits, metrics))
     chats, completions, responses = (handler(kind, tokenizer, limits, manager, state) for kind in (Chats, Completions, Responses))
     app: FastAPI = build_server(
         manager, chats, completion_handler=completions, response_handler=responses,

@@ -12,14 +12,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import BaseHandler, GenerationState
+from transformers.cli.serving.utils import BaseHandler
 
 from fastspec.patches.hf.stop_strings import stop_criterion
-from fastspec.serving.manager import is_taken
-from fastspec.serving.requests import ASKED, Body, Limits, read, refuse
+from fastspec.serving.manager import BatchState, is_taken
+from fastspec.serving.requests import ASKED, COLDEST, Body, Limits, read, refuse, texts_of
 
 OWN_OF_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 """What `apply_chat_template` takes itself; other names are variables of the template."""
+LONG = 16384
+"""Characters of a prompt from which on it is counted first, beside the server's own thread, which reads it in milliseconds below."""
 
 
 class Checked(BaseHandler):
@@ -28,6 +30,8 @@ class Checked(BaseHandler):
     needs = "prompt"
     limits: Limits
     tokenizer: Any
+    making: asyncio.Lock
+    """Of stop strings: one request's at a time, for that takes Python's time from all others."""
 
     async def handle_request(self, body: Body, request_id: str) -> Any:
         """Check and answer a request. Raises HTTPException: 400 for one that cannot be answered."""
@@ -37,8 +41,10 @@ class Checked(BaseHandler):
         self._check_template(body.get("chat_template_kwargs", {}))
         token = ASKED.set(asked)
         try:
+            await self._check_length(texts_of(body))
             if asked.stop:  # which may take seconds: other requests go on meanwhile
-                asked.criterion = await asyncio.to_thread(stop_criterion, self.tokenizer, asked.stop)
+                async with self.making:
+                    asked.criterion = await asyncio.to_thread(stop_criterion, self.tokenizer, asked.stop)
             response = await super().handle_request(body, request_id)
             if asked.sent is not None:  # a stream has not begun: what refuses it has a status still
                 await is_taken(asked.sent)
@@ -54,6 +60,16 @@ class Checked(BaseHandler):
         """The body, without fields that are null, as transformers takes it."""
         return body
 
+    async def _check_length(self, texts: list[str]) -> None:
+        """Refuse a prompt that has no room whatever stands around its texts, before the server's thread reads it."""
+        if sum(map(len, texts)) < LONG:
+            return
+        read = self.tokenizer.backend_tokenizer.encode
+        counts = await asyncio.to_thread(lambda: [len(read(text.strip(), add_special_tokens=False)) for text in texts])
+        length, most = sum(counts) - 2 * len(counts), self.model_manager.batch.max_length  # words may join at the ends of a text
+        if length >= most:
+            raise refuse(f"the prompt has {length} tokens or more, and this server takes {most - 1} at most")
+
     def _check_template(self, variables: Body) -> None:
         """Templates get variables by `chat_template_kwargs`; another template, truncation and padding are the server's own matter."""
         taken = [name for name in variables if name in OWN_OF_TEMPLATES]
@@ -62,9 +78,11 @@ class Checked(BaseHandler):
 
     def _build_generation_config(self, body: Body, model_generation_config: Any, use_cb: bool = False) -> Any:
         config = super()._build_generation_config({**body, "seed": None}, model_generation_config, use_cb=use_cb)  # a global seed otherwise
-        if body.get("temperature"):  # transformers' server leaves that to the model's configuration
+        if (body.get("temperature") or 0) >= COLDEST:  # transformers' server leaves that to the model's configuration
             config.do_sample = True
-        if "logit_bias" in body:  # transformers' server takes it for chats alone, and its processor no whole numbers
+        elif "temperature" in body:
+            config.do_sample = False
+        if body.get("logit_bias"):  # transformers' server takes it for chats alone, and its processor no whole numbers
             config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
             size = self.model_manager.batch.model.config.get_text_config().vocab_size
             if any(token >= size for (token,) in config.sequence_bias):  # which the processor would find in the middle of the answer
@@ -106,8 +124,8 @@ def _without_null(value: Any) -> Any:
     return [{name: held for name, held in each.items() if held is not None} if isinstance(each, dict) else each for each in value]
 
 
-def handler(kind: type[Checked], tokenizer: Any, limits: Limits, model_manager: Any, state: GenerationState) -> Checked:
+def handler(kind: type[Checked], tokenizer: Any, limits: Limits, model_manager: Any, state: BatchState) -> Checked:
     """A handler for one tokenizer that keeps to some limits."""
     made = kind(model_manager, state)
-    made.tokenizer, made.limits = tokenizer, limits
+    made.tokenizer, made.limits, made.making = tokenizer, limits, state.making
     return made

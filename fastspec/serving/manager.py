@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cli.serving.utils import BaseGenerateManager, CBWorkerDeadError, DirectStreamer, GenerationState, _StreamError
 
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.patches.hf.ends import end_tokens
 from fastspec.serving.batch import Sent, Served
 from fastspec.serving.gate import LET_GO
 from fastspec.serving.metrics import Metrics
@@ -24,11 +25,26 @@ DEFAULT = 1024
 log = logging.getLogger("fastspec.serve")
 
 
+class Ending:
+    """Why an answer ended, of the configuration that it was asked with."""
+
+    def __init__(self, config: Any, models: Any, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        self.config, self.limit, self.tokenizer, self.stop = config, config.max_new_tokens, tokenizer, stop
+        self.ends = end_tokens(config, models)
+
+    def cut_off(self, tokens: list[int]) -> bool:
+        """Whether there is room for no more, and it neither said its end nor a stop string at last."""
+        if len(tokens) < self.limit or tokens[-1] in self.ends:
+            return False
+        text = self.tokenizer.decode(tokens) if self.stop else ""
+        return not any(string in text for string in self.stop)
+
+
 class Watch:
     """A streamer that measures, and hands on what it is given."""
 
-    def __init__(self, asked: Asked, metrics: Metrics, inner: DirectStreamer | None) -> None:
-        self.asked, self.metrics, self.inner = asked, metrics, inner
+    def __init__(self, asked: Asked, metrics: Metrics, inner: DirectStreamer | None, ending: Ending) -> None:
+        self.asked, self.metrics, self.inner, self.ending = asked, metrics, inner, ending
         self.tokens: list[int] = []
         """Of the answer."""
         self.first: float | None = None
@@ -51,6 +67,8 @@ class Watch:
 
     def end(self) -> None:
         """The answer is over."""
+        if not self.ending.cut_off(self.tokens):
+            self.ending.config.max_new_tokens = None  # by which transformers' handlers tell that it was long enough
         if self.inner is not None:
             self.inner.end()
 
@@ -61,14 +79,14 @@ class Watch:
         else:
             self.metrics.requests.labels("refused").inc()
 
-    def over(self, prompt_tokens: int, limit: int, future: Future[Any]) -> None:
+    def over(self, prompt_tokens: int, future: Future[Any]) -> None:
         """The request has ended, however it did."""
         if future.cancelled():
             outcome = "cancelled"
         elif future.exception() is not None:
             outcome = "error"
         else:
-            outcome = "length" if len(self.tokens) >= limit else "stop"
+            outcome = "length" if self.ending.cut_off(self.tokens) else "stop"
         seconds = time.perf_counter() - self.asked.arrived
         self.metrics.requests.labels(outcome).inc()
         self.metrics.seconds.observe(seconds)
@@ -170,8 +188,8 @@ async def is_taken(sent: Sent) -> None:
 class BatchManager(BaseGenerateManager):
     """Generation for transformers' server by an open batch."""
 
-    def __init__(self, batch: Served, limits: Limits, metrics: Metrics) -> None:
-        self.batch, self.limits, self.metrics = batch, limits, metrics
+    def __init__(self, batch: Served, tokenizer: Any, limits: Limits, metrics: Metrics) -> None:
+        self.batch, self.tokenizer, self.limits, self.metrics = batch, tokenizer, limits, metrics
         self.mail: Mail | None = None
 
     def generate_streaming(
@@ -220,20 +238,20 @@ class BatchManager(BaseGenerateManager):
             gen_config.max_new_tokens, gen_config.max_length = gen_config.max_length - length, None
         if not asked.limited:
             gen_config.max_new_tokens = min(gen_config.max_new_tokens or DEFAULT, room)
-        elif gen_config.max_new_tokens > self.limits.tokens:
+        elif not gen_config.max_new_tokens <= self.limits.tokens:
             raise too_many(gen_config.max_new_tokens, self.limits)
         if batch.waiting >= self.limits.queue:
             self.metrics.requests.labels("refused").inc()
             error = refuse(f"{batch.waiting} requests are waiting already: try again later", 429)
             error.headers = {"Retry-After": "1"}
             raise error
-        watch, limit = Watch(asked, self.metrics, stream), gen_config.max_new_tokens
+        watch = Watch(asked, self.metrics, stream, Ending(gen_config, batch.model.generation_config, self.tokenizer, asked.stop))
         if asked.criterion is not None:
             batch.know(asked.stop, asked.criterion)
         sent = asked.sent = batch.send(inputs["input_ids"], inputs.get("attention_mask"), gen_config, watch, asked.seed)
         LET_GO.get([]).append(sent.answer.cancel)
         sent.taken.add_done_callback(lambda taken: watch.taken(length, taken))
-        sent.answer.add_done_callback(lambda done: watch.over(length, limit, done))
+        sent.answer.add_done_callback(lambda done: watch.over(length, done))
         return sent, watch
 
     def stop(self) -> None:
@@ -246,7 +264,7 @@ class BatchState(GenerationState):
 
     def __init__(self, manager: BatchManager) -> None:
         super().__init__()
-        self.manager = manager
+        self.manager, self.making = manager, asyncio.Lock()
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> BatchManager:
         """The manager."""

@@ -16,6 +16,8 @@ from transformers import GenerationConfig
 from fastspec.serving.batch import Sent
 
 Body = dict[str, Any]
+COLDEST = 1e-6
+"""Below this temperature answers are greedy, as they are at 0."""
 STOP_LENGTH = 256
 """Characters of a request's stop strings: transformers compares each with every token of the vocabulary first."""
 TEXT = {"type": "text"}
@@ -116,7 +118,8 @@ def _is_tool(value: Any) -> bool:
 
 
 def _is_bias(value: Any) -> bool:
-    return isinstance(value, dict) and all(name.isdecimal() and _number(-100, 100)[0](bias) for name, bias in value.items())
+    numbers = isinstance(value, dict) and all(name.isascii() and name.isdecimal() for name in value)
+    return numbers and all(map(_number(-100, 100)[0], value.values()))
 
 
 def _nothing(instead: str = "") -> tuple[Callable[[Any], bool], str]:
@@ -149,6 +152,14 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     )},
 }  # fmt: skip
 """Fields -> what they may hold where they are given, and how that is said. The rest is transformers' to check."""
+OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": _whole(1), "max_length": _whole(1), "min_new_tokens": _whole(0), "min_length": _whole(0), "top_k": _whole(0),
+    "max_time": _number(0, math.inf), "temperature": _number(0, 100), "top_p": _number(0, 1), "min_p": _number(0, 1),
+    "typical_p": _number(0, 1), "epsilon_cutoff": _number(0, 1), "eta_cutoff": _number(0, 1),
+    "repetition_penalty": _number(0, math.inf), "no_repeat_ngram_size": _whole(0),
+    "stop_strings": (_is_stop, ACCEPTED["stop"][1]),
+}  # fmt: skip
+"""The same of a generation_config's settings, as far as transformers does not find out in time."""
 PROMPT = {
     "messages": _nothing(": messages are"), "input": _nothing(": input is"), "prompt": (lambda value: isinstance(value, str), "one text"),
 }  # fmt: skip
@@ -171,6 +182,16 @@ def read(body: Body, request_id: str, limits: Limits, needs: str) -> Asked:
     return Asked(request_id, body.get("seed"), limited, (stop,) if isinstance(stop, str) else tuple(stop))
 
 
+def texts_of(body: Body) -> list[str]:
+    """The texts that a request's prompt is made of, those of earlier answers left out, of which templates may drop a part."""
+    found: list[Any] = [body.get("prompt"), body.get("instructions")]
+    for part in (body.get("messages"), body.get("input")):
+        for each in part if isinstance(part, list) else [part]:
+            content = each if not isinstance(each, dict) or each.get("role") == "assistant" else each.get("content", each)
+            found += content if isinstance(content, list) else [content]
+    return [text for text in (each.get("text") if isinstance(each, dict) else each for each in found) if isinstance(text, str)]
+
+
 def too_many(count: int, limits: Limits) -> HTTPException:
     """The error of a request for a longer answer than the server gives."""
     return refuse(f"{count} new tokens are asked for, and this server gives at most {limits.tokens}")
@@ -180,7 +201,7 @@ def _settings(text: Any) -> Body:
     """The settings of a generation_config by name. Raises HTTPException (400) for what is none, and for names that transformers does not
     know, which it would ignore."""
     try:
-        found = json.loads(text) if isinstance(text, str) else None
+        found = json.loads(text, parse_constant=_no_number) if isinstance(text, str) else None
     except ValueError as error:
         raise refuse(f"generation_config is no JSON text: {error}") from error
     if not isinstance(found, dict):
@@ -188,6 +209,12 @@ def _settings(text: Any) -> Body:
     unknown = [name for name in found if name not in KNOWN]
     if unknown:
         raise refuse(f"generation_config has {unknown[0]!r}, which transformers' GenerationConfig does not know")
-    if found.get("stop_strings") is not None and not _is_stop(found["stop_strings"]):
-        raise refuse(f"stop_strings of generation_config must be {ACCEPTED['stop'][1]}")
+    for name, (accepts, said) in OWN.items():
+        if found.get(name) is not None and not accepts(found[name]):
+            raise refuse(f"{name} of generation_config must be {said}")
     return found
+
+
+def _no_number(word: str) -> Any:
+    """JSON has no NaN and no infinity; Python's reader takes them."""
+    raise ValueError(f"{word} is no number of JSON")

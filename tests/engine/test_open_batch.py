@@ -158,6 +158,9 @@ def test_what_an_open_batch_does_not_decode_is_refused_at_once(words, options):
             batch.submit(texts(5)[0], **{"max_new_tokens": 4, **options})
         with pytest.raises(ValueError, match="temperature"):
             batch.submit(texts(5)[0], temperature=-1.0, do_sample=True, max_new_tokens=4)
+        for limit in (float("nan"), float("inf"), 1.5):
+            with pytest.raises((Unsupported, ValueError), match="whole numbers"):
+                batch.submit(texts(5)[0], max_new_tokens=limit)
         assert batch.waiting == 0 and len(told([batch.submit(texts(5)[0], max_new_tokens=4, **GREEDY)])[0]) == 9
 
 

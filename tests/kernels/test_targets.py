@@ -80,6 +80,16 @@ def test_every_kernel_compiles_for_one_of_the_devices_and_some_for_each(compiled
 
 @TRITON
 @pytest.mark.slow
+@pytest.mark.parametrize("capability", TARGETS)
+def test_every_kernel_compiles_for_each_device_by_a_launch_of_each_op(capability):
+    """The parts of the fast suite, all of them for every device: CI runs this by `make test-targets`."""
+    (rows,) = rows_of((capability, "135M,mixers", "0/1"))
+    check(rows)
+    assert len({row["kernel"] for row in rows}) >= 44
+
+
+@TRITON
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["8B", "135M", "mixers"])
 @pytest.mark.parametrize("capability", TARGETS)
 def test_every_kernel_compiles_for_every_device(capability, shape):

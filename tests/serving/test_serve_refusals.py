@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from typing import Any
 
 import pytest
 from helpers_serve import MARKS, NAME, Served, openai, post, served
-from helpers_training import small_target
+from helpers_training import small_target, small_tokenizer
+from transformers import GenerationConfig
 
 import fastspec
 from fastspec.serving import handlers
+from fastspec.serving.manager import Ending
+from fastspec.serving.requests import texts_of
 
 pytestmark = MARKS
 
@@ -41,7 +45,13 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (ONE, {"generation_config": '{"max_new_tokens": 60}'}, 400, "at most 50"),
     (ONE, {"generation_config": '{"max_length": 62}'}, 400, "at most 50"),
     (ONE, {"generation_config": '{"max_length": 1}'}, 400, "max_new_tokens"),
-    (ONE, {"generation_config": '{"max_length": "a"}'}, 400, "TypeError"),
+    (ONE, {"generation_config": '{"max_length": "a"}'}, 400, "max_length of generation_config must be a whole number"),
+    *((ONE, {"generation_config": text}, 400, words) for text, words in (
+        ('{"max_new_tokens": NaN}', "no number of JSON"), ('{"max_length": Infinity}', "no number of JSON"),
+        ('{"max_new_tokens": 1.5}', "max_new_tokens"), ('{"max_new_tokens": true}', "max_new_tokens"), ('{"max_time": "x"}', "max_time"),
+        ('{"do_sample": true, "temperature": 1e-38}', "too near 0"), ('{"top_p": -1}', "top_p"),
+    )),
+    (ONE, {"logit_bias": {"\u0663": 1}}, 400, "logit_bias"),
     (ONE, {"generation_config": '{"stop_strings": [""]}'}, 400, "stop_strings"), (CHAT, {"messages": "w5"}, 400, "messages"),
     (CHAT, {"messages": []}, 400, "messages"), (CHAT, {"messages": [{"content": "w5"}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages"),
@@ -114,6 +124,73 @@ def test_stop_strings_are_prepared_beside_the_servers_own_thread(server: Served,
     for more in ({"stop": "w9"}, {"generation_config": '{"stop_strings": ["w9"], "max_new_tokens": 3}'}):
         post(server, ONE, json.dumps({"prompt": "w5", "max_tokens": 3, **more}).encode())
     assert [strings for _, strings in seen] == [("w9",), ("w9",)] and not any(thread is server.thread for thread, _ in seen)
+
+
+@pytest.mark.parametrize("path", [ONE, CHAT, RESPONSE])
+def test_a_long_prompt_is_counted_beside_the_servers_own_thread_and_refused(server: Served, monkeypatch, path: str) -> None:
+    """Where its texts alone leave no room: blanks at their ends, which a template may drop, do not count."""
+    counted: list[Any] = []
+    beside = asyncio.to_thread
+    monkeypatch.setattr(handlers, "LONG", 100)
+    monkeypatch.setattr(handlers.asyncio, "to_thread", lambda call, *rest: counted.append(call) or beside(call, *rest))
+
+    def asked(text: str) -> list[dict[str, Any]]:
+        talk = [{"role": "user", "content": text}]
+        parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        bodies = {ONE: [{"prompt": text}], CHAT: [{"messages": talk}, {"messages": parts}], RESPONSE: [{"input": text}, {"input": talk}]}
+        return [{**body, "max_output_tokens" if path == RESPONSE else "max_tokens": 2} for body in bodies[path]]
+
+    for body in asked("w6 " * 200):
+        got, answer = post(server, path, json.dumps(body).encode())
+        assert got == 400 and answer["error"]["message"] == "the prompt has 198 tokens or more, and this server takes 79 at most"
+    assert len(counted) == len(asked(""))
+    for body in asked("w6" + " " * 200):
+        assert post(server, path, json.dumps(body).encode())[0] == 200
+
+
+def test_earlier_answers_are_no_part_of_what_is_counted() -> None:
+    parts, last = [{"type": "text", "text": "c"}], {"type": "function_call_output", "output": "f"}
+    talk = [{"role": "assistant", "content": "a" * 99}, {"role": "user", "content": "b"}, {"role": "tool", "content": parts}]
+    assert texts_of({"messages": talk, "prompt": "d"}) == ["d", "b", "c"]
+    assert texts_of({"input": [{"type": "input_text", "text": "e"}, last], "instructions": "g"}) == ["g", "e"]
+
+
+def test_nearly_no_temperature_is_none(server: Served) -> None:
+    bodies = [{"prompt": "w5 w6", "max_tokens": 6, "temperature": value} for value in (0, 1e-38, 1e-7)]
+    (first, *others) = [post(server, ONE, json.dumps(body).encode())[1]["choices"] for body in bodies]
+    assert others == [first, first]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_over_where_its_room_ends_was_not_cut_off(server: Served, stream: bool) -> None:
+    client = server.client()
+
+    def asked(**config: Any) -> Any:
+        given = {"generation_config": json.dumps({"do_sample": False, "max_new_tokens": 3, **config})}
+        answer = client.completions.create(model=NAME, prompt="w5 w6", stream=stream, extra_body=given)
+        parts = [each.choices[0] for each in answer] if stream else [answer.choices[0]]
+        return "".join(part.text for part in parts), parts[-1].finish_reason
+
+    def counts() -> list[float]:
+        return [server.metric(f'fastspec_requests_total{{outcome="{outcome}"}}') for outcome in ("length", "stop")]
+
+    before = counts()
+    text, reason = asked()
+    assert reason == "length" and len(set(text.split())) == 3
+    assert asked(eos_token_id=small_tokenizer().convert_tokens_to_ids(text.split()[-1])) == (text, "stop")
+    server.wait(lambda: [now - was for now, was in zip(counts(), before, strict=True)] == [1, 1])
+
+
+def test_a_stop_string_at_the_end_of_the_room_ends_an_answer() -> None:
+    class Words:
+        def decode(self, tokens: list[int]) -> str:
+            return " ".join(map(str, tokens))
+
+    config, models = GenerationConfig(max_new_tokens=3), GenerationConfig(eos_token_id=[7, 8])
+    ending = Ending(config, models, Words(), ("3 4",))
+    cut = {(1, 2, 5): True, (2, 3, 4): False, (1, 2, 8): False, (1, 2): False}
+    assert all(ending.cut_off([*tokens]) is wanted for tokens, wanted in cut.items())
+    assert Ending(config, models, Words(), ()).cut_off([2, 3, 4])
 
 
 def test_an_error_of_our_own_is_openais_json_too(server: Served, monkeypatch) -> None:

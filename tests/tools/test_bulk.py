@@ -63,6 +63,18 @@ def test_lines_are_answered_as_alone_and_in_any_form(small, tmp_path):
     assert answers(raw)[0]["text"] == emitted(small, "w5 w6", chat=False)[0]
 
 
+def test_an_end_token_in_the_last_place_is_an_end(small, tmp_path, monkeypatch):
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text(json.dumps({"prompt": "w5 w6"}))
+    model, tokenizer = small
+    ids = encode(tokenizer, "w5 w6", True)
+    last = int(model.generate(ids, max_new_tokens=4, **GREEDY)[0, -1])
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [last, 0])
+    answer_file(*small, file, out, assistant=TREE, rows=1, max_new_tokens=4)
+    (row,) = answers(out)
+    assert row["finish"] == "stop" and row["tokens"] <= 4
+
+
 def test_a_run_goes_on_behind_a_line_that_was_not_finished(small, tmp_path):
     file, out = write_prompts(tmp_path / "prompts.jsonl", 12), tmp_path / "out.jsonl"
     options: dict[str, Any] = {"assistant": "autoregressive", "rows": 3, "max_new_tokens": 6, "temperature": 0.9, "seed": 5}

@@ -63,3 +63,7 @@ def test_tune_takes_triton_where_auto_would_not(gpus, given, backend, monkeypatc
     done = CliRunner().invoke(app, ["tune", "--model", "some/model", *given])
     assert done.exit_code == 1 and "far enough" in done.output
     assert [each[-1] for each in asked] == [backend]
+    if not gpus:  # and without Triton's interpreter
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        words = "on a CUDA device" if not given else "far enough"
+        assert words in " ".join(CliRunner().invoke(app, ["tune", "--model", "some/model", *given]).output.split())

@@ -125,7 +125,8 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     Raises CheckpointError where there is none.
     """
     if not isinstance(source, (str, Path)):
-        raise CheckpointError(f"{source!r} is no head: accepted are {SOURCES}")
+        given = type(source).__name__ if isinstance(source, nn.Module) else repr(source)
+        raise CheckpointError(f"{given} is no head: accepted are {SOURCES}")
     local = Path(source).expanduser()
     if local.is_dir():
         return local

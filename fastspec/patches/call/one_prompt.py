@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -95,8 +96,10 @@ def _made(
             "ask generate for this one"
         )
     ending = Ending(criteria, ids)
+    if not math.isfinite(ending.limit) or int(ending.limit) != ending.limit:
+        raise Unsupported(f"an answer of {ending.limit} tokens at the most: max_new_tokens and max_length are whole numbers")
     return Single(
-        ids, compact(ids, keep)[0], ending.limit, ending.ends, _rule(processors, ids, bool(config.do_sample), seed), streamer, ending
+        ids, compact(ids, keep)[0], int(ending.limit), ending.ends, _rule(processors, ids, bool(config.do_sample), seed), streamer, ending
     )  # fmt: skip
 
 

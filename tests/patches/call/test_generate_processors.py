@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as lp
 
 import fastspec
+from fastspec import Unsupported
 from fastspec.generation.engine import verifier
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.call.processors import read_settings
@@ -37,6 +38,20 @@ from fastspec.patches.session import session_of
 )
 def test_built_in_processors(pair, assistant, options):
     same(pair, assistant, prompts(6, 2, 9), **options)
+
+
+def test_a_temperature_that_leaves_scores_no_room_is_refused(pair, assistant):
+    """Plain decoding raises there too; the least that it takes is greedy."""
+    original, patched = pair
+    cold = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": 4}
+    with pytest.raises(RuntimeError, match="probability"):
+        original.generate(**prompts(6), temperature=1e-40, **cold)
+    with pytest.raises(Unsupported, match="too near 0"):
+        patched.generate(**prompts(6), assistant=assistant, temperature=1e-40, **cold)
+    assert torch.equal(
+        patched.generate(**prompts(6), assistant=assistant, temperature=1e-20, **cold),
+        original.generate(**prompts(6), max_new_tokens=4, do_sample=False),
+    )
 
 
 def test_bad_words_and_bias(pair, assistant):
