@@ -89,7 +89,7 @@ def test_the_marks_are_known_and_few() -> None:
     assert all(snippet.needs <= set(NEEDS) for snippet in ALL), [snippet.name for snippet in ALL if not snippet.needs <= set(NEEDS)]
     elsewhere = [snippet.name for snippet in marked if not snippet.needs & {"clients", "processes"}]
     assert len(elsewhere) <= 3, elsewhere
-    tested = {"docs/clients.md", "docs/serving.md", "docs/recipes.md"}  # clients/test_page.py and test_recipes.py, serving/test_serve_page.py
+    tested = {"docs/clients.md", "docs/serving.md", "docs/recipes.md"}  # by test_page.py, test_serve_page.py and test_recipes.py
     assert {str(snippet.page) for snippet in marked if "clients" in snippet.needs} <= tested
     unmarked = [snippet.name for snippet in snippets(Path("docs/clients.md")) if snippet.language == "python" and not snippet.needs]
     assert not unmarked, unmarked
