@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -161,6 +164,27 @@ def test_the_reference_has_a_docstring_for_every_public_name() -> None:
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
     assert not [name for module in reference.MODULES for name in reference.undocumented(module)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_tutorial_from_its_first_snippet_to_a_head_that_drafts(tmp_path, monkeypatch) -> None:
+    """With SmolLM2, as it stands, but for the installation: its Python goes on from snippet to snippet, and its commands run between."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    page, told = Path("docs/tutorial.md"), {}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for snippet in snippets(page)[1:]:
+        if snippet.language == "python":
+            exec(compile(snippet.text, snippet.name, "exec"), names)
+            continue
+        for words in (words for where, words in commands() if where == snippet.name):
+            done = subprocess.run([sys.executable, "-m", "fastspec", *words], env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, (words, done.stdout[-1000:], done.stderr[-2000:])
+            told[" ".join(words[:3])] = done.stdout
+    assert (tmp_path / "my-head" / "model.safetensors").is_file() and "my-head" in told["inspect my-head --target"]
+    last = fastspec.report(names["model"]).last
+    assert last.rounds > 1 and last.emitted == 48
 
 
 @pytest.mark.slow

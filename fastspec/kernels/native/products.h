@@ -55,23 +55,36 @@ static void in_vectors(const float *x, long R, long K, float *out, long from, lo
         for (long r = 0; r < R; r++) store(out + (v * R + r) * LANES, load(x + r * K + v * LANES));
 }
 
-// `WIDE` rows of a weight times x, whose rows lie side by side in COLUMNS vectors [K, COLUMNS * LANES]. `next` is what is multiplied next.
-template <int WIDE, int COLUMNS>
+// Up to eight rows of x side by side: a vector of sixteen would be half empty, and takes some processors with AVX-512 (Zen 4) twice as long.
+static constexpr long SLIM = 8;
+typedef float slim __attribute__((vector_size(SLIM * 4)));
+typedef float full __attribute__((vector_size(LANES * 4)));
+
+template <typename V>  // which takes no attributes with it, so that an address need not be a vector's
+static inline V from(const float *p) {
+    V x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+// `WIDE` rows of a weight times x, whose rows lie side by side in COLUMNS vectors V [K, COLUMNS * V's lanes]. `next` is multiplied next.
+template <int WIDE, int COLUMNS, typename V = full>
 static inline void block(const float *w, long stride, const float *x, long K, float *out, const float *next) {
-    vec acc[WIDE][COLUMNS] = {};
+    constexpr int LANES = sizeof(V) / 4;
+    V acc[WIDE][COLUMNS] = {};
     long k = 0;
     for (; k + 16 <= K; k += 16) {
         if (next)
             for (int m = 0; m < WIDE; m++) __builtin_prefetch(next + k * WIDE + m * 16, 0, 2);
         for (int j = k; j < k + 16; j++)
             for (int m = 0; m < WIDE; m++)
-                for (int c = 0; c < COLUMNS; c++) acc[m][c] += w[m * stride + j] * load(x + (j * COLUMNS + c) * LANES);
+                for (int c = 0; c < COLUMNS; c++) acc[m][c] += w[m * stride + j] * from<V>(x + (j * COLUMNS + c) * LANES);
     }
     for (; k < K; k++)
         for (int m = 0; m < WIDE; m++)
-            for (int c = 0; c < COLUMNS; c++) acc[m][c] += w[m * stride + k] * load(x + (k * COLUMNS + c) * LANES);
+            for (int c = 0; c < COLUMNS; c++) acc[m][c] += w[m * stride + k] * from<V>(x + (k * COLUMNS + c) * LANES);
     for (int m = 0; m < WIDE; m++)
-        for (int c = 0; c < COLUMNS; c++) store(out + (m * COLUMNS + c) * LANES, acc[m][c]);
+        for (int c = 0; c < COLUMNS; c++) std::memcpy(out + (m * COLUMNS + c) * LANES, &acc[m][c], sizeof(V));
 }
 
 // x [R, K] as groups of columns [K, side], zeros behind the last row.
@@ -84,18 +97,18 @@ static void side_by_side(const float *x, long R, long K, long side, float *out, 
             }
 }
 
-template <int WIDE, int COLUMNS>
+template <int WIDE, int COLUMNS, typename V = full>
 static void many(const float *columns, const float *w, const float *bias, float *y, long R, long M, long K, long from, long to) {
-    constexpr long SIDE = COLUMNS * LANES;
+    constexpr long SIDE = COLUMNS * (sizeof(V) / 4);
     alignas(64) float out[WIDE * SIDE];
     for (long m = from; m < to; m += WIDE) {
         long count = to - m < WIDE ? to - m : WIDE;
         for (long first = 0; first < R; first += SIDE) {
             const float *x = columns + first * K;
             if (count == WIDE)
-                block<WIDE, COLUMNS>(w + m * K, K, x, K, out, first == 0 ? w + (m + WIDE) * K : nullptr);
+                block<WIDE, COLUMNS, V>(w + m * K, K, x, K, out, first == 0 ? w + (m + WIDE) * K : nullptr);
             else
-                for (long i = 0; i < count; i++) block<1, COLUMNS>(w + (m + i) * K, K, x, K, out + i * SIDE, nullptr);
+                for (long i = 0; i < count; i++) block<1, COLUMNS, V>(w + (m + i) * K, K, x, K, out + i * SIDE, nullptr);
             long rows = R - first < SIDE ? R - first : SIDE;
             for (long r = 0; r < rows; r++)
                 for (long i = 0; i < count; i++) y[(first + r) * M + m + i] = bias ? out[i * SIDE + r] + bias[m + i] : out[i * SIDE + r];
@@ -106,7 +119,7 @@ static void many(const float *columns, const float *w, const float *bias, float 
 // x [R, K] times each of `count` weights [M, K] transposed, plus its bias [M] or null -> y [R, all M side by side].
 static void linear(const float *x, const Weight<float> *weights, int count, float *y, long R, long K, long threads) {
     bool tall = R > LANES, along = R <= FEW;
-    long side = (tall ? 2 : 1) * LANES, padded = (R + side - 1) / side * side, vectors = K / LANES, M = channels(weights, count);
+    long side = R <= SLIM ? SLIM : (tall ? 2 : 1) * LANES, padded = (R + side - 1) / side * side, vectors = K / LANES, M = channels(weights, count);
     float *turned = R > 1 ? space(0, (along ? R : padded) * K).data() : nullptr;
     int64_t began = now(), done = began, waited = 0;
     long used = 1;
@@ -141,7 +154,9 @@ static void linear(const float *x, const Weight<float> *weights, int count, floa
                 case 6: few<6>(turned, x, w, bias, out, M, K, from, to); break;
 #endif
                 default:
-                    if (tall)
+                    if (R <= SLIM)
+                        many<12, 1, slim>(turned, w, bias, out, R, M, K, from, to);
+                    else if (tall)
                         many<LANES == 16 ? 8 : 6, 2>(turned, w, bias, out, R, M, K, from, to);
                     else
                         many<12, 1>(turned, w, bias, out, R, M, K, from, to);
