@@ -30,7 +30,8 @@ def table(rows: Sequence[Row]) -> str:
             firsts = [f"{row['first_token_s']:.3g}" if "first_token_s" in row else "" for row in (mine, theirs)]
             cells = [model, before or "prompts", count, new, f"{method}, {what}", _cell(a, mine), _cell(b, theirs), f"{ratio:.2f}", *firsts]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join([*lines, "", *_told(rows)])
+    last = {id(row) for found in cases.values() for row in found.values()}
+    return "\n".join([*lines, "", *_told([row for row in rows if id(row) in last])])
 
 
 def _cell(value: float, row: Row) -> str:
@@ -42,11 +43,13 @@ def _cell(value: float, row: Row) -> str:
 
 
 def _told(rows: Sequence[Row]) -> list[str]:
-    """A line for every device, and one for every version and setting of an engine, with the cases that it gave."""
-    lines = dict.fromkeys(
-        f"On {row['device']}: torch {row['torch']}, triton {row['triton']}, transformers {row['transformers']}, commit {row['commit']}."
-        for row in rows
-    )
+    """A line for every device and version of ours, and one for every version and setting of an engine, with the cases that it gave."""
+    made: dict[str, dict[str, None]] = {}
+    for row in rows:
+        where = f"On {row['device']}: torch {row['torch']}, triton {row['triton']}, transformers {row['transformers']}"
+        of = f"{row['model']} {row['rows']}x{row.get('before') or 'prompts'}"
+        made.setdefault(f"{where}, commit {row['commit']}", {})[of] = None
+    lines = [f"{where}: {', '.join(of)}." for where, of in made.items()]
     cases: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in rows:
         settings = json.dumps(row.get("engine_settings", {}), sort_keys=True)
