@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from concurrent.futures import Executor
 from typing import Any
 
 from fastapi import HTTPException
@@ -30,7 +31,7 @@ class Checked(BaseHandler):
     needs = "prompt"
     limits: Limits
     tokenizer: Any
-    making: asyncio.Lock
+    making: Executor
     """Of stop strings: one request's at a time, for that takes Python's time from all others."""
 
     async def handle_request(self, body: Body, request_id: str) -> Any:
@@ -43,8 +44,8 @@ class Checked(BaseHandler):
         try:
             await self._check_length(texts_of(body))
             if asked.stop:  # which may take seconds: other requests go on meanwhile
-                async with self.making:
-                    asked.criterion = await asyncio.to_thread(stop_criterion, self.tokenizer, asked.stop)
+                loop = asyncio.get_running_loop()
+                asked.criterion = await loop.run_in_executor(self.making, stop_criterion, self.tokenizer, asked.stop)
             response = await super().handle_request(body, request_id)
             if asked.sent is not None:  # a stream has not begun: what refuses it has a status still
                 await is_taken(asked.sent)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -264,7 +264,7 @@ class BatchState(GenerationState):
 
     def __init__(self, manager: BatchManager) -> None:
         super().__init__()
-        self.manager, self.making = manager, asyncio.Lock()
+        self.manager, self.making = manager, ThreadPoolExecutor(1, "fastspec-stop-strings")
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> BatchManager:
         """The manager."""
@@ -276,4 +276,5 @@ class BatchState(GenerationState):
 
     def shutdown(self) -> None:
         """Let go of all requests."""
+        self.making.shutdown(wait=False, cancel_futures=True)
         self.manager.stop()
