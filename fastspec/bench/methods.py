@@ -120,12 +120,12 @@ def check_names(methods: Sequence[str] | None) -> None:
     """Raises Unsupported for a method that does not exist."""
     from fastspec.patches.assistants.registry import NAMES
 
+    accepted = [name for name in (*PEERS, *NAMES) if name != "cascade"]
     for name in methods or ():
-        if name not in PEERS and name not in NAMES:
-            accepted = [each for each in (*PEERS, *NAMES) if each != "cascade"]
-            raise Unsupported(f"method {name!r} is unknown: accepted are {', '.join(accepted)}")
         if name == "cascade":
             raise Unsupported("a cascade answers with several models, and is measured by fastspec cascade evaluate")
+        if name not in accepted:
+            raise Unsupported(f"method {name!r} is unknown: accepted are {', '.join(accepted)}")
 
 
 def choose(methods: Sequence[str] | None, plain: Any, target: Any, drafters: Drafters, batch: int, say: Say) -> list[Method]:

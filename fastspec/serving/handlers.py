@@ -17,12 +17,12 @@ from transformers.cli.serving.utils import BaseHandler
 
 from fastspec.patches.hf.stop_strings import stop_criterion
 from fastspec.serving.manager import BatchState, is_taken
-from fastspec.serving.requests import ASKED, COLDEST, Body, Limits, read, refuse, texts_of
+from fastspec.serving.requests import ASKED, GREEDY_BELOW, Body, Limits, read, refuse, texts_of
 
 OWN_OF_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 """What `apply_chat_template` takes itself; other names are variables of the template."""
 LONG = 16384
-"""Characters of a prompt from which on it is counted first, beside the server's own thread, which reads it in milliseconds below."""
+"""Characters of a prompt from which on its tokens are counted first, beside the server's own thread."""
 
 
 class Checked(BaseHandler):
@@ -65,8 +65,10 @@ class Checked(BaseHandler):
         """Refuse a prompt that has no room whatever stands around its texts, before the server's thread reads it."""
         if sum(map(len, texts)) < LONG:
             return
-        read = self.tokenizer.backend_tokenizer.encode
-        counts = await asyncio.to_thread(lambda: [len(read(text.strip(), add_special_tokens=False)) for text in texts])
+        encode = self.tokenizer.backend_tokenizer.encode
+        counts = await asyncio.to_thread(
+            lambda: [sum(encode(text.strip(), add_special_tokens=False).attention_mask) for text in texts]  # 0 where a tokenizer pads
+        )
         length, most = sum(counts) - 2 * len(counts), self.model_manager.batch.max_length  # words may join at the ends of a text
         if length >= most:
             raise refuse(f"the prompt has {length} tokens or more, and this server takes {most - 1} at most")
@@ -79,7 +81,7 @@ class Checked(BaseHandler):
 
     def _build_generation_config(self, body: Body, model_generation_config: Any, use_cb: bool = False) -> Any:
         config = super()._build_generation_config({**body, "seed": None}, model_generation_config, use_cb=use_cb)  # a global seed otherwise
-        if (body.get("temperature") or 0) >= COLDEST:  # transformers' server leaves that to the model's configuration
+        if (body.get("temperature") or 0) >= GREEDY_BELOW:  # transformers' server leaves that to the model's configuration
             config.do_sample = True
         elif "temperature" in body:
             config.do_sample = False

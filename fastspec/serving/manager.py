@@ -238,7 +238,7 @@ class BatchManager(BaseGenerateManager):
             gen_config.max_new_tokens, gen_config.max_length = gen_config.max_length - length, None
         if not asked.limited:
             gen_config.max_new_tokens = min(gen_config.max_new_tokens or DEFAULT, room)
-        elif not gen_config.max_new_tokens <= self.limits.tokens:
+        elif gen_config.max_new_tokens > self.limits.tokens:
             raise too_many(gen_config.max_new_tokens, self.limits)
         if batch.waiting >= self.limits.queue:
             self.metrics.requests.labels("refused").inc()

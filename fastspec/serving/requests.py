@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from fastspec.serving.batch import Sent
 
 Body = dict[str, Any]
-COLDEST = 1e-6
+GREEDY_BELOW = 1e-6
 """Below this temperature answers are greedy, as they are at 0."""
 STOP_LENGTH = 256
 """Characters of a request's stop strings: transformers compares each with every token of the vocabulary first."""

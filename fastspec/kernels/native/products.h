@@ -67,10 +67,10 @@ static inline V from(const float *p) {
     return x;
 }
 
-// `WIDE` rows of a weight times x, whose rows lie side by side in COLUMNS vectors V [K, COLUMNS * V's lanes]. `next` is multiplied next.
+// `WIDE` rows of a weight times x, whose rows lie side by side in COLUMNS vectors V [K, COLUMNS * EACH]. `next` is what is multiplied next.
 template <int WIDE, int COLUMNS, typename V = full>
 static inline void block(const float *w, long stride, const float *x, long K, float *out, const float *next) {
-    constexpr int LANES = sizeof(V) / 4;
+    constexpr int EACH = sizeof(V) / 4;
     V acc[WIDE][COLUMNS] = {};
     long k = 0;
     for (; k + 16 <= K; k += 16) {
@@ -78,13 +78,13 @@ static inline void block(const float *w, long stride, const float *x, long K, fl
             for (int m = 0; m < WIDE; m++) __builtin_prefetch(next + k * WIDE + m * 16, 0, 2);
         for (int j = k; j < k + 16; j++)
             for (int m = 0; m < WIDE; m++)
-                for (int c = 0; c < COLUMNS; c++) acc[m][c] += w[m * stride + j] * from<V>(x + (j * COLUMNS + c) * LANES);
+                for (int c = 0; c < COLUMNS; c++) acc[m][c] += w[m * stride + j] * from<V>(x + (j * COLUMNS + c) * EACH);
     }
     for (; k < K; k++)
         for (int m = 0; m < WIDE; m++)
-            for (int c = 0; c < COLUMNS; c++) acc[m][c] += w[m * stride + k] * from<V>(x + (k * COLUMNS + c) * LANES);
+            for (int c = 0; c < COLUMNS; c++) acc[m][c] += w[m * stride + k] * from<V>(x + (k * COLUMNS + c) * EACH);
     for (int m = 0; m < WIDE; m++)
-        for (int c = 0; c < COLUMNS; c++) std::memcpy(out + (m * COLUMNS + c) * LANES, &acc[m][c], sizeof(V));
+        for (int c = 0; c < COLUMNS; c++) std::memcpy(out + (m * COLUMNS + c) * EACH, &acc[m][c], sizeof(V));
 }
 
 // x [R, K] as groups of columns [K, side], zeros behind the last row.
@@ -119,7 +119,8 @@ static void many(const float *columns, const float *w, const float *bias, float 
 // x [R, K] times each of `count` weights [M, K] transposed, plus its bias [M] or null -> y [R, all M side by side].
 static void linear(const float *x, const Weight<float> *weights, int count, float *y, long R, long K, long threads) {
     bool tall = R > LANES, along = R <= FEW;
-    long side = R <= SLIM ? SLIM : (tall ? 2 : 1) * LANES, padded = (R + side - 1) / side * side, vectors = K / LANES, M = channels(weights, count);
+    long side = R <= SLIM ? SLIM : (tall ? 2 : 1) * LANES, padded = (R + side - 1) / side * side;
+    long vectors = K / LANES, M = channels(weights, count);
     float *turned = R > 1 ? space(0, (along ? R : padded) * K).data() : nullptr;
     int64_t began = now(), done = began, waited = 0;
     long used = 1;

@@ -54,15 +54,15 @@ def of_rows(processor: Any, rows: list[int]) -> Any:
     return twin
 
 
-COLDEST = 1e-30
-"""The lowest temperature: a score of 10^8, divided by it, is still a number of fp32."""
+LEAST_TEMPERATURE = 1e-30
+"""A score of 10^8, divided by it, is still a number of fp32."""
 
 
 def make_processors(processors: lp.LogitsProcessorList, ids: Tensor) -> tuple[Callable[[Tensor], Tensor] | None, RowProcessor | None]:
     """Processors of known types in one of two forms: over rows [R, V] at once where none looks at the history, else over some rows with
-    their prefixes; neither where there is none, or one of another type. Raises Unsupported for a temperature that leaves scores no
-    room in fp32: plain decoding raises there too."""
-    if temperature_of(processors) < COLDEST:
+    their prefixes; neither where there is none, or one of another type. Raises Unsupported for a temperature by which scores may
+    overflow; plain decoding raises where they do."""
+    if temperature_of(processors) < LEAST_TEMPERATURE:
         raise Unsupported(f"temperature={temperature_of(processors)} is too near 0 to sample at: do_sample=False is greedy")
     if not processors or not are_known(processors, ()):
         return None, None

@@ -86,6 +86,8 @@ def attention(
 
 
 def norm(residual: bool = False, offset: float | None = None) -> Callable[[Draw], Inputs]:
+    """Rows of a width that is no power of 2, with a residual or without."""
+
     def make(draw: Draw) -> Inputs:
         return (draw.floats(2, 3, 80), draw.floats(80), 1e-5, draw.floats(2, 3, 80) if residual else None), {"offset": offset}
 
@@ -93,6 +95,8 @@ def norm(residual: bool = False, offset: float | None = None) -> Callable[[Draw]
 
 
 def rope(norms: bool, scaled: bool = False) -> Callable[[Draw], Inputs]:
+    """Two rows of three nodes, four query heads to two key heads; with norms of heads, and a factor for each position."""
+
     def make(draw: Draw) -> Inputs:
         size, rows, nodes = 16, 2, 3
         angles = draw.uniform(32, size // 2) * 6
@@ -107,6 +111,7 @@ def rope(norms: bool, scaled: bool = False) -> Callable[[Draw], Inputs]:
 
 
 def walk(draw: Draw) -> Inputs:
+    """Two trees of five nodes, in which four and two nodes, the root counted, were picked."""
     parents = draw.fixed([[0, 0, 0, 1, 3], [0, 0, 1, 2, 3]])
     tokens = draw.fixed([[9, 4, 5, 6, 7], [8, 3, 3, 5, 1]])
     picks = draw.fixed([[4, 6, 0, 7, 2], [3, 9, 4, 4, 4]])
@@ -158,6 +163,7 @@ def candidates(draw: Draw) -> Inputs:
 
 
 def frontier(draw: Draw) -> Inputs:
+    """Three of twelve candidates go on."""
     words = draw.whole(2**20, 2, 3, 1)
     return (draw.whole(40, 2, 12), draw.order(12, 2)[:, :3].contiguous(), draw.floats(2, 3, 48), words, 24), {}
 
@@ -168,6 +174,7 @@ def fed(draw: Draw) -> tuple[Tensor, Tensor, Tensor, float]:
 
 
 def head(draw: Draw) -> Inputs:
+    """Three tokens of two rows, with hidden states."""
     return (draw.whole(40, 2, 3), draw.floats(2, 3, 48), *fed(draw)), {}
 
 
@@ -177,20 +184,24 @@ def verdict(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def commitment(draw: Draw) -> Inputs:
+    """A row that runs, and one that has ended, at the end of its room."""
     path, accepted, _, active = verdict(draw)
     return (draw.fixed([7, 30]), path, accepted, active, 31), {}
 
 
 def emission(draw: Draw) -> Inputs:
+    """The tokens of an accepted path, of a row that runs and of one that does not."""
     path, *others = verdict(draw)
     return (draw.whole(999, 2, 5), path, *others, draw.fixed([5, 6])), {}
 
 
 def pairs(draw: Draw) -> Inputs:
+    """Features of five nodes, of which those on the path are kept."""
     return (draw.floats(2, 5, 96), *verdict(draw), draw.fixed([5, 6]), draw.fixed([7, 30])), {}
 
 
 def last_pairs(draw: Draw) -> Inputs:
+    """Two states of three nodes, of which the last accepted one is kept."""
     states = [draw.floats(2, 3, 48) for _ in range(2)]
     return (*states, draw.fixed([2, 0]), draw.floats(2, 48), draw.floats(2, 48), draw.fixed([7, 30]), 31), {}
 
@@ -202,18 +213,23 @@ def moves(draw: Draw) -> Inputs:
 
 
 def places(draw: Draw) -> Inputs:
+    """Tokens and depths of two trees, one of which ends where positions do."""
     return (draw.whole(40, 2, 5), draw.whole(4, 2, 5), draw.fixed([7, 30]), 32, draw.floats(40, 48)), {}
 
 
 def gates(draw: Draw) -> Inputs:
+    """Heads beside a product that holds their gates."""
     return (draw.floats(2, 3, 4, 16), draw.floats(2, 3, (2 * 4 + 2 * 2) * 16)), {}
 
 
 def gated(draw: Draw) -> Inputs:
+    """Heads, their gates and a norm."""
     return (draw.floats(2, 3, 4, 16), draw.floats(2, 3, 4, 16), draw.floats(16), 1e-6), {}
 
 
 def routing(chosen: Routing, corrected: bool = False) -> Callable[[Draw], Inputs]:
+    """Logits of 32 experts that are all different, for five tokens."""
+
     def make(draw: Draw) -> Inputs:
         logits = (draw.order(32, 5).to(draw.dtype) - 16) / 8
         correction = draw.order(32).float() * 1e-3 if corrected else None
@@ -255,16 +271,19 @@ def recurrent(draw: Draw, nodes: int) -> tuple[Any, ...]:
 
 
 def delta_tree(draw: Draw) -> Inputs:
+    """Trees of six nodes, with space for their updates."""
     nodes, (_, _, words) = 6, tree(draw, 2, 6)
     spaces = draw.single(2, nodes, SIZES["values"], SIZES["value"]), draw.single(2, nodes, SIZES["values"])
     return (*recurrent(draw, nodes), words, *spaces), {}
 
 
 def delta_chain(draw: Draw) -> Inputs:
+    """Texts of 13 and 20 tokens."""
     return (*recurrent(draw, 20), draw.fixed([13, 20])), {}
 
 
 def delta_commit(draw: Draw) -> Inputs:
+    """The updates of an accepted path, of a row that runs and of one that does not."""
     nodes, values = 5, SIZES["values"]
     path, accepted, _, active = verdict(draw)
     states, held = draw.single(1, 2, values, SIZES["key"], SIZES["value"]), draw.floats(1, 2, 4, CHANNELS)
@@ -274,6 +293,8 @@ def delta_commit(draw: Draw) -> Inputs:
 
 
 def convolution(chain: bool) -> Callable[[Draw], Inputs]:
+    """Six nodes of a text or of trees, behind four inputs that are held."""
+
     def make(draw: Draw) -> Inputs:
         parents = None if chain else tree(draw, 2, 6)[0]
         return (draw.floats(2, 6, CHANNELS), draw.floats(CHANNELS, 4), draw.floats(2, 4, CHANNELS), parents), {}
@@ -282,6 +303,7 @@ def convolution(chain: bool) -> Callable[[Draw], Inputs]:
 
 
 def held(draw: Draw) -> Inputs:
+    """Inputs of which six and two are real, where four are held."""
     return (draw.floats(2, 6, CHANNELS), draw.floats(2, 4, CHANNELS), draw.fixed([6, 2])), {}
 
 
