@@ -15,6 +15,7 @@ both are measured with kernels that compile one after another at their first lau
     python benchmarks/first_call.py --out first_call.jsonl              # the demo's model, unpacked from its file
     python benchmarks/first_call.py --shapes smollm2-135m llama-8b --out first_call.jsonl
     python benchmarks/first_call.py --shapes tiny --tokens 4            # also without CUDA
+    python benchmarks/first_call.py --demo --out first_call.jsonl       # `fastspec demo`, the whole command, instead of a call
 
 Shapes are those of full_size.py, with random weights, made on the device, and a head of the published EAGLE-3 shape.
 """
@@ -29,7 +30,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -159,24 +161,39 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
     }  # fmt: skip
 
 
-def measure(shape: str, assistant: str, workers: int | None, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row with empty caches, and one with those that it left."""
-    rows = []
+def both(command: list[str], setting: dict[str, str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Run a command with empty caches and with those that it left -> which caches and the process's seconds, and what it printed last."""
     with tempfile.TemporaryDirectory() as folder:
-        setting = {} if workers is None else {"FASTSPEC_COMPILE_WORKERS": str(workers)}
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "FASTSPEC_CACHE": f"{folder}/fastspec"}
         root = str(Path(__file__).parents[1])
         path = {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-        command = [sys.executable, __file__, "--child", shape, assistant, "--prompt", str(options.prompt), "--tokens", str(options.tokens)]
         for caches_are in ("cold", "warm"):
             began = time.perf_counter()
             done = subprocess.run(command, env=os.environ | caches | path | setting, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"{' '.join(command)}: {done.stderr[-3000:]}")
-            row = {"caches": caches_are, "workers": workers, "process": round(time.perf_counter() - began, 3)}
-            rows.append(row | json.loads(done.stdout.splitlines()[-1]))
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+            yield {"caches": caches_are, "process": round(time.perf_counter() - began, 3)}, json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(shape: str, assistant: str, workers: int | None, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row of a first call with empty caches, and one with those that it left."""
+    command = [sys.executable, __file__, "--child", shape, assistant, "--prompt", str(options.prompt), "--tokens", str(options.tokens)]
+    for begun, found in both(command, {} if workers is None else {"FASTSPEC_COMPILE_WORKERS": str(workers)}):
+        yield begun | {"workers": workers} | found
+
+
+def measure_demo() -> Iterator[dict[str, Any]]:
+    """A row of the demo's command with empty caches, and one with those that it left, with the figures of its methods by their names."""
+    import torch
+
+    from fastspec.bench.device import versions
+    from fastspec.devices import device_name
+
+    for begun, found in both([sys.executable, "-m", "fastspec", "demo", "--json"], {}):
+        methods = {row.pop("method"): row for row in found.pop("rows")}
+        found["device"] = device_name(torch.device(found["device"]))
+        row = begun | {"command": "demo", "prompts": len(found.pop("prompts"))} | found
+        yield row | {"methods": methods, "cores": os.cpu_count(), **versions()}
 
 
 def main() -> None:
@@ -187,19 +204,20 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, help="processes that compile; by default as many as fastspec takes")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=16, help="new tokens")
+    parser.add_argument("--demo", action="store_true", help="time `fastspec demo` instead of a call")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(child(*options.child, options.prompt, options.tokens)))
         return
-    for shape in options.shapes:
-        for assistant in options.assistants:
-            for workers in options.workers or [None]:
-                rows = measure(shape, assistant, workers, options)
-                if options.out:
-                    with options.out.open("a") as file:
-                        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    shapes = [] if options.demo else options.shapes
+    calls = [(shape, assistant, workers) for shape in shapes for assistant in options.assistants for workers in options.workers or [None]]
+    for row in measure_demo() if options.demo else chain.from_iterable(measure(*call, options) for call in calls):
+        print(json.dumps(row), flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(f"{json.dumps(row)}\n")
 
 
 if __name__ == "__main__":
