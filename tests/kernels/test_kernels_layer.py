@@ -162,7 +162,9 @@ def test_rope_cache(device, data, seed, part, norm, batch, offset, norms_values,
     k_cache, v_cache = buffers[0][1], buffers[1][1]
     if norms_values:
         rounded_alike(v_cache, wanted[1])
-        torch.testing.assert_close(v_cache, wanted[1], rtol=2 * torch.finfo(dtype).eps, atol=1e-30, equal_nan=True)
+        # Rounded once: a unit where the scale's error crosses a tie; in fp32 that error itself, a few units on either side as in rms_norm.
+        few = (8 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
+        torch.testing.assert_close(v_cache, wanted[1], rtol=few, atol=1e-30, equal_nan=True)
     else:
         assert torch.equal(v_cache.nan_to_num(7.0), wanted[1].nan_to_num(7.0))  # copied, and nothing else touched
     assert bool(torch.stack(buffers)[:, [0, 2]].isnan().all()) and torch.equal(k_cache.isnan(), wanted[0].isnan())
