@@ -78,22 +78,29 @@ CALLS = 5
 FILLED = 4096
 
 
+EMBEDDED = 16.0
+"""Standard deviation of a mixture's embeddings; a layer adds about 1."""
+
+
 def routers_of(model: Any) -> list[torch.nn.Module]:
     """The routers of a mixture of experts."""
     return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
 def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
-    """A model of a shape with random weights; no token ends it."""
+    """A model of a shape with random weights; no token ends it.
+
+    Biases are 0, and the embeddings of a mixture are large beside what layers add: so tokens stay unlike one another through all layers
+    and routers spread them over the experts, as trained ones do. Otherwise some layers send nearly all tokens to the same few."""
     kind, sizes = SHAPES[name]
     config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=131072, bos_token_id=None, eos_token_id=None, pad_token_id=0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.to_empty(device=device).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+    for tensor, parameter in model.named_parameters():
+        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(0.0 if tensor.endswith("bias") else 1.0)
     if routers_of(model):
-        model.get_input_embeddings().weight.normal_()
+        model.get_input_embeddings().weight.normal_(0.0, EMBEDDED)
     model.tie_weights()
     decoder = model.model
     decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(device)

@@ -1,7 +1,8 @@
 """vLLM's answers to a bench's prompts, in a process and, if need be, an environment of its own: `python in_vllm.py JOB OUT`.
 
 JOB is a JSON object: `options` of `vllm.LLM`, `batches` of prompts as token ids, `max_new_tokens` of each batch, `ends` (end tokens),
-`exact_length` (answers go on behind end tokens), and for every batch so many calls before the timed ones (`warmup`) and timed ones
+`exact_length` (answers go on behind end tokens), `unbiased` (biases are set to 0, where weights are random: a router's would send every
+token to the same experts), and for every batch so many calls before the timed ones (`warmup`) and timed ones
 (`runs`). The first line of OUT says which `version` answers, every other one is a timed call's answer to a batch: `batch`, `call`,
 `tokens`, `seconds`, and of drafts `drafts` (how often any were made, summed over the rows), `accepted`, `accepted_at` (by position). Only
 vLLM and Python's own library are imported here.
@@ -24,6 +25,8 @@ def main(job_path: str, out_path: str) -> None:
         job = json.load(file)
     counts = "speculative_config" in job["options"]
     engine = vllm.LLM(**job["options"], disable_log_stats=not counts)
+    if job["unbiased"]:
+        engine.apply_model(without_biases)
     exact = job["exact_length"]
     with open(out_path, "w", encoding="utf-8") as out:
         print(json.dumps({"version": vllm.__version__}), file=out, flush=True)
@@ -42,6 +45,13 @@ def main(job_path: str, out_path: str) -> None:
                 answer |= {"drafts": 0, "accepted": 0, "accepted_at": []} | minus(after, before)
                 if call >= 0:
                     print(json.dumps(answer), file=out, flush=True)
+
+
+def without_biases(model):
+    """Set a model's biases to 0, in place."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.zero_()
 
 
 def drafted(engine):

@@ -149,13 +149,13 @@ def test_many_pairs_of_an_expert_are_shared_out(device, first, monkeypatch):
 
 
 class Noted:
-    """A kernel that notes the last dimension of its grids."""
+    """A kernel that notes the second dimension of its grids."""
 
     def __init__(self, kernel: Any, parts: list[int]) -> None:
         self.kernel, self.parts = kernel, parts
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.parts.append(grid[2])
+        self.parts.append(grid[1])
         return self.kernel[grid]
 
 

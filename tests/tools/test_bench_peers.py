@@ -55,6 +55,19 @@ class LLM:
         out = [[each["prompt_token_ids"][-1]] * settings.max_tokens for each in prompts]
         return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=ids)]) for ids in out]
 
+    def apply_model(self, change):
+        class Parameter:
+            def __init__(self):
+                self.data, self.zeroed = self, False
+
+            def zero_(self):
+                self.zeroed = True
+
+        found = {name: Parameter() for name in ("router.bias", "router.weight", "experts.w2_bias")}
+        change(types.SimpleNamespace(named_parameters=lambda: found.items()))
+        with open(SEEN + ".zeroed", "a") as file:
+            print(json.dumps([name for name, parameter in found.items() if parameter.zeroed]), file=file)
+
     def get_metrics(self):
         name = "vllm:spec_decode_num_accepted_tokens"
         return [
@@ -117,6 +130,7 @@ def test_an_engine_answers_the_same_prompts_plainly_and_with_chains_of_the_head(
         assert (each["model"], each["dtype"], each["enable_prefix_caching"]) == (str(saved / "model"), "float32", False)
         assert each["disable_log_stats"] is ("speculative_config" not in each) and "enforce_eager" not in each
     assert settings[1]["speculative_config"]["model"] == str(saved / "head")
+    assert not Path(f"{engine}.zeroed").exists()  # trained weights stay what they are
     assert len(calls) == 3 * 2 * (1 + 2)  # of every way, for every prompt, a warm-up and two runs
     assert all(len(each["prompts"]) == 1 and each["max_tokens"] == 6 for each in calls)
     assert not any(each["ignore_eos"] for each in calls)
@@ -167,6 +181,7 @@ def test_shapes_with_random_weights_answer_at_their_length(engine: Path) -> None
     assert [[answer.tokens for answer in batch] for batch in found] == [[[[2] * 5, [3] * 5]] * 2, [[[4] * 5]] * 2]
     assert told["engine_settings"]["load_format"] == "dummy" and told["engine_settings"]["max_num_seqs"] == 2
     assert all(each["ignore_eos"] and each["min_tokens"] == 5 for each in read(engine)[1:])
+    assert read(Path(f"{engine}.zeroed")) == [["router.bias", "experts.w2_bias"]]  # a router's would send every token to the same experts
 
 
 def test_an_unknown_engine_is_refused(saved: Path) -> None:

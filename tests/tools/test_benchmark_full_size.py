@@ -34,6 +34,22 @@ def on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.mark.parametrize(("kind", "sizes"), [
+    ("gpt_oss", {"num_local_experts": 8, "intermediate_size": 96, "head_dim": 16}),
+    ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 96, "norm_topk_prob": True}),
+])  # fmt: skip
+def test_random_weights_spread_tokens_over_the_experts(script, monkeypatch, kind, sizes) -> None:
+    """In every layer, as trained routers do: one that sends all to the same few is another kernel's work."""
+    sizes = MIXTURE[1] | {"num_hidden_layers": 12, "hidden_size": 256} | sizes
+    monkeypatch.setitem(script.SHAPES, "mixture", (kind, {name: size for name, size in sizes.items() if name != "sliding_window"}))
+    torch.manual_seed(0)
+    model, found = script.make_model("mixture", "cpu", torch.float32), []
+    for router in script.routers_of(model):
+        router.register_forward_hook(lambda _, __, out: found.append(torch.bincount(out[-1].flatten(), minlength=8)))
+    model(torch.randperm(256)[None])
+    assert len(found) == 12 and all(counts.sum() == 512 and counts.max() <= 2.5 * 64 for counts in found)
+
+
 @pytest.mark.slow
 def test_rows_of_a_mixture_count_the_experts_that_rounds_touch(script, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(script.SHAPES, "mixture", MIXTURE)

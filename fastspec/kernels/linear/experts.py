@@ -139,7 +139,7 @@ def _gate_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    group, part = tl.program_id(1), tl.program_id(2)
+    part, group = tl.program_id(1), tl.program_id(2)
     begin = tl.load(p_begin + group)
     end = tl.load(p_end + group)
     if end > begin:
@@ -148,7 +148,7 @@ def _gate_up(
         if BIAS:
             p_bias += expert * (2 * INNER)
         if end - begin > MEDIUM:
-            for first in range(begin + part * LARGE, end, LARGE * tl.num_programs(2)):
+            for first in range(begin + part * LARGE, end, LARGE * tl.num_programs(1)):
                 _gate_up_rows(
                     p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, first, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
                     SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, LARGE, DEPTH_BLOCK, LARGE_STAGES,
@@ -196,7 +196,7 @@ def _down(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    group, part = tl.program_id(1), tl.program_id(2)
+    part, group = tl.program_id(1), tl.program_id(2)
     begin = tl.load(p_begin + group)
     end = tl.load(p_end + group)
     if end > begin:
@@ -205,7 +205,7 @@ def _down(
         if BIAS:
             p_bias += expert * HIDDEN
         if end - begin > MEDIUM:
-            for first in range(begin + part * LARGE, end, LARGE * tl.num_programs(2)):
+            for first in range(begin + part * LARGE, end, LARGE * tl.num_programs(1)):
                 _down_rows(
                     p_inner, p_mine, p_bias, p_order, p_out, first, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, LARGE, DEPTH_BLOCK,
                     LARGE_STAGES,
@@ -297,12 +297,12 @@ def experts(
     same["SMALL_STAGES"] = stages_within(launch.small_stages, (launch.tile + launch.small) * stage, x.device)
     same["LARGE_STAGES"] = stages_within(launch.large_stages, (launch.tile + launch.large) * stage, x.device)
     parts_of_group = max(1, min(MOST_PARTS, pairs // (groups * launch.large)))
-    _gate_up[(triton.cdiv(2 * inner, launch.tile), groups, parts_of_group)](
+    _gate_up[(triton.cdiv(2 * inner, launch.tile), parts_of_group, groups)](
         rows, gate_up, gate_up_bias, weights, order, expert, begin, end, activated, rows.stride(0), CHOICES=choices, HIDDEN=size,
         INNER=inner, TRANSPOSED=turned_in, INTERLEAVED=kind.interleaved, SCALES=kind.scales_input, BIAS=gate_up_bias is not None,
         ALPHA=kind.gate.alpha, CUBIC=kind.gate.cubic, OFFSET=kind.offset, LIMIT=kind.limit, DEPTH_BLOCK=_depth(launch, size), **same,
     )  # fmt: skip
-    _down[(triton.cdiv(size, launch.tile), groups, parts_of_group)](
+    _down[(triton.cdiv(size, launch.tile), parts_of_group, groups)](
         activated, down, down_bias, order, expert, begin, end, parts, HIDDEN=size, INNER=inner, TRANSPOSED=turned_out,
         BIAS=down_bias is not None, DEPTH_BLOCK=_depth(launch, inner), **same,
     )  # fmt: skip

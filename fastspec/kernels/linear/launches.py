@@ -137,7 +137,7 @@ EXPERTS: dict[bool, tuple[tuple[int, ExpertsLaunch], ...]] = {
     True: ((16, ExpertsLaunch(32, 32, 16, 16, 16, 4, 3, 3)), (0, ExpertsLaunch(32, 32, 16, 16, 32, 4, 3, 3))),
     False: (
         (16, ExpertsLaunch(64, 128, 16, 16, 16, 4, 5, 5)), (32, ExpertsLaunch(64, 128, 16, 16, 32, 4, 5, 4)),
-        (64, ExpertsLaunch(64, 128, 16, 16, 64, 4, 5, 3)), (0, ExpertsLaunch(128, 64, 32, 64, 128, 8, 4, 4)),
+        (64, ExpertsLaunch(64, 128, 16, 16, 64, 4, 5, 3)), (0, ExpertsLaunch(128, 64, 32, 128, 256, 8, 4, 4)),
     ),
 }  # fmt: skip
 """By whether elements are fp32, which has no tensor cores (small tiles for the registers' sake): for at most so many tokens; the last takes
