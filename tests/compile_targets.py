@@ -67,8 +67,8 @@ def pretend(target: int | str) -> None:
     from fastspec.kernels.attention import hopper as hopper_attention
     from fastspec.kernels.attention import tree as tree_attention
     from fastspec.kernels.drafting import topk_expand
+    from fastspec.kernels.linear import experts, linear
     from fastspec.kernels.linear import hopper as hopper_linear
-    from fastspec.kernels.linear import linear
 
     triton.runtime.driver.set_active(Absent(target))
     capability = 0 if isinstance(target, str) else target
@@ -76,7 +76,7 @@ def pretend(target: int | str) -> None:
     for module in (linear, topk_expand):
         module.has_descriptors = launch._capable
     launch.shared_memory = lambda device: limit_of(target)
-    for module in (hopper_attention, hopper_linear):
+    for module in (hopper_attention, hopper_linear, experts):
         module.is_hopper = lambda device: capability == 90
     tree_attention.processors = lambda device: 108
 

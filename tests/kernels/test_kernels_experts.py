@@ -161,10 +161,13 @@ class Noted:
 
 @EVERYWHERE
 @pytest.mark.parametrize("transposed", [False, True])
-def test_every_size_of_a_group(device, transposed):
+@pytest.mark.parametrize("hopper", [False, True])
+def test_every_size_of_a_group(device, transposed, hopper, monkeypatch):
     """As many pairs as the tiles of a launch hold, one less and one more."""
     dtype = torch.float16
-    launch = experts_launch_for(1000, dtype)
+    monkeypatch.setattr(kernels, "is_hopper", lambda device: hopper)
+    launch = experts_launch_for(1000, dtype, hopper=hopper)
+    assert launch.large == (256 if hopper else 128)
     sizes = [0, 1] + [tile + off for tile in (launch.small, launch.medium, launch.large) for off in (-1, 0, 1)]
     generator = torch.Generator().manual_seed(5)
     chosen = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))

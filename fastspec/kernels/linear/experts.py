@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent, stages_within
+from fastspec.kernels.launch import dependent, is_hopper, stages_within
 from fastspec.kernels.layer.rms_norm import rows_of
 from fastspec.kernels.linear.experts_row import experts_row
 from fastspec.kernels.linear.launches import ExpertsLaunch, experts_launch_for
@@ -290,7 +290,7 @@ def experts(
     pdl = dependent(x.device)
     _group[(count,)](chosen, order, expert, begin, end, pairs, BY_EXPERT=pairs >= count, BLOCK=block, num_warps=max(1, block // 256), **pdl)
 
-    launch = experts_launch_for(tokens, x.dtype, turned_in and turned_out)
+    launch = experts_launch_for(tokens, x.dtype, turned_in and turned_out, is_hopper(x.device))
     activated, parts = x.new_empty((pairs, inner)), x.new_empty((pairs, size))
     same = pdl | {"TILE": launch.tile, "SMALL": launch.small, "MEDIUM": launch.medium, "LARGE": launch.large, "num_warps": launch.warps}
     stage = launch.depth * x.element_size()

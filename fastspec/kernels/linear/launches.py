@@ -137,7 +137,7 @@ EXPERTS: dict[bool, tuple[tuple[int, ExpertsLaunch], ...]] = {
     True: ((16, ExpertsLaunch(32, 32, 16, 16, 16, 4, 3, 3)), (0, ExpertsLaunch(32, 32, 16, 16, 32, 4, 3, 3))),
     False: (
         (16, ExpertsLaunch(64, 128, 16, 16, 16, 4, 5, 5)), (32, ExpertsLaunch(64, 128, 16, 16, 32, 4, 5, 4)),
-        (64, ExpertsLaunch(64, 128, 16, 16, 64, 4, 5, 3)), (0, ExpertsLaunch(128, 64, 32, 128, 256, 8, 4, 4)),
+        (64, ExpertsLaunch(64, 128, 16, 16, 64, 4, 5, 3)), (0, ExpertsLaunch(128, 64, 32, 64, 128, 8, 4, 4)),
     ),
 }  # fmt: skip
 """By whether elements are fp32, which has no tensor cores (small tiles for the registers' sake): for at most so many tokens; the last takes
@@ -146,6 +146,9 @@ EXPERTS_TURNED = (
     (16, ExpertsLaunch(128, 64, 16, 16, 16, 4, 5, 5)), (64, ExpertsLaunch(128, 64, 16, 16, 64, 4, 5, 4)), EXPERTS[False][-1],
 )  # fmt: skip
 """The same in half precision where weights lie with their outputs side by side, which a taller tile reads in longer lines."""
+EXPERTS_HOPPER = ExpertsLaunch(128, 64, 32, 128, 256, 8, 4, 4)
+"""Of more than 64 tokens in half precision there: its tensor cores read both operands from shared memory, so that registers have room for
+a tile of 256 pairs; elsewhere it spills. Up to 128 pairs of an expert the weight's bytes take longer than a tile of 128."""
 
 MULTIPROCESSORS = 132
 """Of the GPU that the launches were measured on; a program's stages take most of one's shared memory."""
@@ -175,8 +178,10 @@ def row_launch_for(channels: int, depth: int, swiglu: bool = False) -> RowLaunch
     return launch
 
 
-def experts_launch_for(tokens: int, dtype: torch.dtype, turned: bool = False) -> ExpertsLaunch:
-    """The launch of experts for so many tokens of a dtype; `turned`: weights lie with their outputs side by side."""
+def experts_launch_for(tokens: int, dtype: torch.dtype, turned: bool = False, hopper: bool = False) -> ExpertsLaunch:
+    """The launch of experts for so many tokens of a dtype; `turned`: weights lie with their outputs side by side; `hopper`: on that GPU."""
+    if hopper and tokens > 64 and dtype != torch.float32:
+        return EXPERTS_HOPPER
     table = EXPERTS_TURNED if turned and dtype != torch.float32 else EXPERTS[dtype == torch.float32]
     return next(launch for most, launch in table if tokens <= most or not most)
 
