@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,11 @@ from fastspec.devices import use_device
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.jsonl import read_jsonl
 from fastspec.reading import parse_json
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows, where nothing keeps two runs of a command apart
+    fcntl = None  # type: ignore[assignment]
 
 AHEAD = 4
 """Prompts per row that are handed to the batch before their turn."""
@@ -66,9 +73,9 @@ def read_tasks(path: str | Path) -> Iterator[Task]:
         yield Task(number, prompt, name if isinstance(name, (str, int)) else None)
 
 
-def read_answered(path: Path) -> dict[int, tuple[Any, Any]]:
+def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:
     """Line numbers that a file of answers has an answer to -> their prompts and settings. A last line that a stopped run left unfinished
-    is cut off the file. Raises Unsupported for a file that holds anything else."""
+    does not count, and with `mend` is cut off the file. Raises Unsupported for a file that holds anything else."""
     if not path.exists():
         return {}
     whole = path.read_bytes()
@@ -86,7 +93,7 @@ def read_answered(path: Path) -> dict[int, tuple[Any, Any]]:
             found[held] = prompt, settings
     if cut and cut[: len(BEGINS)] != BEGINS[: len(cut)]:
         raise Unsupported(f"{path} ends in what is no answer of fastspec generate: name another --out, or remove the file")
-    if cut:
+    if cut and mend:
         with path.open("r+b") as file:
             file.truncate(len(kept))
     return found
@@ -104,14 +111,15 @@ def encode(tokenizer: Any, prompt: str | list[dict[str, Any]], chat: bool) -> An
 
 
 def read_left(
-    prompts: str | Path, out: Path, settings: dict[str, Any], share: tuple[int, int] = (0, 1)
+    prompts: str | Path, out: Path, settings: dict[str, Any], share: tuple[int, int] = (0, 1), mend: bool = False
 ) -> tuple[int, list[Task]]:  # fmt: skip
-    """(the lines of a process's share, those of them that `out` does not answer yet). Raises Unsupported for files that are not what they
-    should be, where `out` answers other prompts or was asked with other settings, and where it cannot be written."""
+    """(the lines of a process's share, those of them that `out` does not answer yet); `mend` as in `read_answered`. Raises Unsupported for
+    files that are not what they should be, where `out` answers other prompts or was asked with other settings, and where it cannot be
+    written."""
     place, fits = (out, out.is_file()) if out.exists() else (out.parent, out.parent.is_dir())
     if not fits or not os.access(place, os.W_OK):
         raise Unsupported(f"{out} cannot be written: name a file in a folder that is there")
-    tasks, answered = list(read_tasks(prompts)), read_answered(out)
+    tasks, answered = list(read_tasks(prompts)), read_answered(out, mend)
     for task in tasks:
         if task.line not in answered:
             continue
@@ -126,6 +134,26 @@ def read_left(
     rank, ranks = share
     mine = [task for index, task in enumerate(tasks) if index % ranks == rank]
     return len(mine), [task for task in mine if task.line not in answered]
+
+
+@contextmanager
+def only_run(out: Path, rank: int) -> Iterator[None]:
+    """Meanwhile no other run answers into `out`: the first of a run's processes locks the file, and whatever ends it lets go. Raises
+    Unsupported where another run has it; warns where the file system keeps no locks."""
+    if fcntl is None or rank > 0:
+        yield
+        return
+    file = os.open(out, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Unsupported(f"another run answers into {out}: wait for it, stop it, or name another --out") from error
+        except OSError as error:
+            warnings.warn(f"{out} cannot be locked ({error}): two runs at once would answer every line twice", stacklevel=3)
+        yield
+    finally:
+        os.close(file)
 
 
 class Answers:
@@ -190,13 +218,28 @@ def answer_file(
     `settings` with the model's `name`; they come as answers are done. At a temperature above 0 answers are sampled, that of line n by
     seed + n, so that they do not depend on who answers when. share (r, n): this process answers every n-th of the lines, from the r-th on.
     `tell(total, failed)` hears of every answer.
-    A prompt that the tokenizer or the chat template does not take is told in its line. Raises Unsupported as `read_left` does.
+    A prompt that the tokenizer or the chat template does not take is told in its line. Raises Unsupported as `read_left` does, and where
+    another run answers into `out`.
     """
-    from fastspec.patches.hf.ends import end_tokens
-
     out = Path(out)
     settings = settings_of(name, max_new_tokens, temperature, top_p, seed, chat)
-    mine, left = read_left(prompts, out, settings, share)
+    read_left(prompts, out, settings, share)  # what is wrong is told before a file is made
+    with only_run(out, share[0]):
+        mine, left = read_left(prompts, out, settings, share, mend=True)
+        return _answer(
+            model, tokenizer, out, mine, left, settings, assistant=assistant, rows=rows, max_length=max_length, seed=seed, chat=chat,
+            tell=tell,
+        )  # fmt: skip
+
+
+def _answer(
+    model: Any, tokenizer: Any, out: Path, mine: int, left: list[Task], settings: dict[str, Any], *, assistant: Any, rows: int,
+    max_length: int | None, seed: int, chat: bool, tell: Callable[[int, bool], None],
+) -> Done:  # fmt: skip
+    """Those of a process's lines that are left, by `answer_file`'s settings."""
+    from fastspec.patches.hf.ends import end_tokens
+
+    max_new_tokens, temperature, top_p = settings["max_new_tokens"], settings["temperature"], settings.get("top_p", 1.0)
     room = threading.Semaphore(AHEAD * rows)
     answers = Answers(out, tokenizer, settings, end_tokens(model.generation_config), lambda failed: tell(len(left), failed))
     greedy = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # the defaults, which stand for "not given"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -124,6 +125,38 @@ def test_processes_share_the_lines_and_the_file(small, tmp_path, monkeypatch):
     assert share_of_process() == (2, 4)
 
 
+def test_a_second_run_into_the_same_file_is_refused(small, tmp_path):
+    """Whichever process it is of; once the first has ended, it goes on. What the first is about to finish is not cut off."""
+    file, out = write_prompts(tmp_path / "prompts.jsonl", 3), tmp_path / "out.jsonl"
+    seen: list[int] = []
+
+    def again(total: int, failed: bool) -> None:
+        """With the first answer, in the thread that writes: the next is half written for as long as the second run looks."""
+        if seen:
+            return
+        with out.open("ab") as unfinished:
+            unfinished.write(b'{"line": 9')
+        seen.append(out.stat().st_size)
+        with pytest.raises(Unsupported, match=r"another run answers into .*out\.jsonl: wait for it, stop it, or name another --out"):
+            answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=4)
+        assert out.stat().st_size == seen[0]
+        os.truncate(out, seen[0] - 10)
+
+    assert answer_file(*small, file, out, assistant=TREE, rows=1, max_new_tokens=4, tell=again) == Done(0, 3, 0)
+    assert len(seen) == 1 and [row["line"] for row in answers(out)] == [1, 2, 3]
+    assert answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=4) == Done(3, 0, 0)
+
+
+def test_a_file_system_without_locks_is_told(small, tmp_path, monkeypatch):
+    def refuse(*given: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    file, out = write_prompts(tmp_path / "prompts.jsonl", 1), tmp_path / "out.jsonl"
+    with pytest.warns(UserWarning, match=r"cannot be locked .*No locks available.*: two runs at once would answer every line twice"):
+        assert answer_file(*small, file, out, assistant=TREE, rows=1, max_new_tokens=4) == Done(0, 1, 0)
+
+
 def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
     file, out = write_prompts(tmp_path / "prompts.jsonl", 4), tmp_path / "out.jsonl"
     model = small_target()
@@ -179,7 +212,8 @@ def test_a_file_of_something_else_is_not_touched(tmp_path, held):
         read_left(file, out, settings_of("", 9))
     assert out.read_bytes() == held
     out.write_bytes(b'{"li')  # as far as it goes an answer's
-    assert read_left(file, out, settings_of("", 9)) == (1, list(read_tasks(file))) and out.read_bytes() == b""
+    for mend, kept in ((False, b'{"li'), (True, b"")):
+        assert read_left(file, out, settings_of("", 9), mend=mend) == (1, list(read_tasks(file))) and out.read_bytes() == kept
 
 
 def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(small, tmp_path, monkeypatch):
