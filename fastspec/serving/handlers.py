@@ -17,7 +17,7 @@ from transformers.cli.serving.utils import BaseHandler
 
 from fastspec.patches.hf.stop_strings import stop_criterion
 from fastspec.serving.manager import BatchState, is_taken
-from fastspec.serving.requests import ASKED, GREEDY_BELOW, Body, Limits, read, refuse, texts_of
+from fastspec.serving.requests import ASKED, GREEDY_BELOW, OF_TOKENS, Body, Limits, read, refuse, texts_of, tokens_of
 
 OWN_OF_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 """What `apply_chat_template` takes itself; other names are variables of the template."""
@@ -87,9 +87,11 @@ class Checked(BaseHandler):
             config.do_sample = False
         if body.get("logit_bias"):  # transformers' server takes it for chats alone, and its processor no whole numbers
             config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
-            size = self.model_manager.batch.model.config.get_text_config().vocab_size
-            if any(token >= size for (token,) in config.sequence_bias):  # which the processor would find in the middle of the answer
-                raise refuse(f"logit_bias names a token that the model has not: its tokens are 0 to {size - 1}")
+        size = self.model_manager.batch.model.config.get_text_config().vocab_size
+        for name in OF_TOKENS:  # which processors would find in the middle of the answer
+            if not all(0 <= token < size for token in tokens_of(name, getattr(config, name))):
+                said = "logit_bias" if name == "sequence_bias" and body.get("logit_bias") else f"{name} of generation_config"
+                raise refuse(f"{said} names a token that the model has not: its tokens are 0 to {size - 1}")
         if not config.do_sample:  # the defaults, which stand for "not given"
             config.temperature, config.top_p, config.top_k = 1.0, 1.0, 50
         return config

@@ -160,6 +160,8 @@ OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop_strings": (_is_stop, ACCEPTED["stop"][1]),
 }  # fmt: skip
 """The same of a generation_config's settings, as far as transformers does not find out in time."""
+OF_TOKENS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id")
+"""Settings that name tokens whose scores are changed, which must be there."""
 PROMPT = {
     "messages": _nothing(": messages are"), "input": _nothing(": input is"), "prompt": (lambda value: isinstance(value, str), "one text"),
 }  # fmt: skip
@@ -190,6 +192,28 @@ def texts_of(body: Body) -> list[str]:
             content = each if not isinstance(each, dict) or each.get("role") == "assistant" else each.get("content", each)
             found += content if isinstance(content, list) else [content]
     return [text for text in (each.get("text") if isinstance(each, dict) else each for each in found) if isinstance(text, str)]
+
+
+def tokens_of(name: str, value: Any) -> list[int]:
+    """The token numbers in a setting of a generation_config: a number, a list of them or of lists of them; of `sequence_bias` also a
+    mapping of tuples, or lists of numbers and a bias. Raises HTTPException (400) for what is none of these."""
+    if value is None:
+        return []
+    if name == "sequence_bias":
+        pairs = value.items() if isinstance(value, dict) else value
+        if not isinstance(value, (dict, list)) or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+            raise refuse(f"{name} of generation_config must be a list of lists of token numbers, each with a bias")
+        value = [pair[0] for pair in pairs]
+    left, found = [value], []
+    while left:
+        each = left.pop()
+        if isinstance(each, (list, tuple)):
+            left += each
+        elif isinstance(each, int) and not isinstance(each, bool):
+            found.append(each)
+        else:
+            raise refuse(f"{name} of generation_config must be token numbers, not {str(each)[:80]!r}")
+    return found
 
 
 def too_many(count: int, limits: Limits) -> HTTPException:

@@ -51,6 +51,14 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
         ('{"max_new_tokens": 1.5}', "max_new_tokens"), ('{"max_new_tokens": true}', "max_new_tokens"), ('{"max_time": "x"}', "max_time"),
         ('{"do_sample": true, "temperature": 1e-38}', "too near 0"), ('{"top_p": -1}', "top_p"),
     )),
+    *((ONE, {"generation_config": json.dumps(given)}, 400, words) for given, words in (
+        ({"suppress_tokens": [5, 9999]}, "suppress_tokens of generation_config names a token that the model has not: its tokens are 0 to"),
+        ({"begin_suppress_tokens": [-1]}, "tokens are 0 to"), ({"bad_words_ids": [[5, 9999]]}, "tokens are 0 to"),
+        ({"forced_eos_token_id": 9999}, "tokens are 0 to"), ({"forced_bos_token_id": "w5"}, "must be token numbers, not 'w5'"),
+        ({"suppress_tokens": {"5": 1}}, "must be token numbers"), ({"suppress_tokens": [True]}, "must be token numbers"),
+        ({"sequence_bias": [[[5, 9999], 1.0]]}, "sequence_bias of generation_config names"), ({"sequence_bias": 5}, "each with a bias"),
+        ({"sequence_bias": [[5]]}, "each with a bias"), ({"sequence_bias": {"5": 1.0}}, "must be token numbers"),
+    )),
     (ONE, {"logit_bias": {"\u0663": 1}}, 400, "logit_bias"),
     (ONE, {"generation_config": '{"stop_strings": [""]}'}, 400, "stop_strings"), (CHAT, {"messages": "w5"}, 400, "messages"),
     (CHAT, {"messages": []}, 400, "messages"), (CHAT, {"messages": [{"content": "w5"}]}, 400, "messages"),
@@ -89,6 +97,16 @@ def test_every_refusal_names_what_is_wrong_and_the_next_request_is_answered(serv
         error = answer["error"]
         assert got == status == error["code"] and words in error["message"] and error["type"] == "invalid_request_error", (body, answer)
     assert post(server, ONE, b'{"prompt": "w5", "max_tokens": 2}')[0] == 200
+
+
+def test_settings_of_tokens_that_the_model_has_are_taken(server: Served) -> None:
+    for given in (
+        {"suppress_tokens": [5, 6]}, {"bad_words_ids": [[5, 6], [7]]}, {"sequence_bias": [[[5, 6], 1.0]]}, {"forced_eos_token_id": 5},
+        {"suppress_tokens": None}, {"bad_words_ids": [[5]], "do_sample": True},
+    ):  # fmt: skip
+        body = {"prompt": "w5", "max_tokens": 3, "generation_config": json.dumps(given)}
+        got, answer = post(server, ONE, json.dumps(body).encode())
+        assert got == 200, (given, answer)
 
 
 def test_null_is_not_given_and_what_changes_nothing_is_taken(server: Served) -> None:
