@@ -89,7 +89,8 @@ class Checked(BaseHandler):
             config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
         size = self.model_manager.batch.model.config.get_text_config().vocab_size
         for name in OF_TOKENS:  # which processors would find in the middle of the answer
-            if not all(0 <= token < size for token in tokens_of(name, getattr(config, name))):
+            value = getattr(config, name)
+            if value != getattr(model_generation_config, name) and not all(0 <= token < size for token in tokens_of(name, value)):
                 said = "logit_bias" if name == "sequence_bias" and body.get("logit_bias") else f"{name} of generation_config"
                 raise refuse(f"{said} names a token that the model has not: its tokens are 0 to {size - 1}")
         if not config.do_sample:  # the defaults, which stand for "not given"

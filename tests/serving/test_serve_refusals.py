@@ -109,6 +109,14 @@ def test_settings_of_tokens_that_the_model_has_are_taken(server: Served) -> None
         assert got == 200, (given, answer)
 
 
+def test_a_model_s_own_settings_are_not_held_to_its_tokens() -> None:
+    """Some suppress the places of images, which their vocabulary may not count."""
+    model = small_target(peak=0.15)
+    model.generation_config.suppress_tokens = [10**6]
+    with served(fastspec.patch(model), rows=1, max_length=80, assistant="nasd") as running:
+        assert post(running, ONE, b'{"prompt": "w5", "max_tokens": 2}')[0] == 200
+
+
 def test_null_is_not_given_and_what_changes_nothing_is_taken(server: Served) -> None:
     nothing = {"logprobs": False, "n": 1, "presence_penalty": 0, "stop": [], "stream": None, "user": "me", "tools": None}
     messages = [{**TALK[0], "tool_calls": None, "name": None}]
