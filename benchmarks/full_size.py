@@ -76,8 +76,6 @@ FUSED = {"auto": None, "fused": True, "kernels": False}
 """--drafter -> whether a draft phase is one launch."""
 CALLS = 5
 FILLED = 4096
-
-
 EMBEDDED = 16.0
 """Standard deviation of a mixture's embeddings; a layer adds about 1."""
 

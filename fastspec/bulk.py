@@ -75,7 +75,8 @@ def read_tasks(path: str | Path) -> Iterator[Task]:
 
 def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:
     """Line numbers that a file of answers has an answer to -> their prompts and settings. A last line that a stopped run left unfinished
-    does not count, and with `mend` is cut off the file. Raises Unsupported for a file that holds anything else."""
+    does not count, and with `mend` is cut off the file, unless another of the run's processes has written since. Raises Unsupported for a
+    file that holds anything else."""
     if not path.exists():
         return {}
     whole = path.read_bytes()
@@ -95,7 +96,8 @@ def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:
         raise Unsupported(f"{path} ends in what is no answer of fastspec generate: name another --out, or remove the file")
     if cut and mend:
         with path.open("r+b") as file:
-            file.truncate(len(kept))
+            if os.fstat(file.fileno()).st_size == len(whole):
+                file.truncate(len(kept))
     return found
 
 

@@ -122,7 +122,7 @@ def answers(peer: Peer, job: Job, way: Way, timeout: float | None = None) -> tup
     asked: dict[str, Any] = {
         "options": job.options(way), "batches": [[list(ids) for ids in batch] for batch in job.batches], "ends": list(job.ends),
         "max_new_tokens": job.new, "exact_length": job.exact_length, "warmup": job.warmup, "runs": job.runs,
-        "unbiased": job.dummy and job.processes == 1,
+        "unbiased": job.dummy and job.processes == 1,  # several processes take no function; what runs there is dense
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path, out, log = (Path(folder) / name for name in ("job.json", "out.jsonl", "log.txt"))

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec import Unsupported
-from fastspec.bulk import Done, answer_file, encode, read_left, read_tasks, settings_of, share_of_process
+from fastspec.bulk import Done, answer_file, encode, read_answered, read_left, read_tasks, settings_of, share_of_process
 from fastspec.cli import app
 
 TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)
@@ -214,6 +214,20 @@ def test_a_file_of_something_else_is_not_touched(tmp_path, held):
     out.write_bytes(b'{"li')  # as far as it goes an answer's
     for mend, kept in ((False, b'{"li'), (True, b"")):
         assert read_left(file, out, settings_of("", 9), mend=mend) == (1, list(read_tasks(file))) and out.read_bytes() == kept
+
+
+def test_what_another_process_has_written_meanwhile_is_not_cut_off(tmp_path, monkeypatch):
+    """It had begun its line when the file was read, or had cut off itself what a stopped run left."""
+    out = tmp_path / "out.jsonl"
+    first, next_ = (json.dumps({"line": line, "prompt": "w5", "settings": {}}).encode() + b"\n" for line in (1, 2))
+
+    def meanwhile(text: str) -> Any:
+        out.write_bytes(first + next_)
+        return json.loads(text)
+
+    monkeypatch.setattr("fastspec.bulk.parse_json", meanwhile)
+    out.write_bytes(first + next_[:-5])
+    assert [*read_answered(out, mend=True)] == [1] and out.read_bytes() == first + next_
 
 
 def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(small, tmp_path, monkeypatch):
