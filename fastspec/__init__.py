@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastspec.cascade.config import Cascade, Stage
 from fastspec.config import Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
 from fastspec.errors import CheckpointError, FastSpecError, PatchConflict, Unsupported
+from fastspec.removed import RemovedModules
 
 if TYPE_CHECKING:
     from fastspec.generation.drafters.base import Decoding, Drafter
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from fastspec.patches.continuous import Continuous, continuous
     from fastspec.patches.tuning.tune import Tuned, Tuning, tune
     from fastspec.patches.warmup import warmup
+
+sys.meta_path.insert(0, RemovedModules())
 
 __version__ = "0.1.0"
 CUSTOM_GENERATE = str(Path(__file__).with_name("hub"))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,7 +24,9 @@ from fastspec.cli_progress import training_bars
 from fastspec.cli_serving import generate, serve
 from fastspec.distribution import DISTRIBUTION, warn_of_stranger
 from fastspec.errors import FastSpecError
+from fastspec.removed import BLOCK_HEADS, BLOCK_SETTINGS
 
+BLOCK_OPTIONS = [f"--{name.replace('_', '-')}" for name in BLOCK_SETTINGS]
 POOR = 0.2
 """Share of right first drafts below which a head hardly pays under any reading."""
 
@@ -259,20 +261,14 @@ def train(
     epochs: Annotated[float | None, typer.Option(help="Passes over the texts, 10 by default; 0: as many as `--minutes` allow.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Minutes of training, where time is to end the run.")] = None,
     kind: Annotated[
-        Literal["eagle3", "eagle", "dspark", "dflash", "dflash2"] | None,
-        typer.Option(help="The head's format; eagle: EAGLE-1's and EAGLE-2's; the last three draft a block in one pass."),
+        str | None, typer.Option(metavar="[eagle3|eagle]", help="The head's format; eagle: EAGLE-1's and EAGLE-2's.")
     ] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that a head can draft; 10240 by default for EAGLE-3.")] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Width of the head's MLP; the target's by default.")] = None,
     share_lm_head: Annotated[bool | None, typer.Option(help="EAGLE-3: the target's LM head behind a matrix; not written.")] = None,
     norms: Annotated[bool | None, typer.Option(help="EAGLE-3: the norms of EAGLE-3.1.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers of a block head; 2 by default.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Rows of a block, the anchor's among them; 8 by default.")] = None,
-    anchors: Annotated[int | None, typer.Option(help="Blocks of a text in one step; 64 by default.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank of a block head's correction; 256 by default.")] = None,
-    mask_token: Annotated[int | None, typer.Option(help="Token in the rows to be drafted; one that no text holds by default.")] = None,
     start_from: Annotated[str | None, typer.Option(help="Head to go on from: its sizes, vocabulary and weights.")] = None,
-    loss: Annotated[str | None, typer.Option(help="ce, kl, ce+l1, kl+l1, tv, nla, hybrid or dpace; the kind's own by default.")] = None,
+    loss: Annotated[str | None, typer.Option(help="kl, tv, nla or hybrid; kl by default.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Longest text, in tokens; longer ones are left out.")] = None,
     ttt_steps: Annotated[int | None, typer.Option(help="Draft steps unrolled in training.")] = None,
@@ -291,8 +287,11 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Seed of shuffling and of the weights.")] = None,
     resume: Annotated[bool | None, typer.Option(help="Take up an interrupted run in the output directory.")] = None,
     device: Device = None,
+    removed: Annotated[str | None, typer.Option(*BLOCK_OPTIONS, hidden=True)] = None,
 ) -> None:
     """Train a drafting head. What is left out keeps the default of `fastspec.training.TrainConfig`; see docs/training.md."""
+    if removed is not None:
+        raise typer.BadParameter(BLOCK_HEADS, param_hint=" / ".join(BLOCK_OPTIONS))
     given = {name: value for name, value in locals().items() if name != "device" and value is not None and value != []}
     from fastspec import training
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from fastspec.training.losses import DEFAULT, LOSSES, SOFT_ONLY
+from fastspec.removed import BLOCK_HEADS, BLOCK_KINDS, BLOCK_LOSSES, BLOCK_SETTINGS
+from fastspec.training.losses import LOSSES
 
-BLOCK_KINDS = ("dspark", "dflash", "dflash2")
 ENLARGEMENTS = ("continue_cut", "second_answers", "follow_ups")
 """The fields that add texts, in the order in which they are made."""
 
@@ -23,12 +22,8 @@ class TrainConfig:
     head, behind a learned matrix: the rows are not trained and not written, so that the head's bytes are its layer's, and only fastspec
     reads it. `norms` gives an EAGLE-3 head those of EAGLE-3.1: each of the target's features is normed by itself before they are fused, and
     the head feeds its states back to itself as its LM head reads them, behind its final norm.
-    "dspark", "dflash" and "dflash2" draft `block_size` rows in one pass, of the target's width: `layers` of them, a correction of `rank`
-    (dflash has none), up to `anchors` blocks of a text in one step, and the target's LM head unless `draft_vocab_size` is given, which
-    dflash2 has none of. `mask_token` stands in the rows to be drafted, -1 for the last token that no text holds.
 
-    `loss` is a name of `fastspec.training.losses.LOSSES`, empty for what the kind was published with; `decay` weighs the loss of each
-    draft beside the one before, 0 for 0.8, and for block heads e^(-1/4), or e^(-1/7) from blocks of 12 on.
+    `loss` is a name of `fastspec.training.losses.LOSSES`; `decay` weighs the loss of each draft beside the one before.
 
     `target` is a folder, a hub id or a .gguf file; `prompts` a jsonl file (`prompt` or `turns` in each row). `answers` are npz files of
     the target's own answers (`ids`, `lengths`, `tokens`, and `greedy` where it is known), or of whole texts as `Texts.save` writes them;
@@ -60,14 +55,9 @@ class TrainConfig:
     hidden_size: int = 0
     intermediate_size: int = 0
     taps: tuple[int, ...] = ()
-    layers: int = 0
-    block_size: int = 0
-    anchors: int = 64
-    rank: int = 0
-    mask_token: int = -1
     share_lm_head: bool = False
     norms: bool = False
-    loss: str = ""
+    loss: str = "kl"
     start_from: str = ""
 
     epochs: float = 10.0
@@ -76,7 +66,7 @@ class TrainConfig:
     length_multiple: int = 64
     max_length: int = 2048
     ttt_steps: int = 7
-    decay: float = 0.0
+    decay: float = 0.8
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.02
     warmup_steps: int = 100
@@ -104,18 +94,25 @@ class TrainConfig:
     heldout_texts: int = 400
     progress: bool = True
 
+    def __new__(cls, **settings: object) -> TrainConfig:
+        if removed := [name for name in settings if name in BLOCK_SETTINGS]:
+            raise ValueError(f"TrainConfig.{removed[0]}: {BLOCK_HEADS}")
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         if not self.prompts and not self.answers:
             raise ValueError("give `prompts` (a jsonl file), or `answers` (npz files of whole texts), to train on")
         if self.follow_ups and not self.prompts:
             raise ValueError("`follow_ups` takes its questions from the prompts: give `prompts` (a jsonl file) too")
-        if self.kind not in DEFAULT:
-            accepted = '"eagle3" and "eagle" (a head for eagle and eagle2), "dspark", "dflash" and "dflash2" (blocks)'
+        if self.kind in BLOCK_KINDS:
+            raise ValueError(f"TrainConfig.kind is {self.kind!r}: {BLOCK_HEADS}")
+        if self.kind not in ("eagle3", "eagle"):
+            accepted = '"eagle3" and "eagle" (a head for eagle and eagle2)'
             raise ValueError(f"TrainConfig.kind is {self.kind!r}; accepted are {accepted}")
         self._check_kind()
         if self.draft_vocab_size < 0:
             raise ValueError(f"TrainConfig.draft_vocab_size is {self.draft_vocab_size}; it must be 0 (the default size) or more")
-        for name in ("batch_tokens", "length_multiple", "max_length", "ttt_steps", "anchors", "new_tokens", "shard_texts"):
+        for name in ("batch_tokens", "length_multiple", "max_length", "ttt_steps", "new_tokens", "shard_texts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes", "keep_features", "keep_features_host"):
@@ -132,44 +129,20 @@ class TrainConfig:
 
     def _check_kind(self) -> None:
         """Settings that the kind of head does not have."""
-        block = self.kind in BLOCK_KINDS
         given = [name for name in ("taps", "hidden_size", "draft_vocab_size") if getattr(self, name)]
         if self.kind == "eagle" and given:
             raise ValueError(f'heads of kind "eagle" take taps, hidden size and vocabulary from the target: leave out {", ".join(given)}')
-        for name in ("layers", "block_size", "rank"):
-            if getattr(self, name) and not block:
-                kinds = ", ".join(BLOCK_KINDS)
-                raise ValueError(f"TrainConfig.{name} belongs to block heads ({kinds}): leave it out with kind {self.kind!r}")
-            if getattr(self, name) < 0:
-                raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be 0 (the default) or more")
         for name in ("share_lm_head", "norms"):
             if getattr(self, name) and self.kind != "eagle3":
                 raise ValueError(f'{name} belongs to kind "eagle3": leave it out with kind {self.kind!r}')
-        if block and self.hidden_size:
-            raise ValueError("block heads have the target's width: leave out hidden_size")
-        if self.kind == "dflash" and self.rank:
-            raise ValueError('kind "dflash" has no correction: leave out rank, or choose "dspark" or "dflash2"')
-        if self.kind == "dflash2" and self.draft_vocab_size:
-            raise ValueError('the selector of kind "dflash2" picks from the whole vocabulary: leave out draft_vocab_size')
-        accepted = tuple(LOSSES) if block else SOFT_ONLY
-        if self.loss_name not in accepted:
-            raise ValueError(f'TrainConfig.loss is {self.loss!r}; kind "{self.kind}" accepts {", ".join(accepted)}')
-        if self.decay < 0:
-            raise ValueError(f"TrainConfig.decay is {self.decay}; it must be 0 (the default) or more")
+        if self.loss in BLOCK_LOSSES:
+            raise ValueError(f"TrainConfig.loss is {self.loss!r}: {BLOCK_HEADS}")
+        if self.loss not in LOSSES:
+            raise ValueError(f"TrainConfig.loss is {self.loss!r}; accepted are {', '.join(LOSSES)}")
+        if self.decay <= 0:
+            raise ValueError(f"TrainConfig.decay is {self.decay}; it must be above 0")
 
     @property
     def keeps_features(self) -> bool:
         """Whether what the target says of texts is kept anywhere."""
         return self.keep_features > 0 or self.keep_features_host > 0
-
-    @property
-    def loss_name(self) -> str:
-        """The loss that was asked for, or the kind's."""
-        return self.loss or DEFAULT[self.kind]
-
-    @property
-    def slot_decay(self) -> float:
-        """The weight of a draft's loss beside that of the one before."""
-        if self.decay or self.kind not in BLOCK_KINDS:
-            return self.decay or 0.8
-        return math.exp(-1 / 7 if self.block_size >= 12 else -1 / 4)

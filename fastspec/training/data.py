@@ -149,23 +149,20 @@ def coverage_of(texts: Texts, vocabulary: Tensor) -> float:
 class Batch:
     """ids [B, T] int64, right-padded with 0, and where [M], the flat positions b * T + u (u >= 1) that carry a loss.
 
-    Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer. `anchors` [B, N] are
-    the positions that blocks are drafted behind, -1 for none, where the head drafts blocks; `texts` [B] are the rows' places in the texts.
-    No position u < `first` carries a loss in any row.
+    Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer. `texts` [B] are the rows'
+    places in the texts. No position u < `first` carries a loss in any row.
     """
 
     ids: Tensor
     where: Tensor
-    anchors: Tensor | None = None
     texts: np.ndarray | None = None
     first: int = 0
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`; through pinned memory, so that the host does not wait for the device."""
         pinned = device.type == "cuda"
-        parts = (self.ids, self.where, self.anchors)
-        ids, where, anchors = (None if x is None else (x.pin_memory() if pinned else x).to(device, non_blocking=pinned) for x in parts)
-        return Batch(ids, where, anchors, self.texts, self.first)  # type: ignore[arg-type]
+        ids, where = ((x.pin_memory() if pinned else x).to(device, non_blocking=pinned) for x in (self.ids, self.where))
+        return Batch(ids, where, self.texts, self.first)
 
 
 def plan_batches(

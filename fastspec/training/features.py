@@ -3,7 +3,7 @@ processes each keeps what it needs.
 
 Of a text of L tokens, J of them judged (see `Batch`), are kept: the features that the head reads [L, F], the states that the LM head reads
 [J, H], and of the LM head's logits the logarithm of their sum of exponentials and the most likely token. Distributions over the draft
-vocabulary are computed from the states anew; where the loss asks for none, no states are kept.
+vocabulary are computed from the states anew.
 """
 
 from __future__ import annotations

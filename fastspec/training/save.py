@@ -1,4 +1,4 @@
-"""Writing a trained head in the original checkpoint formats: EAGLE-3's, the one of EAGLE-1 and EAGLE-2, or that of block heads."""
+"""Writing a trained head in the original checkpoint formats: EAGLE-3's, or the one of EAGLE-1 and EAGLE-2."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fastspec.generation.drafters.block.checkpoint import as_json, tensors_of
-from fastspec.generation.drafters.block.head import BlockHead
 from fastspec.generation.drafters.eagle.dialects import OWN
 from fastspec.generation.drafters.eagle.head import EagleHead
 
@@ -91,16 +89,12 @@ def with_own_lm_head(head: EagleHead) -> EagleHead:
     return twin
 
 
-def save_head(head: EagleHead | BlockHead, directory: str | Path, card: str) -> None:
+def save_head(head: EagleHead, directory: str | Path, card: str) -> None:
     """Write model.safetensors, config.json and README.md (the text `card`) into `directory`, which is made if missing."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.safetensors.part"
-    if isinstance(head, BlockHead):
-        tensors, config = tensors_of(head), {**as_json(head.config), "trained_by": OWN}
-    else:
-        tensors, config = checkpoint_tensors(head), checkpoint_config(head)
-    save_file(tensors, part, metadata={"format": "pt"})
+    save_file(checkpoint_tensors(head), part, metadata={"format": "pt"})
     part.replace(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(checkpoint_config(head), indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")

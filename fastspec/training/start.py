@@ -1,25 +1,46 @@
-"""Going on from a head that exists: its weights, and the sizes that a run takes from it."""
+"""The head that a run begins with: one of the target's parts, or one that exists, whose sizes the run takes."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.block.checkpoint import load_block_head
-from fastspec.generation.drafters.block.head import BlockHead
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.patches.assistants.heads import load_head
 from fastspec.training.config import TrainConfig
+from fastspec.training.data import Batch
 from fastspec.training.save import checkpoint_tensors
+from fastspec.training.target import head_for, start_from_features, start_from_target
 
 
-def opened(config: TrainConfig, target: Any) -> EagleHead | BlockHead | None:
+def started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterable[Batch] | None) -> EagleHead:
+    """A head made of the target's parts and bound to it. `first` are batches that an EAGLE-1/2 head starts from, None for a head whose
+    weights are loaded next."""
+    shape = head_for(
+        target,
+        kind=config.kind,
+        draft_vocab_size=len(vocabulary),
+        hidden_size=config.hidden_size or None,
+        intermediate_size=config.intermediate_size or None,
+        taps=config.taps,
+        target_rows=config.share_lm_head,
+        norms=config.norms,
+    )
+    head = EagleHead(shape)
+    if config.kind == "eagle3":
+        start_from_target(head, target, vocabulary)
+    elif first is not None:
+        start_from_features(head, target, first)
+    head.bind(target.get_input_embeddings(), target.get_output_embeddings())
+    return head
+
+
+def opened(config: TrainConfig, target: Any) -> EagleHead | None:
     """The head that `config.start_from` names, in fp32 and bound to the target; None where a run starts afresh.
 
     Raises `Unsupported` for a head of another kind, and for one that the formats a run writes cannot hold; CheckpointError for what
@@ -27,36 +48,24 @@ def opened(config: TrainConfig, target: Any) -> EagleHead | BlockHead | None:
     """
     if not config.start_from:
         return None
-    raw = Path(config.start_from).expanduser() / "config.json"
-    if raw.is_file() and "dflash_config" in json.loads(raw.read_text(encoding="utf-8")):
-        head: EagleHead | BlockHead = load_block_head(raw.parent).to(target.device)
-        head.bind(target.get_input_embeddings(), target.get_output_embeddings())
-    else:
-        head = load_head(config.start_from, target)
+    head = load_head(config.start_from, target)
     if head.config.kind != config.kind:
         raise Unsupported(f"{config.start_from} is a head of kind {head.config.kind!r} and the run trains {config.kind!r}: give that kind")
-    if isinstance(head, EagleHead):
-        try:
-            checkpoint_tensors(head)
-        except ValueError as error:
-            raise Unsupported(f"{config.start_from} cannot be trained on: {error}") from error
+    try:
+        checkpoint_tensors(head)
+    except ValueError as error:
+        raise Unsupported(f"{config.start_from} cannot be trained on: {error}") from error
     return head.float().requires_grad_(True).train()
 
 
-def with_sizes_of(config: TrainConfig, head: EagleHead | BlockHead) -> TrainConfig:
+def with_sizes_of(config: TrainConfig, head: EagleHead) -> TrainConfig:
     """The settings of a run with the sizes of the head that it goes on from. Raises `Unsupported` for sizes that were given otherwise."""
     c = head.config
     sizes: dict[str, Any] = {"intermediate_size": c.intermediate_size}
-    if isinstance(head, BlockHead):
-        b = head.config
-        sizes |= {"layers": b.num_hidden_layers, "block_size": b.block_size, "taps": b.taps, "mask_token": b.mask_token_id}
-        sizes |= {"rank": b.rank} if b.kind != "dflash" else {}
-        sizes |= {"draft_vocab_size": b.draft_vocab_size} if b.own_lm_head else {}
-    elif head.config.kind == "eagle3":
-        c = head.config
+    if c.kind == "eagle3":
         sizes |= {"draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "taps": c.taps}
         sizes |= {"share_lm_head": c.target_rows, "norms": c.norm_output}
-    left_out = {"taps": (), "mask_token": -1, "share_lm_head": False, "norms": False}
+    left_out = {"taps": (), "share_lm_head": False, "norms": False}
     other = [f"{name} {getattr(config, name)!r} (the head: {size!r})" for name, size in sizes.items()
              if getattr(config, name) not in (left_out.get(name, 0), size)]  # fmt: skip
     if other:
@@ -64,6 +73,6 @@ def with_sizes_of(config: TrainConfig, head: EagleHead | BlockHead) -> TrainConf
     return replace(config, **sizes)
 
 
-def vocabulary_of(head: EagleHead | BlockHead) -> Tensor:
+def vocabulary_of(head: EagleHead) -> Tensor:
     """The target's ids of the tokens that a head drafts, on the CPU."""
     return head.to_target(torch.arange(head.config.draft_vocab_size, device=head.fc.weight.device)).cpu()

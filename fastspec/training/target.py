@@ -134,7 +134,7 @@ def _random(head: EagleHead) -> None:
 
 class Judged(NamedTuple):
     """The LM head's say of M states: `probs` [M, V_d] and `inside` [M] as in `Teacher`, `whole` [M] fp32 the log-sum-exp of all logits, and
-    `best` [M] the most likely token's id. Where distributions are not asked for, `probs` is [M, 0], and `inside` and `whole` are zeros."""
+    `best` [M] the most likely token's id."""
 
     probs: Tensor
     inside: Tensor
@@ -143,13 +143,9 @@ class Judged(NamedTuple):
 
 
 class TargetReader:
-    """Reads a `Teacher` from the target; full-vocabulary logits exist only `chunk` rows at a time. Distributions are left out where
-    `distributions` is False, for losses that compare with the text's tokens alone."""
+    """Reads a `Teacher` from the target; full-vocabulary logits exist only `chunk` rows at a time."""
 
-    def __init__(
-        self, target: Any, taps: tuple[int, ...], vocabulary: Tensor, *, chunk: int = 4096, distributions: bool = True
-    ) -> None:
-        self.distributions = distributions
+    def __init__(self, target: Any, taps: tuple[int, ...], vocabulary: Tensor, *, chunk: int = 4096) -> None:
         self.base = decoder(target)
         self.lm_head = target.get_output_embeddings()
         self.taps = taps
@@ -168,25 +164,20 @@ class TargetReader:
 
     @torch.no_grad()
     def said(self, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Judged]:
-        """One pass of the target over ids [B, T]: the features [B, T, F], the states at `where` that the LM head reads [M, H], or [M, 0]
-        where no distributions are made of them, and what it says of these."""
+        """One pass of the target over ids [B, T]: the features [B, T, F], the states at `where` that the LM head reads [M, H],
+        and what it says of these."""
         if not len(where):
             raise ValueError("the batch holds no answer token; leave conversations without an answer out")
         out = self.base(input_ids=ids, output_hidden_states=bool(self.taps), use_cache=False)
         features = torch.cat([out.hidden_states[tap] for tap in self.taps], -1) if self.taps else out.last_hidden_state
         states = out.last_hidden_state.flatten(0, 1)[where]
-        judged = self.judged(states)
-        return features, states if self.distributions else states[:, :0], judged
+        return features, states, self.judged(states)
 
     @torch.no_grad()
     def judged(self, states: Tensor, known: tuple[Tensor, Tensor] | None = None) -> Judged:
         """What the LM head says of states [M, H]. `known` are `whole` and `best` of before, which spare the logits outside the draft
         vocabulary."""
         size = self.lm_head.weight.shape[0]
-        if not self.distributions:
-            zeros = torch.zeros(len(states), device=states.device)
-            best = known[1] if known is not None else torch.cat([self.lm_head(rows).argmax(-1) for rows in states.split(self.chunk)])
-            return Judged(states.new_zeros(len(states), 0), zeros, zeros, best)
         parts = []
         for start in range(0, len(states), self.chunk):
             rows = states[start : start + self.chunk]
@@ -203,9 +194,9 @@ class TargetReader:
 
     @property
     def drafted_bytes(self) -> int:
-        """Of a copy of the LM head's rows for the draft vocabulary; 0 where none is made, since it is that of the whole, the LM head's
-        logits are not plainly those of its weight, or no distributions are read."""
-        part = self.distributions and len(self.vocabulary) < self.lm_head.weight.shape[0] and is_plain(self.lm_head)
+        """Of a copy of the LM head's rows for the draft vocabulary; 0 where none is made, since it is that of the whole, or the LM
+        head's logits are not plainly those of its weight."""
+        part = len(self.vocabulary) < self.lm_head.weight.shape[0] and is_plain(self.lm_head)
         return len(self.vocabulary) * self.lm_head.weight.shape[1] * self.lm_head.weight.itemsize if part else 0
 
     def _drafted(self, rows: Tensor) -> Tensor:

@@ -16,17 +16,15 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather
 
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.block.head import BlockHead
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.training.acceptance import acceptance
 from fastspec.training.card import model_card
-from fastspec.training.config import BLOCK_KINDS, TrainConfig
+from fastspec.training.config import TrainConfig
 from fastspec.training.data import Batch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
 from fastspec.training.features import DEVICE, HOST, NOWHERE, KeptFeatures
-from fastspec.training.learner import Learner
-from fastspec.training.learner_block import BlockLearner
-from fastspec.training.learner_eagle import EagleLearner
 from fastspec.training.save import save_head
-from fastspec.training.start import opened, vocabulary_of, with_sizes_of
+from fastspec.training.start import opened, started, vocabulary_of, with_sizes_of
+from fastspec.training.target import TargetReader
+from fastspec.training.ttt import TrainingTimeTest
 
 STATE = "state.pt"
 LOG = "log.jsonl"
@@ -36,8 +34,7 @@ PLAN = 2  # version of how texts become batches; a run of another version is not
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
 IDENTITY = (
     "batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps",
-    "layers", "block_size", "anchors", "rank", "mask_token", "loss", "start_from", "share_lm_head", "norms",
-    "keep_features", "keep_features_host",
+    "loss", "start_from", "share_lm_head", "norms", "keep_features", "keep_features_host",
     "ttt_steps", "decay", "learning_rate", "final_learning_rate", "warmup_steps", "clip", "mixed_precision",
 )  # fmt: skip
 """Settings that a resumed run must share with the one it takes up."""
@@ -100,20 +97,13 @@ class Trainer:
         else:
             vocabulary, self.coverage = state["vocabulary"].cpu(), state["coverage"]
         torch.manual_seed(config.seed)
-        self.learner: Learner
         self.features: KeptFeatures | None = None
-        if config.kind in BLOCK_KINDS:
-            self.learner = BlockLearner(config, target, vocabulary, self.texts, began if isinstance(began, BlockHead) else None)
-        else:
-            fresh = state is None and began is None
-            first = batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple) if fresh else None
-            self.learner = EagleLearner(config, target, vocabulary, first, began if isinstance(began, EagleHead) else None)
-        self.head, self.reader = self.learner.head, self.learner.reader
+        fresh = state is None and began is None
+        first = batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple) if fresh else None
+        self.head = began or started(config, target, vocabulary, first)
+        self.reader = TargetReader(target, self.head.config.taps, vocabulary)
+        self.module = TrainingTimeTest(self.head, config.ttt_steps, config.decay, loss=config.loss, compile=config.compile)
         if config.keeps_features:
-            if not self.reader.distributions:  # fewer bytes a text: other texts are kept, and batches planned
-                self.identity["distributions"] = False
-                if state is not None and state["identity"].get("distributions") is not False:
-                    raise Unsupported(f"the run in {self.folder} kept more of a text than this version does: choose another output folder")
             self.features = self._kept()
         self.vocabulary = vocabulary
         self.head.to(accelerator.device)
@@ -124,7 +114,7 @@ class Trainer:
             self.progress = Progress(**state["progress"])
             if accelerator.scaler is not None:
                 accelerator.scaler.load_state_dict(state["scaler"])
-        self.unrolled, self.optimizer = accelerator.prepare(self.learner.module, optimizer)
+        self.unrolled, self.optimizer = accelerator.prepare(self.module, optimizer)
         if accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / LOG).write_text("".join(json.dumps(row) + "\n" for row in self.progress.history), encoding="utf-8")
@@ -134,7 +124,9 @@ class Trainer:
         if not (self.config.resume and path.exists()):
             return None
         state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-        begun = {each.name: each.default for each in fields(TrainConfig)} | state["identity"]  # an older run lacks newer settings
+        default = {each.name: each.default for each in fields(TrainConfig)}
+        begun = default | state["identity"]  # an older run lacks newer settings, and may hold "" or 0 for these two
+        begun |= {name: default[name] for name in ("loss", "decay") if not begun[name]}
         other = [name for name, value in self.identity.items() if begun.get(name) != value]
         if other:
             was = ", ".join(f"{name} {begun.get(name)!r} (now {self.identity[name]!r})" for name in other)
@@ -186,7 +178,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.progress)
         with self.accelerator.autocast():
-            loss, losses, hits = self.unrolled(*self.learner.inputs(batch, teacher))
+            loss, losses, hits = self.unrolled(batch.ids, teacher, 1, batch.first)
         self.accelerator.backward(loss)
         norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.config.clip)
         self.optimizer.step()
@@ -212,7 +204,6 @@ class Trainer:
                 p.epoch, p.batch = p.epoch + 1, 0
                 stream = batches(self.texts, self._plan(p.epoch), config.length_multiple)
                 continue
-            batch = self.learner.prepared(batch, (config.seed, p.step, self.accelerator.process_index))
             result = self.step(batch.to(self.accelerator.device))
             tokens = int(batch.ids.numel()) * self.accelerator.num_processes
             seen, p.tokens = seen + tokens, p.tokens + tokens
@@ -271,10 +262,11 @@ class Trainer:
                 file.write(json.dumps(row) + "\n")
 
     def validate(self, texts: Texts | None = None) -> dict[str, Any]:
-        """Teacher-forced acceptance on held-out answers, see the learner's `acceptance`."""
+        """Teacher-forced acceptance on held-out answers, see `acceptance`."""
         texts = self.heldout if texts is None else _usable(texts, self.config.max_length)
         with self.accelerator.autocast():
-            return self.learner.acceptance(texts, self.config.heldout_texts)
+            limit = self.config.heldout_texts
+            return acceptance(self.head, self.reader, texts, steps=self.config.ttt_steps, limit=limit)
 
     def checkpoint(self) -> None:
         """Write the head (bf16, with its card) and, beside it, what `resume` needs."""

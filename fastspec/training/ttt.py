@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fastspec.generation.drafters.eagle.head import EagleHead, Halves, Layer
 from fastspec.training.compiled import over_rows, over_texts
-from fastspec.training.losses import LOSSES, Loss, summed_rows
+from fastspec.training.losses import summed_rows
 from fastspec.training.unrolled import EAGER, Diagonals, UnrolledAttention
 
 FEATURE_LOSS = 0.1
@@ -32,8 +32,7 @@ class Teacher:
 
     features [B, T, taps * H_t], or [B, T, H_t] after the final norm where the head has no taps; where [M] flat positions b * T + u,
     u >= 1; probs [M, V_d] the target's distribution over the draft vocabulary, renormalised, and inside [M] fp32 the share of the whole
-    that it had; best [M] the target's most likely token (any of the vocabulary), as a draft id or -1 when it is outside. probs is [M, 0]
-    and inside zeros where the loss asks for no distribution.
+    that it had; best [M] the target's most likely token (any of the vocabulary), as a draft id or -1 when it is outside.
     """
 
     features: Tensor
@@ -55,7 +54,7 @@ class TrainingTimeTest(nn.Module):
     the distance from the features that they stand for.
     """
 
-    def __init__(self, head: EagleHead, steps: int, decay: float, *, loss: Loss = LOSSES["kl"], compile: bool = False) -> None:
+    def __init__(self, head: EagleHead, steps: int, decay: float, *, loss: str = "kl", compile: bool = False) -> None:
         super().__init__()
         self.head = head
         self.steps = steps

@@ -63,6 +63,14 @@ def test_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> None:
     same_state(tmp_path / "one", tmp_path / "two")
 
 
+def test_a_head_learns_by_overlap(material: Material, tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path, epochs=1.7, loss="hybrid", learning_rate=1e-2), *material, Accelerator(cpu=True))
+    before = trainer.validate()["top1"]
+    trainer.run()
+    assert trainer.validate()["top1"] > before + 0.5
+    assert "loss hybrid" in (tmp_path / "README.md").read_text()
+
+
 @pytest.mark.slow
 def test_killed_run_goes_on_from_its_last_checkpoint(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Trainer(settings(tmp_path / "one", epochs=1.2), *material, Accelerator(cpu=True)).run()
@@ -102,6 +110,12 @@ def test_other_texts_or_sizes_are_refused_on_resuming(material: Material, tmp_pa
         Trainer(settings(tmp_path, batch_tokens=256), *material, Accelerator(cpu=True))
     with pytest.raises(Unsupported, match="texts"):
         Trainer(settings(tmp_path), model, heldout, texts, Accelerator(cpu=True))
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    state["identity"] |= {"loss": "", "decay": 0.0, "layers": 0, "anchors": 64}  # as a run that was begun with block heads there
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(Unsupported, match=r"loss 'kl' \(now 'tv'\): go on"):
+        Trainer(settings(tmp_path, loss="tv"), *material, Accelerator(cpu=True))
+    assert Trainer(settings(tmp_path), *material, Accelerator(cpu=True)).progress.step > 0
     assert Trainer(settings(tmp_path, batch_tokens=256, resume=False), *material, Accelerator(cpu=True)).progress.step == 0
 
 

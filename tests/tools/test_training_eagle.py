@@ -29,7 +29,6 @@ from fastspec.generation.drafters.eagle.checkpoint import read_checkpoint
 from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.patches.assistants.heads import load_head
 from fastspec.training.data import Batch, Texts, batches
-from fastspec.training.losses import LOSSES
 from fastspec.training.target import TargetReader, head_for, start_from_features
 from fastspec.training.trainer import Trainer
 from fastspec.training.ttt import FEATURE_LOSS, TrainingTimeTest
@@ -181,12 +180,12 @@ def test_compilation_changes_neither_loss_nor_gradients(kind: str, tmp_path: Pat
     shapes = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend=counted))
-        compiled = TrainingTimeTest(trainer.head, 4, 0.8, loss=LOSSES[config.loss_name], compile=True)
+        compiled = TrainingTimeTest(trainer.head, 4, 0.8, loss=config.loss, compile=True)
         for batch in (*batches(trainer.texts, trainer._plan(0)[:6], 16), *batches(trainer.texts, [np.arange(3), np.arange(9)], 16)):
             shapes.add(tuple(batch.ids.shape))
-            inputs = trainer.learner.inputs(batch, trainer.reader.read(batch.ids, batch.where))
+            inputs = (batch.ids, trainer.reader.read(batch.ids, batch.where), 1, batch.first)
             found = []
-            for module in (trainer.learner.module, compiled):
+            for module in (trainer.module, compiled):
                 trainer.head.zero_grad()
                 loss, losses, hits = module(*inputs)
                 loss.backward()

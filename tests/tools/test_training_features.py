@@ -158,9 +158,9 @@ def test_texts_that_do_not_fit_are_read_every_time(material: Material, tmp_path:
     assert sum(passes) == kept + 3 * (len(trainer.texts) - kept)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_a_run_learns_the_same_from_memory(material: Material, tmp_path: Path, kind: str) -> None:
-    sizes: dict[str, Any] = {"eagle": {"draft_vocab_size": 0}, "dspark": {"rank": 8, "block_size": 5, "mask_token": 3}}.get(kind, {})
+    sizes: dict[str, Any] = {"draft_vocab_size": 0} if kind == "eagle" else {}
     runs = []
     for name, memory in (("one", {}), ("two", {"keep_features": ALL}), ("three", {"keep_features_host": ALL})):
         runs.append(Trainer(settings(tmp_path / name, kind=kind, epochs=1.5, **memory, **sizes), *material, Accelerator(cpu=True)))
@@ -171,6 +171,16 @@ def test_a_run_learns_the_same_from_memory(material: Material, tmp_path: Path, k
         for other in others:
             torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-3)
     assert all(run.validate()["top1"] == pytest.approx(runs[0].validate()["top1"], abs=0.02) for run in runs)
+
+
+def test_the_target_reader_says_what_lies_outside_the_draft_vocabulary(material: Material) -> None:
+    model, texts = material[:2]
+    batch = next(batches(texts, [np.arange(3)], 16))
+    vocabulary = torch.arange(0, 128, 3)
+    teacher = TargetReader(model, (2,), vocabulary, chunk=5).read(batch.ids, batch.where)
+    whole = model(batch.ids).logits.flatten(0, 1)[batch.where].softmax(-1)
+    torch.testing.assert_close(teacher.inside, whole[:, vocabulary].sum(-1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(teacher.probs * teacher.inside[:, None], whole[:, vocabulary], rtol=1e-4, atol=1e-6)
 
 
 def test_less_memory_than_a_text_takes_is_refused(material: Material) -> None:
@@ -312,7 +322,7 @@ def test_a_head_with_the_norms_of_eagle_3_1(material: Material, tmp_path: Path, 
     with pytest.raises(Unsupported, match="has norms"):
         Trainer(replace(config, norms=False), *material, Accelerator(cpu=True))
     with pytest.raises(ValueError, match="norms belongs to kind"):
-        settings(tmp_path, norms=True, kind="dspark")
+        settings(tmp_path, norms=True, kind="eagle", draft_vocab_size=0)
 
 
 def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shared: tuple[Trainer, Path], tmp_path: Path) -> None:
@@ -344,7 +354,7 @@ def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shar
         with pytest.raises(CheckpointError, match=told):
             load_head(tmp_path, model)
     with pytest.raises(ValueError, match="share_lm_head belongs to kind"):
-        settings(tmp_path, share_lm_head=True, kind="dspark")
+        settings(tmp_path, share_lm_head=True, kind="eagle", draft_vocab_size=0)
     with pytest.raises(Unsupported, match="states are 64 wide, its LM head reads 64, and the head is to be 32"):
         Trainer(settings(tmp_path / "narrow", share_lm_head=True, hidden_size=32), *material, Accelerator(cpu=True))
 
@@ -376,7 +386,7 @@ def on_the_cpu(trainer: Trainer, batch: Batch, teacher: Teacher) -> tuple[Traini
     head.load_state_dict(trainer.head.state_dict())
     head.bind(target.get_input_embeddings(), target.get_output_embeddings())
     teacher = Teacher(**{field.name: getattr(teacher, field.name).cpu() for field in fields(Teacher)})
-    return TrainingTimeTest(head.float(), trainer.learner.steps, trainer.config.slot_decay), batch.to(torch.device("cpu")), teacher
+    return TrainingTimeTest(head.float(), trainer.config.ttt_steps, trainer.config.decay), batch.to(torch.device("cpu")), teacher
 
 
 def rounded_step(trainer: Trainer, batch: Batch, teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, ...]:
@@ -393,10 +403,10 @@ def test_a_step_on_the_cpu_is_the_trainer_s(tmp_path: Path, monkeypatch: pytest.
     trainer.run()
     batch = next(batches(trainer.texts, plan_batches(trainer.texts.lengths, 900, 16, None), 16))
     teacher = trainer.reader.read(batch.ids, batch.where)
-    steps = (step_of(*on_the_cpu(trainer, batch, teacher), 0), step_of(trainer.learner.module, batch, teacher, 0))
+    steps = (step_of(*on_the_cpu(trainer, batch, teacher), 0), step_of(trainer.module, batch, teacher, 0))
     for mine, theirs in zip(*steps, strict=True):
         assert torch.equal(mine, theirs) and bool(mine.any())
-    late = step_of(trainer.learner.module, batch, teacher, batch.first + trainer.learner.steps + 4)
+    late = step_of(trainer.module, batch, teacher, batch.first + trainer.config.ttt_steps + 4)
     rounded = rounded_step(trainer, batch, teacher, monkeypatch)
     for wrong, near, right in zip(late[1:], rounded[1:], steps[1][1:], strict=True):
         assert (wrong - right).norm() > 2 * ROUNDINGS * (near - right).norm() > 0
@@ -419,7 +429,7 @@ def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path, com
         batch = batch.to(model.device)
         teacher = trainer.features.read(batch)
         agree(teacher, trainer.reader.read(batch.ids, batch.where), batch, trainer.texts, rtol=1e-4, atol=1e-5)
-        found = [step_of(trainer.learner.module, batch, teacher, first) for first in (0, batch.first)]
+        found = [step_of(trainer.module, batch, teacher, first) for first in (0, batch.first)]
         assert batch.first > 4  # rows of prompts take part in the first step alone
         exact, rounded = step_of(*on_the_cpu(trainer, batch, teacher), 0), rounded_step(trainer, batch, teacher, monkeypatch)
         for right, near, *steps in zip(exact, rounded, *found, strict=True):

@@ -21,8 +21,6 @@ Material = tuple[LlamaForCausalLM, Texts, Texts]
 KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"intermediate_size": 48, "draft_vocab_size": 90, "taps": (1, 2, 4)},
     "eagle": {"intermediate_size": 48},
-    "dspark": {"intermediate_size": 48, "draft_vocab_size": 90, "layers": 1, "block_size": 5, "rank": 8, "mask_token": 3},
-    "dflash2": {"intermediate_size": 48, "block_size": 5, "rank": 8, "mask_token": 3},
 }
 
 

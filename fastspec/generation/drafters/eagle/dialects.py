@@ -21,6 +21,12 @@ from fastspec.generation.drafters.eagle.head import HeadConfig
 PREFIXES = ("model.", "eagle_module.")
 MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"}
 TRAINED_THETA = 10000.0
+BLOCK_FORMS = (
+    ("DFlash 2", "selector_rank", "dflash2"),
+    ("DSpark", "markov_rank", "dspark"),
+    ("DFlash", "dflash_config", "dflash"),
+)
+"""Form of a head that drafts a block, a field of config.json that it alone has, and a word in the names of its classes."""
 OWN = "fastspec"
 """What `trained_by` says in the config.json of heads that `fastspec train` wrote, and the name of their dialect."""
 FIELD_KINDS = {
@@ -153,16 +159,24 @@ def is_eagle3(state: Mapping[str, Tensor]) -> bool:
     return any(key in state for key in ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t"))
 
 
+def block_form(raw: Mapping[str, Any]) -> str | None:
+    """The form of a head that drafts a block of tokens in one pass, by its config.json; None for any other head."""
+    nested = raw.get("dflash_config")
+    both = {**raw, **(nested if isinstance(nested, Mapping) else {})}
+    names = str([both.get(name) for name in ("architectures", "model_type", "speculators_model_type", "projector_type")]).lower()
+    return next((form for form, field, word in BLOCK_FORMS if both.get(field) is not None or word in names), None)
+
+
 def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[str, Tensor], where: str) -> Description:
     """Read a head's sizes and flags.
 
     `raw` is config.json, `published` the keys as stored, `state` the tensors under normalised keys, with embed_tokens and t2d.
     Raises CheckpointError for fields that are missing, out of range or mean something that `EagleHead` cannot do.
     """
-    if "dflash_config" in raw:
+    if form := block_form(raw):
         raise CheckpointError(
-            f"{where}: a head that drafts a block (dflash_config); fastspec trains and measures such heads and does not decode with them. "
-            "It decodes with EAGLE heads: train one with `fastspec train --kind eagle3`"
+            f"{where}: a {form} head, which drafts a block of tokens in one pass; fastspec decodes with EAGLE heads (docs/drafters.md says "
+            "why): train one with `fastspec train --kind eagle3`"
         )
     fields = Fields.of(raw, where)
     dialect = dialect_of(fields, published, state)

@@ -1,0 +1,36 @@
+"""Removed parts of fastspec: the line that tells a caller of one where it went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+
+BLOCK_HEADS = (
+    "block heads (DFlash, DSpark, DFlash 2) left fastspec, which trained them and never decoded with them; docs/drafters.md has what they "
+    "measured, and the repository's tag `laboratory` their code"
+)
+BLOCK_KINDS = ("dspark", "dflash", "dflash2")
+BLOCK_LOSSES = ("ce", "ce+l1", "kl+l1", "dpace")
+BLOCK_SETTINGS = ("layers", "block_size", "anchors", "rank", "mask_token")
+"""Kinds, losses and settings of `TrainConfig` and `fastspec train` that block heads alone had."""
+
+MODULES = {
+    "fastspec.generation.drafters.block": BLOCK_HEADS,
+    "fastspec.training.blocks": BLOCK_HEADS,
+    "fastspec.training.learner_block": BLOCK_HEADS,
+    "fastspec.training.learner": "one kind of head is trained: fastspec.training.trainer.Trainer holds it",
+    "fastspec.training.learner_eagle": "its `acceptance` is in fastspec.training.acceptance, the rest in fastspec.training.trainer.Trainer",
+}
+"""Removed module or package -> where it went."""
+
+
+class RemovedModules(MetaPathFinder):
+    """Finder of removed modules: importing one raises ModuleNotFoundError with its line of `MODULES`.
+
+    It is asked before Python's own finders, to which a folder that holds compiled files alone is still a package.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name in MODULES:
+            raise ModuleNotFoundError(f"{name}: {MODULES[name]}", name=name)
