@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastspec.generation.drafters.block.draft import BlockDrafter
 from fastspec.generation.drafters.block.head import BlockHead
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.module import EagleHead
 from fastspec.training.blocks import BlockAttention
 
 ANCHORS = 128

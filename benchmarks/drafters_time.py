@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fastspec.generation.drafters.block.config import BlockConfig
-from fastspec.generation.drafters.eagle.head import HeadConfig
+from fastspec.generation.heads.module import HeadConfig
 
 ROWS = Path(__file__).parent / "results" / "redesign_h200.jsonl"
 STACK = Path(__file__).parent / "results" / "stack_nodes_h200.jsonl"

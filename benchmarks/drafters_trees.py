@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastspec.generation.drafters.block.head import BlockHead
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.module import EagleHead
 
 
 class Drafts(Protocol):

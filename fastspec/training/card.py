@@ -7,7 +7,7 @@ from typing import Any
 
 from fastspec.distribution import DISTRIBUTION
 from fastspec.generation.drafters.block.config import BlockConfig
-from fastspec.generation.drafters.eagle.head import HeadConfig
+from fastspec.generation.heads.module import HeadConfig
 from fastspec.training.config import TrainConfig
 
 NAMES = {"dspark": "DSpark", "dflash": "DFlash", "dflash2": "DFlash 2"}

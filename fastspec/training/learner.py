@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from fastspec.generation.drafters.block.head import BlockHead
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.module import EagleHead
 from fastspec.training.data import Batch, Texts
 from fastspec.training.target import TargetReader
 from fastspec.training.ttt import Teacher

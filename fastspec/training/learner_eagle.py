@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.module import EagleHead
 from fastspec.training.config import TrainConfig
 from fastspec.training.data import Batch, Texts, batches, plan_batches
 from fastspec.training.losses import LOSSES

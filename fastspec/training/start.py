@@ -13,7 +13,7 @@ from torch import Tensor
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.block.checkpoint import load_block_head
 from fastspec.generation.drafters.block.head import BlockHead
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import load_head
 from fastspec.training.config import TrainConfig
 from fastspec.training.save import checkpoint_tensors

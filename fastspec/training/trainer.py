@@ -17,7 +17,7 @@ from accelerate.utils import broadcast, gather
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.block.head import BlockHead
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.module import EagleHead
 from fastspec.training.card import model_card
 from fastspec.training.config import BLOCK_KINDS, TrainConfig
 from fastspec.training.data import Batch, Texts, batches, coverage_of, draft_vocabulary, plan_batches

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastspec.generation.drafters.block.config import BlockConfig
-from fastspec.generation.drafters.eagle.head import RMSNorm, SwiGLU
-from fastspec.generation.drafters.eagle.rope import rotate
+from fastspec.generation.heads.module import RMSNorm, SwiGLU, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 PARTS = (256, 128, 64, 32)
