@@ -86,7 +86,7 @@ def with_own_lm_head(head: EagleHead) -> EagleHead:
     with torch.device("meta"):
         twin = EagleHead(replace(head.config, own_lm_head=True, target_rows=False))
     state = {name: value for name, value in head.state_dict().items() if name != "lm_head_map.weight"}
-    twin.load_state_dict(state | {"lm_head.weight": BoundHead.of(head).readout().weight.clone()}, assign=True)
+    twin.load_state_dict(state | {"lm_head.weight": BoundHead.of(head).readout().weight.detach().clone()}, assign=True)
     return twin
 
 

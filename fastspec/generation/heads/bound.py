@@ -92,7 +92,7 @@ class BoundHead:
         """Sizes and switches of the head."""
         return self.module.config
 
-    def readout(self) -> nn.Module:
+    def readout(self) -> Any:
         """The module that drafting reads logits with: the head's own LM head or the target's, or one made of the target's rows and the
         head's matrix. Raises CheckpointError where the target's LM head has no rows to give."""
         module, lm_head = self.module, self.binding.lm_head
