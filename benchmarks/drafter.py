@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fastspec.bench.device import environment
 from fastspec.config import TreeShape
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.generation.tree import Verdict
 from fastspec.kernels.drafting.fused import DraftSpace, DraftWeights, draft, draft_space, draft_weights
 from fastspec.patches.backends import choose_backend

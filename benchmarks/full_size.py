@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import fastspec
 from fastspec.bench.device import versions
 from fastspec.bench.report import quantiles
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache_names import CACHE
 from fastspec.patches.hf.compat import delta_shape, layer_count, layer_shapes, recurrent_layers

@@ -31,7 +31,7 @@ from transformers.generation import logits_process as lp
 import fastspec
 from fastspec.bench.device import environment
 from fastspec.demo import encode
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.models import SMOLLM2, load_model
 
 OPTIONS = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3}

@@ -21,6 +21,12 @@ MODULES = {
     "fastspec.training.learner_block": BLOCK_HEADS,
     "fastspec.training.learner": "one kind of head is trained: fastspec.training.trainer.Trainer holds it",
     "fastspec.training.learner_eagle": "its `acceptance` is in fastspec.training.acceptance, the rest in fastspec.training.trainer.Trainer",
+    "fastspec.generation.drafters.eagle.head": "it is fastspec.generation.heads.module",
+    "fastspec.generation.drafters.eagle.checkpoint": "it is fastspec.generation.heads.load, with a file beside it for each step",
+    "fastspec.generation.drafters.eagle.dialects": "it is fastspec.generation.heads.dialects",
+    "fastspec.generation.drafters.eagle.lowered": "it is fastspec.generation.heads.lowered",
+    "fastspec.generation.drafters.eagle.rope": "its functions are in fastspec.generation.heads.module",
+    "fastspec.patches.assistants.binding": "it is fastspec.generation.heads.bound",
 }
 """Removed module or package -> where it went."""
 

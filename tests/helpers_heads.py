@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.assistants.heads import _causal
 
 BASE = HeadConfig(

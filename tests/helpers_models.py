@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.hf.families import ADAPTERS
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores

@@ -139,7 +139,7 @@ def cut_heads(load: Loader, kind: str) -> list[Any]:
                 drawn = isinstance(each, fastspec.Eagle1)
                 made += [model.generate(**given(5, 9), **(DRAWN if drawn else GREEDY), assistant=each) for _ in range(2)]
                 made += [fastspec.report(model).last.acceptance_length]
-            mine = session_of(model).resources["eagle3"]
+            mine = session_of(model).resources["eagle3"].module
             assert (head_cut.cut_over(mine, group_of(model)) is not None) == dist.is_initialized()
             mine.lm_head.weight.copy_(mine.lm_head.weight.roll(1, 0))  # it drafts badly now
             made += [model.generate(**given(5, 9), **GREEDY, assistant="eagle3"), fastspec.report(model).last.acceptance_length]

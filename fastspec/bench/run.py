@@ -22,7 +22,7 @@ from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
 
 if TYPE_CHECKING:
-    from fastspec.generation.drafters.eagle.head import EagleHead
+    from fastspec.generation.heads.module import EagleHead
     from fastspec.generation.profile import Profile
 
 UNTIMED = 2

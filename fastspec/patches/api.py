@@ -14,7 +14,7 @@ from fastspec.cascade.config import Cascade
 from fastspec.cascade.memory import MemoryStats
 from fastspec.distribution import warn_of_stranger
 from fastspec.errors import PatchConflict, Unsupported
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.profile import Profile
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.heads import load_heads

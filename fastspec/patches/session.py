@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, PatchConflict, Unsupported
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.layers.packing import is_packed, unpack
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Profile
@@ -163,7 +163,7 @@ class PatchSession:
 
     def _drafts(self) -> bool:
         """Whether an EAGLE-3 head may draft, the only kind that does so in a dtype of its own."""
-        return any(isinstance(each, EagleHead) and each.config.kind == "eagle3" for each in self.resources.values())
+        return any(isinstance(each, BoundHead) and each.config.kind == "eagle3" for each in self.resources.values())
 
     def why_torch(self, model: Any, mode: Mode) -> str | None:
         """Why backend="auto" runs a model on the CPU without the C++ kernels, or None."""

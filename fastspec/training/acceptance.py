@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.module import EagleHead
 from fastspec.training.data import Texts, batches, plan_batches
 from fastspec.training.target import TargetReader
 from fastspec.training.ttt import TrainingTimeTest, chain_lengths

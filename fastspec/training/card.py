@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.distribution import DISTRIBUTION
-from fastspec.generation.drafters.eagle.head import HeadConfig
+from fastspec.generation.heads.module import HeadConfig
 from fastspec.training.config import TrainConfig
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fastspec.generation.drafters.eagle.dialects import OWN
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.bound import BoundHead
+from fastspec.generation.heads.dialects import OWN
+from fastspec.generation.heads.module import EagleHead
 
 
 def checkpoint_config(head: EagleHead) -> dict[str, Any]:
@@ -80,12 +81,10 @@ def with_own_lm_head(head: EagleHead) -> EagleHead:
     """A copy of a bound head whose LM head is its own, as other programs read it; the head itself where it has one or borrows the whole."""
     if not head.config.target_rows:
         return head
-    head.readout()
-    head.renew(exactly=True)
     with torch.device("meta"):
         twin = EagleHead(replace(head.config, own_lm_head=True, target_rows=False))
     state = {name: value for name, value in head.state_dict().items() if name != "lm_head_map.weight"}
-    twin.load_state_dict(state | {"lm_head.weight": head.readout().weight.clone()}, assign=True)
+    twin.load_state_dict(state | {"lm_head.weight": BoundHead.of(head).readout().weight.detach().clone()}, assign=True)
     return twin
 
 

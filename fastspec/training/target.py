@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.generation.layers.decoder import is_plain
 from fastspec.patches.hf.compat import stack_of
 from fastspec.training.data import Batch

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastspec.generation.drafters.eagle.head import EagleHead, Halves, Layer
+from fastspec.generation.heads.module import EagleHead, Halves, Layer
 from fastspec.training.compiled import over_rows, over_texts
 from fastspec.training.losses import summed_rows
 from fastspec.training.unrolled import EAGER, Diagonals, UnrolledAttention

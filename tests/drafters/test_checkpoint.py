@@ -17,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.drafters.eagle.checkpoint import build_head, check_fit, override, read_checkpoint, with_taps
+from fastspec.generation.heads.bound import Sizes
+from fastspec.generation.heads.fit import Reading, fitted, override, with_taps
+from fastspec.generation.heads.load import build_head, read_checkpoint
 
 
 @pytest.fixture
@@ -194,7 +196,7 @@ def test_no_config_makes_reading_fail_otherwise(changes):
         except CheckpointError as error:
             assert folder in str(error)
         else:
-            assert build_head(override(checkpoint, taps=(2, 6, 9))).config.hidden_size == 16
+            assert build_head(override(checkpoint, Reading(taps=(2, 6, 9)))).config.hidden_size == 16
 
 
 @pytest.mark.parametrize("keep", [0, 4, 60, -1])
@@ -251,15 +253,15 @@ def test_taps_left_to_the_target_s_depth(written):
         with_taps(checkpoint, 6)
     with pytest.raises(CheckpointError, match="names no taps"):
         build_head(checkpoint)
-    assert override(checkpoint, taps=(0, 1, 2)).taps_known
+    assert override(checkpoint, Reading(taps=(0, 1, 2))).taps_known
     with pytest.raises(CheckpointError, match="reads 3 layers"):
-        override(checkpoint, taps=(0, 1))
+        override(checkpoint, Reading(taps=(0, 1)))
 
 
 def test_a_head_of_other_sizes_does_not_fit(written):
     checkpoint = read_checkpoint(written[0])
-    check_fit(checkpoint, vocab_size=37, hidden_size=16, num_layers=LAYERS)
+    fitted(checkpoint, Sizes(37, 16, LAYERS, 16), Reading())
     with pytest.raises(CheckpointError, match=r"size 16, the target's have size 32.*vocabulary of 37, the target's has 38"):
-        check_fit(checkpoint, vocab_size=38, hidden_size=32, num_layers=LAYERS)
+        fitted(checkpoint, Sizes(38, 32, LAYERS, 32), Reading())
     with pytest.raises(CheckpointError, match=r"taps hidden_states\[2, 6, 9\], the target has 8 layers"):
-        check_fit(override(checkpoint, taps=(2, 6, 9)), vocab_size=37, hidden_size=16, num_layers=8)
+        fitted(checkpoint, Sizes(37, 16, 8, 16), Reading(taps=(2, 6, 9)))

@@ -19,6 +19,7 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import prompt_parts
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH, counted, triton_ops
 
@@ -172,7 +173,7 @@ def test_the_default_tree_has_the_published_size():
 
 def begun(head: Any, shape: fastspec.TreeShape, ids: Tensor, features: Tensor, counts: list[int], capacity: int = 64) -> EagleDrafter:
     """A drafter over rows of `counts` prompt tokens, each followed by its root; what lies behind is noise."""
-    drafter = EagleDrafter(head, shape, rows=len(counts), capacity=capacity, ops=TORCH)
+    drafter = EagleDrafter(BoundHead.of(head), shape, rows=len(counts), capacity=capacity, ops=TORCH)
     lengths = torch.tensor(counts)
     drafter.begin(ids[:, : max(counts)], lengths, features[:, : max(counts)], ids.gather(1, lengths[:, None])[:, 0])
     return drafter
@@ -253,10 +254,10 @@ EMBEDDINGS = {
 def test_an_embedding_that_is_more_than_a_table_keeps_its_forward(kind, variant):
     torch.manual_seed(3)
     head, counts, shape = copy.deepcopy(head_of(variant)), Counter[str](), fastspec.TreeShape(total_tokens=12, depth=3, top_k=3)
-    head.bind(EMBEDDINGS[kind](97, 64), head.__dict__["_target_lm_head"])
+    head.bind(EMBEDDINGS[kind](97, 64), head.bound.lm_head)
     ids, features = drawn(head, 2, 9, 5)
     lengths = torch.tensor([8, 3])
-    drafter = EagleDrafter(head, shape, rows=2, capacity=64, ops=counted(TORCH, counts))
+    drafter = EagleDrafter(BoundHead.of(head), shape, rows=2, capacity=64, ops=counted(TORCH, counts))
     drafter.begin(ids[:, :8], lengths, features[:, :8], ids.gather(1, lengths[:, None])[:, 0])
     tree = drafter.propose(8)
     for row, count in enumerate(lengths.tolist()):
@@ -302,14 +303,14 @@ def test_a_head_that_one_launch_cannot_run_is_named_as_the_cause(variant):
 def test_a_module_that_is_more_than_its_weight_is_not_read_in_one_launch(kind):
     """It is named as the cause, and separate kernels call it."""
     head, shape = copy.deepcopy(head_of("plain")), fastspec.TreeShape(5, 1, 2)
-    head.bind(EMBEDDINGS.get(kind, nn.Embedding)(97, 64), head.__dict__["_target_lm_head"])
+    head.bind(EMBEDDINGS.get(kind, nn.Embedding)(97, 64), head.bound.lm_head)
     if kind == "LM head":
         head.lm_head.register_forward_hook(lambda module, args, out: -out)
     ids, features = drawn(head, 1, 6, 0)
     cause = "LM head" if kind == "LM head" else r"torch\.nn\.Embedding"
     with pytest.raises(Unsupported, match=rf'reads the .* of a plain {cause}.*: use backend="torch"'):
         fastspec.frontier_generate(head, ids, features[:, :5], backend="triton", shape=shape)
-    assert not EagleDrafter(head, shape, rows=1, capacity=9, ops=triton_ops(), fused=True).fused
+    assert not EagleDrafter(BoundHead.of(head), shape, rows=1, capacity=9, ops=triton_ops(), fused=True).fused
 
 
 @INTERPRETED

@@ -200,11 +200,11 @@ def test_one_head_serves_both_assistants():
     head = eagle_head(model)
     fastspec.patch(model, eagle=head, eagle2=head)
     resources = session_of(model).resources
-    assert resources["eagle"] is resources["eagle2"] and resources["eagle"].fc.weight is head.fc.weight
+    assert resources["eagle"] is resources["eagle2"] and resources["eagle"].module.fc.weight is head.fc.weight
     expected = model.double().generate(**prompts(5), max_new_tokens=8, do_sample=False)
     for name in ("eagle", "eagle2"):
         assert torch.equal(model.generate(**prompts(5), max_new_tokens=8, do_sample=False, assistant=name), expected)
-    assert resources["eagle"] is resources["eagle2"] and resources["eagle"].fc.weight.dtype == torch.float64
+    assert resources["eagle"] is resources["eagle2"] and resources["eagle"].module.fc.weight.dtype == torch.float64
 
 
 def test_a_published_head_from_disk(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.training.unrolled import UnrolledAttention
 
 
@@ -51,7 +51,7 @@ class Cached:
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_cached_steps_equal_a_full_pass(changes: dict[str, object]) -> None:
     head = small_head(**changes).double()
-    head.__dict__["_embed_tokens"].double()
+    head.bound.embedding.double()
     tokens, positions = torch.randint(0, 61, (2, 7)), torch.arange(7).expand(2, 7)
     features = torch.randn(2, 7, 32 * max(1, len(head.config.taps)), dtype=torch.float64)
     hidden = head.fuse(features)
@@ -82,7 +82,7 @@ def test_rope_stays_fp32_and_has_no_limit() -> None:
 def test_bound_modules_are_neither_saved_nor_moved() -> None:
     head = small_head()
     assert not [name for name in head.state_dict() if "embed" in name]
-    embed = head.__dict__["_embed_tokens"]
+    embed = head.bound.embedding
     head.to(torch.bfloat16)
     assert embed.weight.dtype == torch.float32
 

@@ -15,19 +15,20 @@ from torch import nn
 
 import fastspec
 from fastspec.errors import FastSpecError
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
-from fastspec.generation.drafters.eagle.lowered import follow, lowered
+from fastspec.generation.heads.bound import BoundHead, followed
+from fastspec.generation.heads.lowered import follow, lowered
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.kernels.native import build
 from fastspec.patches import backends
 from fastspec.patches.assistants import registry
-from fastspec.patches.assistants.heads import load_head
+from fastspec.patches.assistants.heads import load_head, parts_of
 
 BF16 = torch.bfloat16
 
 
-def bound_head(model=None, **over) -> EagleHead:
+def bound_head(model=None, **over) -> BoundHead:
     model = model or tiny_model()
-    return load_head(tiny_head(model, **over), model)
+    return BoundHead.of(load_head(tiny_head(model, **over), model))
 
 
 def test_who_drafts_itself():
@@ -37,9 +38,9 @@ def test_who_drafts_itself():
         kind="eagle", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=97,
         draft_vocab_size=97, target_hidden_size=64,
     )  # fmt: skip
-    borrowing = load_head(EagleHead(config), model)
+    borrowing = BoundHead.of(load_head(EagleHead(config), model))
     assert lowered(head, None) is head and lowered(borrowing, BF16) is borrowing
-    half = copy.deepcopy(head).to(BF16)
+    half = BoundHead.of(copy.deepcopy(head.module).to(BF16))
     assert lowered(half, BF16) is half
 
 
@@ -47,33 +48,37 @@ def test_a_twin_has_the_heads_weights_rounded_and_shares_what_is_not_its_own():
     head = bound_head()
     twin = lowered(head, BF16)
     assert twin is not head and lowered(head, BF16) is twin
-    assert all(torch.equal(mine, theirs.to(BF16)) for mine, theirs in zip(twin.parameters(), head.parameters(), strict=True))
-    assert twin.__dict__["_embed_tokens"] is head.__dict__["_embed_tokens"] and torch.equal(twin.d2t, head.d2t)
-    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32} == {twin.inv_freq.dtype}
+    assert all(torch.equal(mine, theirs.to(BF16)) for mine, theirs in zip(twin.module.parameters(), head.module.parameters(), strict=True))
+    assert twin.binding is head.binding and torch.equal(twin.module.d2t, head.module.d2t)
+    assert {parameter.dtype for parameter in head.module.parameters()} == {torch.float32} == {twin.module.inv_freq.dtype}
 
 
 @torch.no_grad()
 def test_a_twin_follows_its_head():
     head = bound_head()
     twin = lowered(head, BF16)
-    place = twin.fc.weight.data_ptr()
-    head.fc.weight.mul_(2)
-    head.norm.weight.data = head.norm.weight.data + 1  # which no counter of changes shows
-    assert not torch.equal(twin.fc.weight, head.fc.weight.to(BF16))
+    place = twin.module.fc.weight.data_ptr()
+    head.module.fc.weight.mul_(2)
+    head.module.norm.weight.data = head.module.norm.weight.data + 1  # which no counter of changes shows
+    assert not torch.equal(twin.module.fc.weight, head.module.fc.weight.to(BF16))
     follow(twin)
-    assert torch.equal(twin.fc.weight, head.fc.weight.to(BF16)) and torch.equal(twin.norm.weight, head.norm.weight.to(BF16))
-    assert twin.fc.weight.data_ptr() == place
-    head.fc.weight.zero_()
-    assert lowered(head, BF16) is twin and not bool(twin.fc.weight.any())
+    assert torch.equal(twin.module.fc.weight, head.module.fc.weight.to(BF16))
+    assert torch.equal(twin.module.norm.weight, head.module.norm.weight.to(BF16))
+    assert twin.module.fc.weight.data_ptr() == place
+    head.module.fc.weight.zero_()
+    assert lowered(head, BF16) is twin and not bool(twin.module.fc.weight.any())
     follow(head)  # no twin: nothing happens
 
 
 def test_another_binding_makes_another_twin():
-    head = bound_head()
+    model = tiny_model()
+    head = bound_head(model)
     twin = lowered(head, BF16)
-    head.bind(nn.Embedding(97, 64), None)
-    other = lowered(head, BF16)
-    assert other is not twin and lowered(head, BF16) is other and lowered(head, None) is head
+    model.set_input_embeddings(nn.Embedding(97, 64))
+    moved = followed(head, parts_of(model))
+    other = lowered(moved, BF16)
+    assert other is not twin and lowered(moved, BF16) is other and lowered(moved, None) is moved
+    assert other.binding.embedding is model.get_input_embeddings()
 
 
 def test_a_model_and_its_head_are_freed_though_the_embedding_reaches_the_model():
@@ -89,8 +94,8 @@ def test_a_model_and_its_head_are_freed_though_the_embedding_reaches_the_model()
 def test_copies_have_no_twin_and_make_their_own():
     head = bound_head()
     twin = lowered(head, BF16)
-    for other in (copy.copy(head), copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
-        assert other.__dict__["_lowered"] is None and lowered(other, BF16) is not twin
+    for other in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+        assert other.made.lowered is None and lowered(other, BF16) is not twin
     assert lowered(head, BF16) is twin
 
 
@@ -98,36 +103,36 @@ def test_copies_have_no_twin_and_make_their_own():
 def test_a_twin_follows_what_is_no_weight():
     head = bound_head()
     twin = lowered(head, BF16)
-    head.d2t = head.d2t + 1
-    head.set_rope(torch.arange(1, 9).float() * 0.3, 1.5)
-    assert lowered(head, BF16) is twin and twin.d2t is head.d2t
-    assert twin.inv_freq is head.inv_freq and twin.rope_scale == 1.5
+    head.module.d2t = head.module.d2t + 1
+    head.module.set_rope(torch.arange(1, 9).float() * 0.3, 1.5)
+    assert lowered(head, BF16) is twin and twin.module.d2t is head.module.d2t
+    assert twin.module.inv_freq is head.module.inv_freq and twin.module.rope_scale == 1.5
 
 
 @torch.no_grad()
 def test_a_head_of_other_modules_gets_a_twin_of_them_or_drafts_itself():
     head = bound_head()
     twin = lowered(head, BF16)
-    head.lm_head, head.d2t = nn.Linear(64, 80, bias=False), head.d2t[:80]
+    head.module.lm_head, head.module.d2t = nn.Linear(64, 80, bias=False), head.module.d2t[:80]
     smaller = lowered(head, BF16)
-    assert smaller is not twin and smaller.lm_head.weight.shape == (80, 64) and not follow(twin)
-    head.layers[0].self_attn.q_proj.bias = nn.Parameter(torch.ones(64))
-    assert torch.equal(lowered(head, BF16).layers[0].self_attn.q_proj.bias, torch.ones(64, dtype=BF16))
-    head.layers[0].input_layernorm.weight = head.layers[0].hidden_norm.weight  # one for both
-    head.layers[0].hidden_norm.weight.fill_(3)
-    assert float(lowered(head, BF16).layers[0].input_layernorm.weight.mean()) == 3
-    hook = head.fc.register_forward_hook(lambda *_: None)
+    assert smaller is not twin and smaller.module.lm_head.weight.shape == (80, 64) and not follow(twin)
+    head.module.layers[0].self_attn.q_proj.bias = nn.Parameter(torch.ones(64))
+    assert torch.equal(lowered(head, BF16).module.layers[0].self_attn.q_proj.bias, torch.ones(64, dtype=BF16))
+    head.module.layers[0].input_layernorm.weight = head.module.layers[0].hidden_norm.weight  # one for both
+    head.module.layers[0].hidden_norm.weight.fill_(3)
+    assert float(lowered(head, BF16).module.layers[0].input_layernorm.weight.mean()) == 3
+    hook = head.module.fc.register_forward_hook(lambda *_: None)
     assert lowered(head, BF16) is head
     hook.remove()
     assert lowered(head, BF16) is not head
-    head.extra = nn.Linear(2, 2)  # a module that no configuration names
+    head.module.extra = nn.Linear(2, 2)  # a module that no configuration names
     assert lowered(head, BF16) is head
-    del head.extra
-    norm, head.norm = head.norm, None
+    del head.module.extra
+    norm, head.module.norm = head.module.norm, None
     assert lowered(head, BF16) is head
-    head.norm = norm
+    head.module.norm = norm
     assert lowered(head, BF16) is not head
-    torch.nn.utils.parametrizations.weight_norm(head.fc)
+    torch.nn.utils.parametrizations.weight_norm(head.module.fc)
     assert lowered(head, BF16) is head
 
 
@@ -154,24 +159,24 @@ def test_a_machine_whose_bfloat16_kernels_fail_drafts_in_fp32(monkeypatch):
             raise FastSpecError("they differ")
 
     monkeypatch.setattr("fastspec.patches.session.self_check", check)
-    seen: list[EagleHead] = []
+    seen: list[BoundHead] = []
     real = registry.EagleDrafter
     monkeypatch.setattr(registry, "EagleDrafter", lambda head, *args, **options: seen.append(head) or real(head, *args, **options))
     model = tiny_model()
     fastspec.patch(model, eagle3=tiny_head(model), backend="cpp")
     with pytest.warns(RuntimeWarning, match="they differ"):
         model.generate(**prompts(9), max_new_tokens=6, do_sample=False, assistant=TREE)
-    assert seen[0].fc.weight.dtype is torch.float32
+    assert seen[0].module.fc.weight.dtype is torch.float32
 
 
 @torch.no_grad()
 def test_a_twin_drafts_with_the_targets_rows_as_they_are_now():
     model = tiny_model()
     head = bound_head(model, own_lm_head=False, target_rows=True, draft_vocab_size=40)
-    head.lm_head_map.weight.copy_(torch.eye(64))
+    head.module.lm_head_map.weight.copy_(torch.eye(64))
     twin = lowered(head, BF16)
     rows = model.get_output_embeddings().weight
-    assert torch.equal(twin.readout().weight, rows[:40].to(BF16)) and head.__dict__["_joined"] is None
+    assert torch.equal(twin.readout().weight, rows[:40].to(BF16)) and head.made.readout is None
     rows.mul_(3)
     follow(twin)
     assert torch.equal(twin.readout().weight, rows[:40].to(BF16))
@@ -181,7 +186,7 @@ def test_a_twin_drafts_with_the_targets_rows_as_they_are_now():
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_tokens_are_the_same(monkeypatch, sampled):
     """Greedy ones are those of plain generate; of two calls the second drafts with the head as it was trained in between."""
-    seen: list[EagleHead] = []
+    seen: list[BoundHead] = []
     real = registry.EagleDrafter
     monkeypatch.setattr(registry, "EagleDrafter", lambda head, *args, **options: seen.append(head) or real(head, *args, **options))
     plain, model = tiny_model(), tiny_model()
@@ -194,7 +199,7 @@ def test_the_tokens_are_the_same(monkeypatch, sampled):
         ours.append(model.generate(**options, assistant=TREE))
         with torch.no_grad():
             head.lm_head.weight.neg_()  # the worst drafts instead of the best
-    assert all(each is seen[0] for each in seen) and seen[0].fc.weight.dtype is BF16
+    assert all(each is seen[0] for each in seen) and seen[0].module.fc.weight.dtype is BF16
     last = fastspec.report(model).last
     assert last.acceptance_length == pytest.approx(1.0, abs=0.3)
     if not sampled:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fastspec
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH, triton_ops
 
@@ -23,7 +24,7 @@ def begun(rows: int, fused: bool, at: int = 0) -> EagleDrafter:
     """A drafter of `rows` rows behind a round whose whole path was accepted; `at` says which texts."""
     head = head_of("plain")
     ops = replace(TORCH, fused=triton_ops().fused)
-    drafter = EagleDrafter(head, SHAPE, rows=rows, capacity=40, ops=ops, fused=fused)
+    drafter = EagleDrafter(BoundHead.of(head), SHAPE, rows=rows, capacity=40, ops=ops, fused=fused)
     assert drafter.fused == fused
     ids, features = drawn(head, rows, LENGTH, at)
     drafter.begin(ids, torch.full((rows,), LENGTH), features, torch.full((rows,), 7 + at))

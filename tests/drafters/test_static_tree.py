@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastspec
 from fastspec import Eagle1, Unsupported
 from fastspec.generation.drafters.eagle.static import StaticDrafter
+from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 
@@ -56,7 +57,7 @@ def check(head: Any, ids: list[int], features: Tensor, paths: Paths, tree: Token
 
 
 def begun(head: Any, paths: Paths, ids: Tensor, features: Tensor, counts: list[int], process: Any = None) -> StaticDrafter:
-    drafter = StaticDrafter(head, paths, rows=len(counts), capacity=64, ops=TORCH, process=process)
+    drafter = StaticDrafter(BoundHead.of(head), paths, rows=len(counts), capacity=64, ops=TORCH, process=process)
     lengths = torch.tensor(counts)
     drafter.begin(ids[:, : max(counts)], lengths, features[:, : max(counts)], ids.gather(1, lengths[:, None])[:, 0])
     return drafter

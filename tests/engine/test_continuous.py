@@ -23,6 +23,7 @@ from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.ngram import drafter as nasd
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.engine import Engine
+from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.state import sequence as buffers
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
@@ -214,9 +215,9 @@ def test_a_drafter_in_one_launch_forgets_the_pairs_that_wait_for_it():
     head = tiny_head(model)
     head.bind(model.get_input_embeddings(), model.get_output_embeddings())
     for rows in (2, 1):
-        drafters.append(EagleDrafter(head, fastspec.TreeShape(8, 2, 3), rows=rows, capacity=32, ops=TORCH))
+        drafters.append(EagleDrafter(BoundHead.of(head), fastspec.TreeShape(8, 2, 3), rows=rows, capacity=32, ops=TORCH))
         text = torch.randint(6, 97, (rows, 5))
-        drafters[-1].begin(text, torch.full((rows,), 5), torch.randn(rows, 5, drafters[-1].head.fc.in_features), text[:, 0])
+        drafters[-1].begin(text, torch.full((rows,), 5), torch.randn(rows, 5, drafters[-1].head.module.fc.in_features), text[:, 0])
     many, one = drafters
     many.phase = SimpleNamespace(counts=torch.tensor([3, 2]))
     many.copy_row(1, one, 5)

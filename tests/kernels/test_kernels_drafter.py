@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fastspec.config import TreeShape
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.heads.bound import BoundHead
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.generation.tree import Verdict
 from fastspec.kernels.drafting.fused import draft, draft_space, draft_weights, supports
 from fastspec.patches.backends import TORCH
@@ -55,7 +56,7 @@ def wide_copy(head: EagleHead) -> EagleHead:
     """The same weights in float64; norms and rotations are still computed in fp32, as the head does in every dtype."""
     copy = EagleHead(head.config).eval().requires_grad_(False).double()
     copy.load_state_dict({name: value.double() if value.is_floating_point() else value for name, value in head.state_dict().items()})
-    weight = head.__dict__["_embed_tokens"].weight.detach().double()
+    weight = head.bound.embedding.weight.detach().double()
     copy.to(weight.device).bind(nn.Embedding.from_pretrained(weight), None)
     return copy
 
@@ -77,7 +78,7 @@ class Rounds:
         weight = self.head.fc.weight
         attn, mlp = layer.self_attn, layer.mlp
         qkv = torch.cat([part.weight for part in (attn.q_proj, attn.k_proj, attn.v_proj)])
-        weights = draft_weights(self.head, qkv, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+        weights = draft_weights(BoundHead.of(self.head), qkv, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
         self.weights = weights
         slots = self.limit + max(self.pairs, self.depth * self.top_k)
         shape = (self.rows, c.num_key_value_heads, slots, c.head_dim)
@@ -292,7 +293,7 @@ def test_rounds_are_those_of_the_unfused_drafter(device):
         handed.append(args[:3])
         return TORCH.tree_build(*args)
 
-    drafter = EagleDrafter(head, shape, rows=rows, capacity=64, ops=replace(TORCH, tree_build=build))
+    drafter = EagleDrafter(BoundHead.of(head), shape, rows=rows, capacity=64, ops=replace(TORCH, tree_build=build))
     generator = torch.Generator().manual_seed(1)
     ids, counts = torch.randint(0, 131, (rows, 12), generator=generator).to(device), torch.tensor([12, 7], device=device)
     drafter.begin(ids, counts, torch.randn(rows, 12, 96, generator=generator).to(device), ids[:, 0])
@@ -381,7 +382,7 @@ def test_every_launch_gives_the_same_and_can_be_captured(device):
 def test_heads_that_the_kernel_does_not_run_are_named(change):
     assert supports(HeadConfig(**TINY)) and not supports(HeadConfig(**TINY | change))
     with pytest.raises(ValueError, match="fused drafter"):
-        draft_weights(make_head(TINY | change, torch.float32, "cpu"), torch.empty(0), torch.empty(0))
+        draft_weights(BoundHead.of(make_head(TINY | change, torch.float32, "cpu")), torch.empty(0), torch.empty(0))
 
 
 def test_bad_input_is_refused():
@@ -399,4 +400,4 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="k_cache is"):
         rounds.draft(tokens, features, counts)
     with pytest.raises(ValueError, match="qkv is"):
-        draft_weights(rounds.head, rounds.weights.qkv[1:], rounds.weights.gate_up)
+        draft_weights(BoundHead.of(rounds.head), rounds.weights.qkv[1:], rounds.weights.gate_up)

@@ -62,7 +62,7 @@ def test_a_deep_copy_is_patched_on_its_own() -> None:
     changed = twin.generate(**GREEDY)
     assert not torch.equal(changed, expected)
     assert torch.equal(twin.generate(**GREEDY, assistant="eagle3"), changed)
-    assert session_of(twin).resources["eagle3"].__dict__["_embed_tokens"] is twin.get_input_embeddings()
+    assert session_of(twin).resources["eagle3"].binding.embedding is twin.get_input_embeddings()
     fastspec.unpatch(twin)
     assert session_of(twin) is None and "generate" not in vars(twin)
     assert torch.equal(model.generate(**GREEDY, assistant="eagle3"), expected)

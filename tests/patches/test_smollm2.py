@@ -13,7 +13,7 @@ from test_cli import HEAD, check_demo, run
 
 import fastspec
 from fastspec.demo import PROMPTS, MarkedStreamer
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.module import EagleHead
 from fastspec.models import SMOLLM2
 from fastspec.patches.assistants import heads
 from fastspec.training.target import SOFTEN, TargetReader, head_for, start_from_target

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.cli import app
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.eagle.checkpoint import read_checkpoint
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.load import read_checkpoint
+from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import load_head
 from fastspec.training.data import Batch, Texts, batches
 from fastspec.training.target import TargetReader, head_for, start_from_features

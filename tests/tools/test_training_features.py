@@ -24,7 +24,8 @@ from transformers import LlamaForCausalLM
 import fastspec
 from fastspec.bench.run import readable
 from fastspec.errors import CheckpointError, Unsupported
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.bound import BoundHead
+from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import inspect_head, load_head
 from fastspec.patches.session import session_of
 from fastspec.training import features, ttt
@@ -250,8 +251,9 @@ def test_a_shared_lm_head_is_the_targets_rows(material: Material, shared: tuple[
     assert "lm_head.weight" not in written and trainer.head.lm_head is None
     assert (written["lm_head_map.weight"].float() - torch.eye(64)).abs().max() > 0.01  # learned, from the identity
     head = load_head(folder, model)
-    read = head.readout()
-    assert head.config.target_rows and type(read) is torch.nn.Linear and head.readout() is read
+    bound = BoundHead.of(head)
+    read = bound.readout()
+    assert head.config.target_rows and type(read) is torch.nn.Linear and bound.readout() is read
     torch.testing.assert_close(read.weight, rows @ written["lm_head_map.weight"].float())
     states = torch.randn(7, 64)
     torch.testing.assert_close(head.logits(states), read(head.norm(states)))
@@ -306,7 +308,7 @@ def test_a_head_with_the_norms_of_eagle_3_1(material: Material, tmp_path: Path, 
     torch.testing.assert_close(head.fuse(features), fused)
     fed = head.step(ids, fused, positions, causal)
     assert fed.pow(2).mean(-1).sqrt().sub(head.norm.weight.pow(2).mean().sqrt()).abs().max() < 0.5  # normed
-    torch.testing.assert_close(head.logits(fed), head.readout()(fed))
+    torch.testing.assert_close(head.logits(fed), BoundHead.of(head).readout()(fed))
 
     plain = model.generate(ids, max_new_tokens=40, do_sample=False)
     with fastspec.patched(model, eagle3=tmp_path / "one"):
@@ -467,22 +469,28 @@ def test_other_programs_get_a_head_with_an_lm_head_of_its_own(material: Material
     assert readable(written, str(tmp_path), "nowhere") == str(tmp_path)
 
 
+def read_by(folder: Path, model: Any) -> Any:
+    """The module that a head of a folder reads logits with."""
+    return BoundHead.of(load_head(folder, model)).readout()
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_shared_lm_head_follows_the_target(
     material: Material, shared: tuple[Trainer, Path], captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head that was loaded for one target and given to another, an LM head that is replaced, and one that is changed in place."""
     folder, other = shared[1], small_target()
-    head = load_head(folder, material[0])
+    loaded = load_head(folder, material[0])
+    head = BoundHead.of(loaded)
     other.lm_head.weight.copy_(other.lm_head.weight.roll(1, 0))
-    given = load_head(head, other)
-    fresh, former = load_head(folder, other).readout(), head.readout()
+    given = BoundHead.of(load_head(loaded, other))
+    fresh, former = read_by(folder, other), head.readout()
     moved = given.readout()
     assert torch.equal(moved.weight, fresh.weight) and not torch.equal(moved.weight, former.weight)
     other.lm_head.weight.data.copy_(other.lm_head.weight.data.roll(3, 0))  # without a word to torch's counter of versions
     assert torch.equal(given.readout().weight, fresh.weight)
     given.renew()
-    assert given.readout() is moved and torch.equal(moved.weight, load_head(folder, other).readout().weight)
+    assert given.readout() is moved and torch.equal(moved.weight, read_by(folder, other).weight)
     assert torch.equal(former.weight, head.readout().weight) and not torch.equal(former.weight, moved.weight)
 
     ids = torch.arange(5, 15)[None]
@@ -500,7 +508,7 @@ def test_a_shared_lm_head_follows_the_target(
         model.lm_head.weight.data.mul_(-1)  # as a fused optimiser or a copy of weights does it
         out = model.generate(ids, assistant="eagle3", **options)
         assert torch.equal(out, model.generate(ids, **options))
-        assert torch.equal(kept.weight, load_head(folder, model).readout().weight)  # in place: what is captured reads it
+        assert torch.equal(kept.weight, read_by(folder, model).weight)  # in place: what is captured reads it
         model.lm_head.weight.data.mul_(-1)
         order = torch.randperm(128, generator=torch.Generator().manual_seed(3))
         embedding, lm_head = torch.nn.Embedding(128, 64), torch.nn.Linear(64, 128, bias=False)

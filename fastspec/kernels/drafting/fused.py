@@ -189,9 +189,10 @@ def supports(config: Any) -> bool:
     return config.kind == "eagle3" and config.num_hidden_layers == 1 and (config.own_lm_head or config.target_rows) and plain and fits
 
 
-def draft_weights(head: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
-    """The weights of a bound EagleHead; qkv [E, 2 * H] and gate_up [2 * I, H] are its projections, one after another in one tensor."""
-    c, layer, embed = head.config, head.layers[0], head.__dict__["_embed_tokens"]
+def draft_weights(bound: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
+    """The weights of a BoundHead; qkv [E, 2 * H] and gate_up [2 * I, H] are its projections, one after another in one tensor."""
+    head, embed = bound.module, bound.binding.embedding
+    c, layer = head.config, head.layers[0]
     if not supports(c):
         raise ValueError(f"the fused drafter runs one-layer EAGLE-3 heads with an LM head of their own and without biases, not {c}")
     if type(embed) is not torch.nn.Embedding:
@@ -200,7 +201,7 @@ def draft_weights(head: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
     weights = DraftWeights(
         embed.weight.detach(), head.fc.weight.detach(), fc_norm, layer.input_layernorm.weight.detach(), layer.hidden_norm.weight.detach(),
         qkv, layer.self_attn.o_proj.weight.detach(), layer.post_attention_layernorm.weight.detach(), gate_up,
-        layer.mlp.down_proj.weight.detach(), head.norm.weight.detach(), head.readout().weight.detach(), head.d2t,
+        layer.mlp.down_proj.weight.detach(), head.norm.weight.detach(), bound.readout().weight.detach(), head.d2t,
         c.num_attention_heads, c.num_key_value_heads, len(c.taps), c.rms_norm_eps, c.norm_before_residual, c.norm_output,
     )  # fmt: skip
     size, width = c.head_dim, c.hidden_size

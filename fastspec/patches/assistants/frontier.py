@@ -12,7 +12,8 @@ from fastspec.devices import made_current
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.eagle.fused import why_separate
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.bound import BoundHead
+from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import choose_backend
 from fastspec.patches.checks.verdict import self_check
@@ -47,7 +48,7 @@ def frontier_generate(
     with made_current(input_ids.device):
         ops = choose_backend(backend, input_ids.device)
         self_check(ops, head.fc.weight.dtype, input_ids.device)
-        drafter = EagleDrafter(head, shape, rows=rows, capacity=tokens, ops=ops, fused=backend == "triton")
+        drafter = EagleDrafter(BoundHead.of(head), shape, rows=rows, capacity=tokens, ops=ops, fused=backend == "triton")
         if backend == "triton" and (reason := why_separate(drafter, shape)) is not None:
             raise Unsupported(f'frontier_generate: backend="triton" grows the tree in one launch, and {reason}: use backend="torch"')
         counts = torch.full((rows,), tokens - 1, dtype=torch.long, device=input_ids.device)

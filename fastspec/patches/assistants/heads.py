@@ -1,6 +1,6 @@
-"""Drafting heads for a transformers model: find one, check that it fits, bind it; or look into it without running it.
+"""Drafting heads for a transformers model: find one and bind it, look into it without running it, or measure how it is to be read.
 
-`load_head` is what `patch(model, eagle3=...)` calls. `inspect_head` says how a checkpoint was read and whether it fits a target.
+`load_head` reads what `patch(model, eagle3=...)` takes. `inspect_head` says how a checkpoint was read and whether it fits a target.
 `probe_head` measures which reading of an ambiguous checkpoint drafts best: formats in circulation contradict each other about the tapped
 layers, the RoPE base and one residual (docs/checkpoints.md), and a wrong guess costs speed without an error.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -25,43 +25,43 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.drafters.eagle.checkpoint import (
-    HeadCheckpoint,
-    build_head,
-    check_fit,
-    misfits,
-    override,
-    read_checkpoint,
-    with_taps,
-)
-from fastspec.generation.drafters.eagle.dialects import TRAINED_THETA, Flag
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig, no_rows
-from fastspec.patches.assistants.binding import BOUND_ROWS, OWN_EMBEDDING, rows_of
+from fastspec.generation.heads.bound import BoundHead, Sizes, TargetParts, no_rows
+from fastspec.generation.heads.checkpoint import HeadCheckpoint
+from fastspec.generation.heads.dialects import TRAINED_THETA, Flag
+from fastspec.generation.heads.fit import Reading, fitted, misfits, override, with_taps
+from fastspec.generation.heads.load import bound, load, read_checkpoint
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.hf.compat import device_of
-from fastspec.patches.hf.placement import check_borrowed
+from fastspec.patches.hf.placement import is_spread
 
 PATTERNS = ["*.json", "*.safetensors", "*.bin"]
 PROBE_TOKENS = 64
 SOURCES = "a directory, a hub id, the name of a head that comes with fastspec, and (to patch or load) an EagleHead"
 
 
-class Sizes(NamedTuple):
-    """What a head must agree with in its target."""
+def sizes_of(target: PreTrainedModel | PretrainedConfig) -> Sizes:
+    """Sizes of a target that a head must agree with; its config is enough."""
+    config = target.config if isinstance(target, PreTrainedModel) else target
+    text = config.get_text_config()
+    width = getattr(text, "word_embed_proj_dim", text.hidden_size)
+    if isinstance(target, PreTrainedModel):
+        width = getattr(target.get_input_embeddings(), "embedding_dim", width)
+    return Sizes(text.vocab_size, text.hidden_size, text.num_hidden_layers, width)
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    embedding_size: int
-    """The width of the embedding and of the LM head's input: OPT's may be another than that of the hidden states."""
 
-    @classmethod
-    def of(cls, target: PreTrainedModel | PretrainedConfig) -> Sizes:
-        config = target.config if isinstance(target, PreTrainedModel) else target
-        text = config.get_text_config()
-        width = getattr(text, "word_embed_proj_dim", text.hidden_size)
-        if isinstance(target, PreTrainedModel):
-            width = getattr(target.get_input_embeddings(), "embedding_dim", width)
-        return cls(text.vocab_size, text.hidden_size, text.num_hidden_layers, width)
+def parts_of(target: PreTrainedModel) -> TargetParts:
+    """Parts of a target that heads are fitted and bound to."""
+    lm_head, device = target.get_output_embeddings(), device_of(target)
+    weight = getattr(lm_head, "weight", None)
+    return TargetParts(
+        name=type(target).__name__,
+        sizes=sizes_of(target),
+        embedding=target.get_input_embeddings(),
+        lm_head=lm_head,
+        device=device,
+        dtype=target.dtype,
+        lm_head_device=weight.device if is_spread(target) and weight is not None else device,
+    )
 
 
 def load_head(
@@ -75,48 +75,47 @@ def load_head(
 ) -> EagleHead:
     """A drafting head for `target`, bound to its embedding (and LM head where it has none), on its device and in its dtype.
 
-    `source` is a directory, a hub id, the name of a head that comes with fastspec, or an `EagleHead`. A module is checked and bound but
-    never moved or cast. `taps`, `rope_theta` and `norm_before_residual` replace what the checkpoint says; `probe_head` finds them.
+    `source` is a directory, a hub id, the name of a head that comes with fastspec, or an `EagleHead`. Of a module a copy is bound that
+    shares its weights, which are never moved or cast. `taps`, `rope_theta` and `norm_before_residual` replace what the checkpoint says;
+    `probe_head` finds them.
 
     Raises CheckpointError for a source that cannot be found, a checkpoint that cannot be read, and a head that does not fit the target.
 
     >>> head = load_head("smollm2-135m-instruct", model)                                     # doctest: +SKIP
     >>> head = load_head("path/or/hub-id", model, **probe_head("path/or/hub-id", model)[0].overrides())  # doctest: +SKIP
     """
-    if isinstance(source, EagleHead):
-        if (taps, rope_theta, norm_before_residual) != (None, None, None):
-            raise CheckpointError(
-                "taps, rope_theta and norm_before_residual read a checkpoint; an EagleHead has them in its config already"
-            )
-        return _bind_module(source, target)
-    checkpoint = read_checkpoint(find_head(source, revision=revision))
-    checkpoint = override(checkpoint, taps=taps, rope_theta=rope_theta, norm_before_residual=norm_before_residual)
-    sizes = Sizes.of(target)
-    check_fit(checkpoint, **sizes._asdict())
-    return _build(with_taps(checkpoint, sizes.num_layers), target).requires_grad_(False).eval()
+    reading = Reading(taps=taps, rope_theta=rope_theta, norm_before_residual=norm_before_residual)
+    found = source if isinstance(source, EagleHead) else find_head(source, revision=revision)
+    head = load(found, parts_of(target), reading, scaled_rope)
+    module = copy.copy(head.module) if isinstance(source, EagleHead) else head.module
+    module.binding = head.binding
+    return module
 
 
 _KINDS = {"eagle3": ("EAGLE-3", "eagle3=head"), "eagle": ("EAGLE-1/2", "eagle=head or eagle2=head")}
 
 
-def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: PreTrainedModel) -> dict[str, EagleHead]:
+def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: PreTrainedModel) -> dict[str, BoundHead]:
     """The heads of the assistants "eagle", "eagle2" and "eagle3" that have a source, loaded once where they share one.
 
     Raises CheckpointError like `load_head`, and for a head of the other kind, naming the assistant that takes it.
     """
-    made: dict[str | Path | EagleHead, EagleHead] = {}
-    found = {}
+    made: dict[str | Path | EagleHead, BoundHead] = {}
+    heads = {}
     for name, source in sources.items():
         if source is None:
             continue
         if not isinstance(source, (str, Path, EagleHead)):
             raise CheckpointError(f"{name}={source!r} is no head: accepted are {SOURCES}")
-        head = found[name] = made[source] = made[source] if source in made else load_head(source, target)
+        if source not in made:
+            found = source if isinstance(source, EagleHead) else find_head(source)
+            made[source] = load(found, parts_of(target), Reading(), scaled_rope)
+        head = heads[name] = made[source]
         kind = head.config.kind
         if (kind == "eagle3") != (name == "eagle3"):
             shown = "this EagleHead" if isinstance(source, EagleHead) else source
             raise CheckpointError(f"{name}={shown} is an {_KINDS[kind][0]} head: fastspec.patch(model, {_KINDS[kind][1]}) takes it")
-    return found
+    return heads
 
 
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
@@ -151,66 +150,6 @@ def _first_line(error: Exception) -> str:
 def _packaged_heads() -> dict[str, Path]:
     root = Path(str(files("fastspec"))) / "heads"
     return {path.parent.name: path.parent for path in root.glob("*/config.json")}
-
-
-def _build(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> EagleHead:
-    head = build_head(checkpoint).to(device_of(target), target.dtype)
-    if head.inv_freq is None:
-        head.set_rope(*scaled_rope(head.config))
-    embedding = _embedding(checkpoint, target)
-    head.__dict__[OWN_EMBEDDING] = embedding is not target.get_input_embeddings()
-    _bind(head, embedding, target)
-    head.__dict__[BOUND_ROWS] = rows_of(target)
-    return head
-
-
-def _bind(head: EagleHead, embedding: nn.Module, target: PreTrainedModel) -> None:
-    if head.lm_head is None and head.lm_head_map is None:
-        check_borrowed(target)
-    head.bind(embedding, target.get_output_embeddings())
-
-
-def _embedding(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> nn.Module:
-    """The target's embedding, unless the head brought one that differs: then its own."""
-    shared, own = target.get_input_embeddings(), checkpoint.embedding
-    if own is None:
-        return shared
-    own = own.to(device_of(target), target.dtype)
-    if torch.equal(own, shared.weight.detach().to(own.device, own.dtype)):
-        return shared
-    return nn.Embedding.from_pretrained(own, freeze=True)
-
-
-def _check_values(head: EagleHead, vocab_size: int) -> None:
-    """Raise CheckpointError, as for a file, where a module holds NaN, or draft ids that are no token of the target."""
-    for name, parameter in head.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise CheckpointError(f"this EagleHead's {name} contains NaN or infinite values: its training diverged")
-    tokens = head.to_target(torch.arange(len(head.d2t), device=head.d2t.device))
-    if bool((tokens < 0).any()) or bool((tokens >= vocab_size).any()):
-        raise CheckpointError(f"this EagleHead's d2t leads outside the target's vocabulary of {vocab_size} tokens")
-
-
-def _bind_module(head: EagleHead, target: PreTrainedModel) -> EagleHead:
-    sizes, bound, weight = Sizes.of(target), head.__dict__["_embed_tokens"], head.fc.weight
-    own = getattr(bound, "weight", None)
-    found = misfits(head.config, own, **sizes._asdict())
-    if found:
-        raise CheckpointError(f"this EagleHead does not fit the target: {'; '.join(found)}")
-    if (weight.device, weight.dtype) != (device_of(target), target.dtype):
-        raise CheckpointError(
-            f"this EagleHead is {weight.dtype} on {weight.device}, the target {target.dtype} on {device_of(target)}: "
-            "call head.to(target.device, target.dtype) first"
-        )
-    _check_values(head, sizes.vocab_size)
-    twin = copy.copy(head)  # shares every weight; its binding is this patch's own, and the user's head keeps its former one
-    if twin.inv_freq is None:
-        twin.set_rope(*scaled_rope(head.config))
-    wider = own is not None and own.shape[1] != target.get_input_embeddings().weight.shape[1]
-    keeps = head.__dict__.get(OWN_EMBEDDING, False) or wider
-    _bind(twin, bound if keeps else target.get_input_embeddings(), target)
-    twin.__dict__[OWN_EMBEDDING], twin.__dict__[BOUND_ROWS] = keeps, rows_of(target)
-    return twin
 
 
 def scaled_rope(config: HeadConfig) -> tuple[Tensor, float]:
@@ -275,9 +214,9 @@ def inspect_head(
     checkpoint = read_checkpoint(find_head(source, revision=revision))
     found = None
     if target is not None:
-        sizes = Sizes.of(target)
+        sizes = sizes_of(target)
         checkpoint = with_taps(checkpoint, sizes.num_layers)
-        found = misfits(checkpoint.config, checkpoint.embedding, **sizes._asdict())
+        found = misfits(checkpoint, sizes)
         if checkpoint.config.target_rows and isinstance(target, PreTrainedModel):
             reason = no_rows(target.get_output_embeddings(), checkpoint.state["d2t"], checkpoint.config.hidden_size)
             found += () if reason is None else (reason,)
@@ -320,10 +259,8 @@ def probe_head(
     the result; each reading then drafts every next token from true features, and its row says how often it met the target's choice.
     What a head feeds back to itself (`norm_output`) does not show in this.
     """
-    sizes = Sizes.of(target)
-    checkpoint = read_checkpoint(find_head(source, revision=revision))
-    check_fit(checkpoint, **sizes._asdict())
-    checkpoint = _moved(with_taps(checkpoint, sizes.num_layers), target)
+    parts = parts_of(target)
+    checkpoint = _moved(fitted(read_checkpoint(find_head(source, revision=revision)), parts.sizes, Reading()), target)
     prompt = _default_prompt(target) if input_ids is None else input_ids.to(device_of(target))
     if prompt.ndim != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
         raise ValueError(f"input_ids has shape {list(prompt.shape)}; expected one prompt, [1, T]")
@@ -333,8 +270,8 @@ def probe_head(
     out = target(ids, output_hidden_states=True, use_cache=False)
     picks = out.logits[0].argmax(-1)
     rows = []
-    for reading in _readings(checkpoint, sizes.num_layers):
-        drafts = _draft(_build(reading, target), ids, out.hidden_states)
+    for reading in _readings(checkpoint, parts.sizes.num_layers):
+        drafts = _draft(bound(reading, parts, scaled_rope), ids, out.hidden_states)
         # The pair (token t + 1, hidden state t) drafts token t + 2, which the target picks at t + 1; only its own answer counts.
         start = min(max(prompt.shape[1] - 2, 0), len(drafts) - 1)
         hits = (drafts[start:] == picks[1:][start:]).float()
@@ -368,17 +305,19 @@ def _readings(checkpoint: HeadCheckpoint, num_layers: int) -> list[HeadCheckpoin
     theta, residual = config.rope_parameters["rope_theta"], config.norm_before_residual
     thetas = [theta] if theta == TRAINED_THETA else [theta, TRAINED_THETA]
     if config.kind == "eagle":
-        return [override(checkpoint, rope_theta=base) for base in thetas]
+        return [override(checkpoint, Reading(rope_theta=base)) for base in thetas]
     shifts = [tuple(i + step for i in config.taps) for step in (0, -1, 1)]
     shifts = [taps for taps in shifts if min(taps) >= 0 and max(taps) <= num_layers]
     return [
-        override(checkpoint, rope_theta=base, taps=taps, norm_before_residual=flag)
+        override(checkpoint, Reading(rope_theta=base, taps=taps, norm_before_residual=flag))
         for taps, flag, base in product(shifts, (residual, not residual), thetas)
     ]
 
 
-def _draft(head: EagleHead, ids: Tensor, hidden_states: tuple[Tensor, ...]) -> Tensor:
+def _draft(bound_head: BoundHead, ids: Tensor, hidden_states: tuple[Tensor, ...]) -> Tensor:
     """The head's first choice after every pair (token t + 1, hidden state t) of ids [1, T]: target ids [T - 1]."""
+    head = bound_head.module
+    head.binding = bound_head.binding
     taps = head.config.taps or (-1,)
     features = torch.cat([hidden_states[i] for i in taps], -1)[:, :-1].to(head.fc.weight.device)
     positions = torch.arange(ids.shape[1] - 1, device=features.device)[None]

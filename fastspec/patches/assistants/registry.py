@@ -28,14 +28,14 @@ from fastspec.generation.drafters.contract import check_taps
 from fastspec.generation.drafters.eagle.cut import Cut, cut_over
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.eagle.fused import why_separate
-from fastspec.generation.drafters.eagle.head import EagleHead
-from fastspec.generation.drafters.eagle.lowered import lowered
 from fastspec.generation.drafters.eagle.program import HeadProgram
 from fastspec.generation.drafters.eagle.static import StaticDrafter
 from fastspec.generation.drafters.ngram.drafter import NasdDecoding, check_tokens
 from fastspec.generation.engine.call import Outcome
+from fastspec.generation.heads.bound import BoundHead, followed
+from fastspec.generation.heads.lowered import lowered
 from fastspec.generation.ops import Ops
-from fastspec.patches.assistants.binding import moved, refreshed
+from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
 from fastspec.patches.hf.compat import device_of
@@ -62,7 +62,7 @@ class EagleDecoding(Decoding):
 
     continuous: ClassVar[bool] = True
     name: str
-    head: EagleHead
+    head: BoundHead
     shape: TreeShape
     auto: Eagle2 | Eagle3 | None = None
     """The config that leaves the number of nodes to a measurement; `shape` then has the most that it chooses from."""
@@ -85,7 +85,7 @@ class EagleDecoding(Decoding):
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The head."""
-        return (self.head,)
+        return (self.head.module,)
 
     def sized(self, nodes: int) -> EagleDecoding:
         """The same with trees of this many nodes."""
@@ -116,7 +116,7 @@ class StaticDecoding(Decoding):
 
     continuous: ClassVar[bool] = True
     config: Eagle1
-    head: EagleHead
+    head: BoundHead
     name: str = "eagle"
     taps: tuple[int, ...] = ()
     cut: Cut | None = None
@@ -125,7 +125,7 @@ class StaticDecoding(Decoding):
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The head."""
-        return (self.head,)
+        return (self.head.module,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:
         """The drafter of one call; it draws its drafts where the config asks for that and `process` allows it."""
@@ -137,8 +137,8 @@ class StaticDecoding(Decoding):
 
 def _share(program: HeadProgram, ops: Ops) -> None:
     """Let a head that several processes have whole read what each holds a part of: the target's embedding, and its LM head."""
-    embedding, lm_head = program.head.__dict__["_embed_tokens"], program.head.__dict__["_target_lm_head"]
-    if embedding is not None and parallel_style(embedding) is not None:
+    embedding, lm_head = program.binding.embedding, program.binding.lm_head
+    if parallel_style(embedding) is not None:
         program.look_up = embedding_of(embedding, ops)
     share = None if lm_head is None or program.head.lm_head_map is not None else share_of(lm_head)
     if share is not None:
@@ -213,37 +213,31 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
     )
 
 
-def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> EagleHead:
+def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> BoundHead:
     """The head of an EAGLE assistant, on the model's device and in its dtype. Raises Unsupported where there is none."""
     refuse_heads(name, model)
-    head: EagleHead | None = resources.get(name)
+    head: BoundHead | None = resources.get(name)
     if head is None:
         raise Unsupported(f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it")
-    if head.fc.weight.device != device_of(model) or head.fc.weight.dtype != model.dtype:
-        head = _replace(resources, head, moved(head, model))  # the model was moved or cast since it was patched
-    head = _replace(resources, head, refreshed(head, model))
+    fresh = followed(head, parts_of(model))
+    if fresh is not head:
+        resources.update({each: fresh for each, held in resources.items() if held is head})
+        head = fresh
     if top_k > head.config.draft_vocab_size:
         raise Unsupported(f"top_k={top_k} children of a node exceed the head's draft vocabulary of {head.config.draft_vocab_size}")
     return head
 
 
-def _replace(resources: dict[str, Any], head: EagleHead, fresh: EagleHead) -> EagleHead:
-    """Put one head in place of another."""
-    if fresh is not head:
-        resources.update({each: fresh for each, held in resources.items() if held is head})
-    return fresh
-
-
 def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecoding:
     head = _head("eagle", resources, model, 1 + max(map(max, config.tree())))
-    return StaticDecoding(config, head, cut=cut_over(head, group_of(model)))
+    return StaticDecoding(config, head, cut=cut_over(head.module, group_of(model)))
 
 
 def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
     shape, batched = config.shape(device_of(model).type), config.batched(device_of(model).type)
     auto = config if config.total_tokens == "auto" else None
     head = _head(config.name, resources, model, max(each.top_k for each in (shape, *(tree for _, tree in batched))))
-    cut = None if config.fused else cut_over(head, group_of(model))
+    cut = None if config.fused else cut_over(head.module, group_of(model))
     cpp = CPP_TREE if config == Eagle3() else None
     return EagleDecoding(config.name, head, shape, auto, batched, config.fused, cpp, cut, config.is_default)
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from fastspec.config import TreeShape
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
-from fastspec.generation.drafters.eagle.head import EagleHead, HeadConfig
+from fastspec.generation.heads.bound import BoundHead
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
@@ -45,7 +46,7 @@ def small_head(draw: Draw) -> EagleHead:
 def small_drafter(ops: Ops, dtype: torch.dtype, device: torch.device, fused: bool) -> EagleDrafter:
     """A drafter with a small head."""
     head = small_head(Draw(dtype, device, SEED))
-    drafter = EagleDrafter(head, SHAPE, rows=1, capacity=16, ops=replace(ops, captures=False), fused=fused)
+    drafter = EagleDrafter(BoundHead.of(head), SHAPE, rows=1, capacity=16, ops=replace(ops, captures=False), fused=fused)
     if drafter.fused != fused:
         raise RuntimeError("the head that is checked with does not draft in one launch")
     return drafter

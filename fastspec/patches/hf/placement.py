@@ -37,16 +37,6 @@ def check_placement(model: Any) -> None:
     layer_devices(model)
 
 
-def check_borrowed(model: Any) -> None:
-    """Raise `Unsupported` where a head cannot draft with a model's LM head, since that is on another device than the model's inputs."""
-    weight = getattr(model.get_output_embeddings(), "weight", None)
-    if is_spread(model) and weight is not None and weight.device != device_of(model):
-        raise Unsupported(
-            f"this head drafts with the LM head of {type(model).__name__}, which is on {weight.device}, and would run on "
-            f"{device_of(model)}: use a head with an LM head of its own, 'nasd' or 'speculative'"
-        )
-
-
 def layer_devices(model: Any) -> list[torch.device]:
     """Where each layer of a decoder computes, and so where what it keeps belongs. Raises Unsupported where one layer is on several
     devices."""

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from fastspec.cli import app, verdict
 from fastspec.errors import CheckpointError
-from fastspec.generation.drafters.eagle.head import EagleHead
+from fastspec.generation.heads.bound import BoundHead, followed
+from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants import heads as heads_module
-from fastspec.patches.assistants.binding import moved
-from fastspec.patches.assistants.heads import ProbeRow, find_head, inspect_head, load_head, probe_head, scaled_rope
+from fastspec.patches.assistants.heads import ProbeRow, find_head, inspect_head, load_head, parts_of, probe_head, scaled_rope
 
 
 @pytest.fixture
@@ -35,13 +35,13 @@ def test_load_head_shares_the_target_s_embedding_unless_the_head_s_differs(tmp_p
     target, head = make_target(), fitting()
     same = target.get_input_embeddings().weight.detach().clone()
     loaded = load_head(write(tmp_path, *as_speculators(head, same)), target)
-    assert loaded.__dict__["_embed_tokens"] is target.get_input_embeddings()
+    assert loaded.bound.embedding is target.get_input_embeddings()
     assert torch.equal(logits(loaded, same), logits(head, same))
     loaded = load_head(write(tmp_path, *as_speculators(head, same + 1)), target)
-    assert torch.equal(loaded.__dict__["_embed_tokens"].weight, same + 1)
+    assert torch.equal(loaded.bound.embedding.weight, same + 1)
     narrow, own = fitting(hidden_size=16), torch.randn(97, 16)
     loaded = load_head(write(tmp_path, *as_speculators(narrow, own)), target)
-    assert torch.equal(loaded.__dict__["_embed_tokens"].weight, own)
+    assert torch.equal(loaded.bound.embedding.weight, own)
 
 
 def test_load_head_takes_the_target_s_dtype_and_keeps_fp32_frequencies(tmp_path, make_target):
@@ -56,7 +56,7 @@ def test_load_head_takes_a_module_as_it_is(make_target):
     target, head = make_target(), fitting()
     bound = load_head(head, target)
     assert all(a is b for a, b in zip(bound.parameters(), head.parameters(), strict=True))
-    assert bound.__dict__["_embed_tokens"] is target.get_input_embeddings()
+    assert bound.bound.embedding is target.get_input_embeddings()
     with pytest.raises(CheckpointError, match=r"call head\.to"):
         load_head(fitting().to(torch.float16), target)
     with pytest.raises(CheckpointError, match="vocabulary of 96"):
@@ -163,11 +163,11 @@ def test_one_head_on_two_models_reads_each_models_own_embedding_and_stays_as_it_
     dtype = head.fc.weight.dtype
     heads = [load_head(head, model) for model in (first, second)]
     for bound, model in zip(heads, (first, second), strict=True):
-        assert bound.__dict__["_embed_tokens"] is model.get_input_embeddings()
+        assert bound.binding.embedding is model.get_input_embeddings()
         assert bound.fc.weight is head.fc.weight
-    cast = moved(heads[1], second.to(torch.float64))
-    assert cast.fc.weight.dtype == torch.float64 and head.fc.weight.dtype == dtype
-    assert cast.__dict__["_embed_tokens"] is second.get_input_embeddings() and head.__dict__["_embed_tokens"] is None
+    cast = followed(BoundHead.of(heads[1]), parts_of(second.to(torch.float64)))
+    assert cast.module.fc.weight.dtype == torch.float64 and head.fc.weight.dtype == dtype
+    assert cast.binding.embedding is second.get_input_embeddings() and head.binding is None
 
 
 VERDICTS = (

@@ -12,7 +12,8 @@ from helpers_models import tiny_head, tiny_model
 from torch import nn
 
 import fastspec
-from fastspec.patches.assistants.binding import moved
+from fastspec.generation.heads.bound import followed
+from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.session import session_of
 
 PROMPT = torch.tensor([[7, 8, 9, 10]])
@@ -78,8 +79,8 @@ def test_an_embedding_and_lm_head_that_were_replaced_are_the_heads_too(own: bool
         put(make.requires_grad_(False))
         same(model)
         head = session_of(model).resources["eagle3"]
-        assert head.__dict__["_embed_tokens"] is model.get_input_embeddings()
-        assert own or head.__dict__["_target_lm_head"] is model.get_output_embeddings()
+        assert head.binding.embedding is model.get_input_embeddings()
+        assert own or head.binding.lm_head is model.get_output_embeddings()
 
 
 def test_a_heads_own_embedding_moves_with_it(tmp_path: Any) -> None:
@@ -89,10 +90,10 @@ def test_a_heads_own_embedding_moves_with_it(tmp_path: Any) -> None:
     model = tiny_model(vocab_size=37, hidden_size=16, num_hidden_layers=12)
     fastspec.patch(model, eagle3=tmp_path)
     held = session_of(model).resources["eagle3"]
-    assert held.__dict__["_embed_tokens"] is not model.get_input_embeddings()
+    assert held.binding.embedding is not model.get_input_embeddings()
     model.to(torch.float64)
-    assert moved(held, model).__dict__["_embed_tokens"].weight.dtype == torch.float64
-    assert held.__dict__["_embed_tokens"].weight.dtype == torch.float32
+    assert followed(held, parts_of(model)).binding.embedding.weight.dtype == torch.float64
+    assert held.binding.embedding.weight.dtype == torch.float32
     same(model)
 
 

@@ -236,12 +236,12 @@ def test_embeddings_are_shared_not_copied(own_lm_head: bool) -> None:
     with fastspec.patched(model, eagle3=head):
         table = model.get_input_embeddings().weight
         bound = session_of(model).resources["eagle3"]
-        assert {p.data_ptr() for p in bound.parameters()} == held
+        assert {p.data_ptr() for p in bound.module.parameters()} == held
         assert model.lm_head.weight.data_ptr() == table.data_ptr()
-        assert bound.__dict__["_embed_tokens"].weight.data_ptr() == table.data_ptr()
+        assert bound.binding.embedding.weight.data_ptr() == table.data_ptr()
         assert {p.data_ptr() for p in head.parameters()} == held
         assert sum(p.shape == table.shape for p in head.parameters()) == own_lm_head
         if not own_lm_head:
-            assert bound.__dict__["_target_lm_head"].weight.data_ptr() == table.data_ptr()
+            assert bound.binding.lm_head.weight.data_ptr() == table.data_ptr()
         inputs = {**prompts(), "max_new_tokens": 16, "do_sample": False}
         assert torch.equal(model.generate(**inputs, assistant="eagle3"), model.generate(**inputs))

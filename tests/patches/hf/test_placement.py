@@ -14,6 +14,7 @@ from torch import nn
 
 import fastspec
 from fastspec import Unsupported
+from fastspec.patches.assistants import heads
 from fastspec.patches.hf import placement, states
 from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.modes import adapter_for, check_supported
@@ -95,9 +96,9 @@ def test_a_model_over_several_devices_is_taken_by_accelerates_hooks_alone(monkey
 
 def test_a_head_that_drafts_with_an_lm_head_elsewhere_is_refused_by_name(monkeypatch):
     model, head = tiny_model("llama"), tiny_head(tiny_model("llama"), kind="eagle", taps=(), own_lm_head=False)
-    monkeypatch.setattr(placement, "is_spread", lambda model: True)
-    monkeypatch.setattr(placement, "device_of", lambda model: torch.device("cuda:0"))
-    with pytest.raises(Unsupported, match="drafts with the LM head of LlamaForCausalLM, which is on cpu, and would run on cuda:0"):
+    monkeypatch.setattr(heads, "is_spread", lambda model: True)
+    model.lm_head.to("meta")
+    with pytest.raises(Unsupported, match="drafts with the LM head of LlamaForCausalLM, which is on meta, and would run on cpu"):
         fastspec.patch(model, eagle=head)
 
 

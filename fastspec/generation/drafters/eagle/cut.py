@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastspec.generation.drafters.eagle.head import EagleHead, Layer
+from fastspec.generation.heads.module import EagleHead, Layer
 from fastspec.generation.layers.decoder import is_plain
 from fastspec.generation.layers.mixers import Linear, Product
 from fastspec.generation.ops import Ops

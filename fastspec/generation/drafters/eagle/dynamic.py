@@ -17,8 +17,8 @@ from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.drafters.eagle.cut import Cut
 from fastspec.generation.drafters.eagle.fused import FusedPhase
-from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.drafters.eagle.head_drafter import HeadDrafter
+from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.drafting.reference import Candidates
@@ -42,7 +42,7 @@ class EagleDrafter(HeadDrafter):
     """Dynamic trees of one `shape`, the drafter of EAGLE-2 and EAGLE-3; `fused` drafts in one launch where the backend can."""
 
     def __init__(
-        self, head: EagleHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, fused: bool = False, cut: Cut | None = None
+        self, head: BoundHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, fused: bool = False, cut: Cut | None = None
     ) -> None:  # fmt: skip
         refuse_wide(shape, ops)
         grown = shape.depth * shape.top_k

@@ -27,7 +27,7 @@ class FusedPhase:
         self.kernel = kernel
         packed = program.packed()
         assert packed is not None
-        self.weights = kernel.draft_weights(program.head, *packed)
+        self.weights = kernel.draft_weights(drafter.head, *packed)
         self.space = kernel.draft_space(self.weights, rows=rows, pairs=shape.max_path, top_k=shape.top_k, depth=shape.depth)
         device = drafter.root.device
         self.tokens = torch.zeros(rows, shape.max_path, dtype=torch.long, device=device)
@@ -68,8 +68,8 @@ def why_separate(drafter: HeadDrafter, shape: TreeShape) -> str | None:
         )
     if program.cut is not None:
         return "its weights are read whole, and several processes have this head together"
-    embedding = program.head.__dict__["_embed_tokens"]
-    if embedding is None or not is_plain(embedding, torch.nn.Embedding) or embedding.max_norm is not None:
+    embedding = program.binding.embedding
+    if not is_plain(embedding, torch.nn.Embedding) or embedding.max_norm is not None:
         return f"it reads the table of a plain torch.nn.Embedding, without hooks and max_norm, and the target's is {embedding}"
     if program.weight is None:
         return f"it reads the weight of a plain LM head, a torch.nn.Linear without hooks, and this head's is {program.vocabulary}"

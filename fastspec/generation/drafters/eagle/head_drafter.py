@@ -10,9 +10,9 @@ from torch import Tensor
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.drafters.base import Drafter, Place, Traits
 from fastspec.generation.drafters.eagle.cut import Cut
-from fastspec.generation.drafters.eagle.head import EagleHead
-from fastspec.generation.drafters.eagle.lowered import follow
 from fastspec.generation.drafters.eagle.program import HeadProgram
+from fastspec.generation.heads.bound import BoundHead
+from fastspec.generation.heads.lowered import follow
 from fastspec.generation.layers.mixers import EVERYTHING, Nodes, Rotary
 from fastspec.generation.ops import Ops
 from fastspec.generation.prompt_parts import prompt_parts, widest_part
@@ -32,11 +32,11 @@ class HeadDrafter(Drafter):
     traits = Traits(Place.DEVICE, reusable=True, reads_logits=False)
 
     def __init__(
-        self, head: EagleHead, *, nodes: int, max_path: int, grown: int, rows: int, capacity: int, ops: Ops, cut: Cut | None = None
+        self, head: BoundHead, *, nodes: int, max_path: int, grown: int, rows: int, capacity: int, ops: Ops, cut: Cut | None = None
     ) -> None:  # fmt: skip
         config = head.config
         kv_heads = config.num_key_value_heads // (1 if cut is None else cut.group.size())
-        weight = head.fc.weight
+        weight = head.module.fc.weight
         self.attention = FullAttentionState(
             config.num_hidden_layers, rows, kv_heads, config.head_dim, dtype=weight.dtype, device=weight.device
         )

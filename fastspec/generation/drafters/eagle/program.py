@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.generation.drafters.eagle.cut import Cut
-from fastspec.generation.drafters.eagle.head import EagleHead, Layer, RMSNorm
+from fastspec.generation.heads.bound import BoundHead
+from fastspec.generation.heads.module import Layer, RMSNorm
 from fastspec.generation.layers.decoder import LayerParts, Norm, RmsNorm, gated, is_plain, product
 from fastspec.generation.layers.mixers import FullAttention, Nodes, Summed
 from fastspec.generation.layers.packing import joint, pack
@@ -25,9 +26,9 @@ class HeadProgram:
     """The passes of one head, or of this process's `cut` of it, whose layers keep their keys and values in `state`. Where the backend
     captures, a whole head's weights that read one input are packed."""
 
-    def __init__(self, head: EagleHead, ops: Ops, state: FullAttentionState, cut: Cut | None = None) -> None:
-        config = head.config
-        self.head, self.ops, self.config, self.state, self.cut = head, ops, config, state, cut
+    def __init__(self, bound: BoundHead, ops: Ops, state: FullAttentionState, cut: Cut | None = None) -> None:
+        config, head = bound.config, bound.module
+        self.head, self.binding, self.ops, self.config, self.state, self.cut = head, bound.binding, ops, config, state, cut
         if cut is None and (ops.packs or ops.fused is not None):
             for layer in cast(Iterable[Layer], head.layers):
                 attn, mlp = layer.self_attn, layer.mlp
@@ -37,9 +38,10 @@ class HeadProgram:
         self.whole = WholeLayers([replace(self.layers[0], input_norm=None), *self.layers[1:]], ops)  # `feed` norms what the first reads
         self.fc = product(ops, (head.fc,))
         self.norm = None if head.norm is None else self._norm(head.norm)
-        self.vocabulary = head.readout()
-        plain = self.vocabulary is not None and is_plain(self.vocabulary) and self.vocabulary.bias is None
-        self.weight = self.vocabulary.weight.detach() if plain else None
+        readout = bound.readout()
+        self.vocabulary: Callable[[Tensor], Tensor] = readout
+        """The product that logits are read with."""
+        self.weight = cast(Tensor, readout.weight).detach() if is_plain(readout) and readout.bias is None else None
         if cut is not None and cut.lm_head is not None:
             self.weight, self.vocabulary = None, cut.vocabulary(ops)
         self.look_up: Callable[[Tensor], Tensor] | None = None
@@ -103,7 +105,7 @@ class HeadProgram:
         table = self._table(hidden)
         if table is not None:
             return self._first(self.ops.head_input(tokens, hidden, table, *self._norms()), hidden)
-        embedded = (self.look_up or self._embedding())(tokens).to(hidden.dtype)
+        embedded = (self.look_up or self.binding.embedding)(tokens).to(hidden.dtype)
         if self.config.kind == "eagle":
             hidden = self.fc(torch.cat((embedded, hidden), -1))
             return hidden, hidden
@@ -123,15 +125,9 @@ class HeadProgram:
         x, hidden, words = self.ops.frontier_input(tokens, index, hidden, words, slot, table, *self._norms())
         return *self._first(x, hidden), words
 
-    def _embedding(self) -> nn.Module:
-        embed: nn.Module | None = self.head.__dict__["_embed_tokens"]
-        if embed is None:
-            raise RuntimeError("the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first")
-        return embed
-
     def _table(self, hidden: Tensor) -> Tensor | None:
         """The embedding's table [V, H] where the ops may look tokens up themselves and norm them; heads of kind "eagle" have no norms."""
-        embed = self._embedding()
+        embed = self.binding.embedding
         if self.config.kind == "eagle" or not is_plain(embed, nn.Embedding) or embed.max_norm is not None:
             return None
         table: Tensor = embed.weight.detach()
@@ -178,10 +174,7 @@ class HeadProgram:
         """What `step` returned second -> logits over the draft vocabulary [..., V_d]."""
         if self.weight is not None:
             return self.ops.linear(readout, self.weight, None)
-        if self.vocabulary is None:
-            raise RuntimeError("the head is not bound to a target: call head.bind(embed_tokens, target.get_output_embeddings()) first")
-        logits: Tensor = self.vocabulary(readout)
-        return logits
+        return self.vocabulary(readout)
 
     def expand(self, readout: Tensor, scores: Tensor, count: int, out: Candidates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with logits that a foreign LM head made."""

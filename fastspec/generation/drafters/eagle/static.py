@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.drafters.eagle.cut import Cut
-from fastspec.generation.drafters.eagle.head import EagleHead
 from fastspec.generation.drafters.eagle.head_drafter import HeadDrafter
+from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree
 from fastspec.kernels.drafting.reference import own_bits
@@ -97,10 +97,10 @@ class StaticDrafter(HeadDrafter):
     """
 
     def __init__(
-        self, head: EagleHead, paths: tuple[Ranks, ...], *, rows: int, capacity: int, ops: Ops, process: Process | None = None,
+        self, head: BoundHead, paths: tuple[Ranks, ...], *, rows: int, capacity: int, ops: Ops, process: Process | None = None,
         cut: Cut | None = None,
     ) -> None:  # fmt: skip
-        device = head.fc.weight.device
+        device = head.module.fc.weight.device
         self.levels, parents = lay_out(paths, drawn=process is not None, device=device)
         self.process, self.traits = process, replace(self.traits, draws=process is not None)
         super().__init__(
@@ -118,7 +118,7 @@ class StaticDrafter(HeadDrafter):
         for depth, level in enumerate(self.levels):
             logits = self.program.logits(readout)
             ids, chances = self._children(logits, level.count)
-            below = self.head.to_target(ids).flatten(1)[:, level.children]
+            below = self.program.head.to_target(ids).flatten(1)[:, level.children]
             tokens.append(below)
             if chances is not None:
                 q.append(chances.flatten(1, 2)[:, level.children])

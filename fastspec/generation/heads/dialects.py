@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.drafters.eagle.head import HeadConfig
+from fastspec.generation.heads.module import HeadConfig
 
 PREFIXES = ("model.", "eagle_module.")
 MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"}

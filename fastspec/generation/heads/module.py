@@ -2,7 +2,7 @@
 
 A head turns the target's hidden state at position t and the token at t + 1 into an estimate of the hidden state at t + 1, again and
 again. It holds no KV cache and no mask: every attention goes through the callback `attend` of whoever calls `step`. Training and tests run
-this module; drafting runs its weights through a backend's ops (`program.py`).
+this module; drafting runs its weights through a backend's ops (`generation/drafters/eagle/program.py`).
 
 Letters: B rows, T positions, H head width, H_t target width, Hq / Hkv query / key heads, D head_dim, V vocabulary, V_d draft vocabulary.
 
@@ -12,24 +12,37 @@ circulation, with `layers.0.` for what the original EAGLE-3 format calls `midlay
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from fastspec.errors import CheckpointError
-from fastspec.generation.drafters.eagle.rope import rope_frequencies, rotate
-
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-READABLE = "load the target without quantising or offloading its LM head, or use another head"
-SAME = 0.01
-"""Relative distance up to which a product in half precision is taken for the one that it was made of."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Halves = tuple[Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], Callable[..., Tensor]]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B, T, heads, D] in the half-split order, in fp32; cos and sin [B, T, 1, R / 2], R <= D dimensions turn."""
+    half = cos.shape[-1]
+    wide = x.float()
+    a, b = wide[..., :half], wide[..., half : 2 * half]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, wide[..., 2 * half :]), -1).to(x.dtype)
+
+
+def rope_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor | None:
+    """fp32 frequencies [R / 2] of the default and linear types; None for types that `EagleHead.set_rope` must supply."""
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "linear"):
+        return None
+    size = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    exponent = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
+    inv_freq: Tensor = 1.0 / (rope.get("rope_theta", 10000.0) ** exponent)
+    return inv_freq / rope["factor"] if kind == "linear" else inv_freq
 
 
 def _default_rope() -> dict[str, Any]:
@@ -206,14 +219,24 @@ class Layer(nn.Module):
         return out
 
 
-class EagleHead(nn.Module):
-    """A drafting head; see the module's docstring. Call `bind` once before `step` or `logits`.
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """Modules that a head uses and does not hold as its own: no parameters of it, not saved with it, not moved with it.
 
-    The target's embedding (and LM head, where the head has none of its own) are held by reference: they are not parameters of the
-    head, are not saved with it, and do not move with it.
+    `embedding` looks tokens up: the target's, or one that the head brought (`own_embedding`). `lm_head` is the target's LM head, None for a
+    head that has one of its own.
     """
 
+    embedding: nn.Module
+    lm_head: nn.Module | None
+    own_embedding: bool = False
+
+
+class EagleHead(nn.Module):
+    """Drafting head of the EAGLE family, a plain module. Call `bind` once before `step` or `logits`."""
+
     d2t: Tensor
+    binding: Binding | None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -229,24 +252,20 @@ class EagleHead(nn.Module):
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.inv_freq = rope_frequencies(c.rope_parameters, c.head_dim)
         self.rope_scale = 1.0
-        self.__dict__["_embed_tokens"] = None
-        self.__dict__["_target_lm_head"] = None
-        self.__dict__["_joined"] = None
+        self.binding = None
 
     def bind(self, embed_tokens: nn.Module, lm_head: nn.Module | None) -> None:
-        """Take the target's embedding and, for heads without their own, its LM head. References are kept, nothing is copied.
-
-        Raises CheckpointError where the head drafts with rows of the LM head and that has none to give.
-        """
+        """Take the target's embedding and, for heads without their own, its LM head. References are kept, nothing is copied."""
         if self.lm_head is None and lm_head is None:
             raise ValueError("this head has no LM head of its own: call bind(embed_tokens, lm_head) with the target's LM head")
-        reason = no_rows(lm_head, self.d2t, self.config.hidden_size) if self.lm_head_map is not None else None
-        if reason is not None:
-            raise CheckpointError(f"{reason}: {READABLE}")
-        if lm_head is not self.__dict__["_target_lm_head"]:
-            self.__dict__["_joined"] = None
-        self.__dict__["_embed_tokens"] = embed_tokens
-        self.__dict__["_target_lm_head"] = lm_head if self.lm_head is None else None
+        self.binding = Binding(embed_tokens, lm_head if self.lm_head is None else None)
+
+    @property
+    def bound(self) -> Binding:
+        """The modules that `bind` was given. Raises RuntimeError before that."""
+        if self.binding is None:
+            raise RuntimeError("the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first")
+        return self.binding
 
     def set_rope(self, inv_freq: Tensor, scale: float) -> None:
         """Use these rotary frequencies (fp32, at most head_dim / 2 of them) and this factor on cos and sin, for scaled RoPE."""
@@ -275,10 +294,7 @@ class EagleHead(nn.Module):
         q and k come normed and rotated. `halves`: see `Layer.forward`.
         Returns [B, T, H]: what `logits` takes and what is fed back into the next step.
         """
-        embed = self.__dict__["_embed_tokens"]
-        if embed is None:
-            raise RuntimeError("the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first")
-        embedded = embed(tokens).to(hidden.dtype)
+        embedded = self.bound.embedding(tokens).to(hidden.dtype)
         cos, sin = self.rotary(positions)
         if self.config.kind == "eagle":
             hidden = self.fc(torch.cat((embedded, hidden), -1))
@@ -290,68 +306,22 @@ class EagleHead(nn.Module):
         """What `step` returned -> logits over the draft vocabulary [..., V_d]."""
         if self.norm is not None and not self.config.norm_output:
             hidden = self.norm(hidden)
-        lm_head = self.lm_head if self.lm_head is not None else self.__dict__["_target_lm_head"]
-        if lm_head is None:
-            raise RuntimeError("the head is not bound to a target: call head.bind(embed_tokens, target.get_output_embeddings()) first")
+        lm_head = self.bound.lm_head if self.lm_head is None else self.lm_head
+        assert lm_head is not None  # `bind` sees to it
         if self.lm_head_map is not None:
             mapped = self.lm_head_map(hidden)
-            return F.linear(mapped, self._rows(lm_head).to(mapped))
+            return F.linear(mapped, self.target_rows(lm_head).to(mapped))
         logits: Tensor = lm_head(hidden)
         return logits
 
-    def readout(self) -> Any:
-        """The module that drafting reads logits with: the head's own LM head or the target's, or one made of the target's rows and the
-        head's matrix. None where the head needs the target's and is not bound."""
-        lm_head: Any = self.__dict__["_target_lm_head"]
-        if self.lm_head_map is None or lm_head is None:
-            return lm_head if self.lm_head is None else self.lm_head
-        made, like = self.__dict__["_joined"], self.fc.weight
-        if made is None or (made.weight.device, made.weight.dtype) != (like.device, like.dtype):
-            weight = self._product(lm_head)
-            made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            made.weight = nn.Parameter(weight, requires_grad=False)
-            self.__dict__["_joined"] = made
-        return made
-
-    @torch.no_grad()
-    def renew(self, *, exactly: bool = False) -> None:
-        """Make what `readout` is made of anew, in place, where the target's rows or the head's matrix have changed since: what they make of
-        one vector tells, unless it is to be exact. Where the target's LM head cannot be read any more it stays as it is."""
-        made, lm_head, between = self.__dict__["_joined"], self.__dict__["_target_lm_head"], self.lm_head_map
-        if made is None or between is None or no_rows(lm_head, self.d2t, self.config.hidden_size) is not None:
-            return
-        if not exactly:
-            probe = torch.randn(made.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(made.weight)
-            mapped, whole = between.weight.float() @ probe.to(between.weight.device).float(), lm_head.weight.detach()
-            if whole.dtype is torch.float32 and not isinstance(whole, DTensor):  # rows are gathered in three times the time of a product
-                now = (whole @ mapped.to(whole.device))[self._drafted().to(whole.device)]
-            else:
-                rows = self._rows(lm_head).float()
-                now = rows @ mapped.to(rows.device)
-            far = (made.weight @ probe).to(now.device, torch.float32) - now
-            if float(far.norm()) <= SAME * float(now.norm()):
-                return
-        made.weight.copy_(self._product(lm_head))
-
-    @torch.inference_mode(False)  # what is made in one call is written to in others
-    @torch.no_grad()
-    def _product(self, lm_head: Any) -> Tensor:
-        reason = no_rows(lm_head, self.d2t, self.config.hidden_size)
-        if reason is not None:
-            raise CheckpointError(f"{reason}: {READABLE}")
-        rows = self._rows(lm_head).float()
-        assert self.lm_head_map is not None
-        product: Tensor = (rows @ self.lm_head_map.weight.to(rows.device, torch.float32)).to(self.fc.weight)
-        return product
-
-    def _rows(self, lm_head: Any) -> Tensor:
+    def target_rows(self, lm_head: nn.Module) -> Tensor:
         """The rows [V_d, H] of the target's LM head for the drafted tokens; of all processes that hold it together."""
-        weight = lm_head.weight.detach()
+        weight = cast(Tensor, lm_head.weight).detach()
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        rows: Tensor = weight[self._drafted().to(weight.device)]
+        rows: Tensor = weight[self.drafted().to(weight.device)]
         return rows
 
-    def _drafted(self) -> Tensor:
+    def drafted(self) -> Tensor:
         """The target's ids [V_d] of the drafted tokens."""
         return self.to_target(torch.arange(len(self.d2t), device=self.d2t.device))
 
@@ -367,31 +337,12 @@ class EagleHead(nn.Module):
         angle = positions[..., None, None].to(torch.float32) * self.inv_freq
         return angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the twin that drafts for it (`lowered`), which copies make anew."""
-        return self.__dict__ | {"_lowered": None}
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EagleHead:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own is untyped
         # The frequencies follow the head to its device but stay fp32: half-precision ones corrupt long contexts.
         if self.inv_freq is not None and not self.fc.weight.is_meta:
             self.inv_freq = self.inv_freq.to(self.fc.weight.device)
         return self
-
-
-def no_rows(lm_head: nn.Module | None, d2t: Tensor, width: int) -> str | None:
-    """Why a target's LM head has no rows [width] in plain floating point for the tokens that `d2t` names, or None where it has."""
-    weight = getattr(lm_head, "weight", None)
-    if not isinstance(weight, Tensor) or type(weight) not in (Tensor, nn.Parameter, DTensor):
-        found = type(lm_head if weight is None else weight).__name__
-    elif weight.is_meta or weight.dtype not in FLOATS:
-        found = "on the device meta, without values" if weight.is_meta else str(weight.dtype)
-    else:
-        last = int((d2t + torch.arange(len(d2t), device=d2t.device)).max())
-        if weight.ndim == 2 and weight.shape[0] > last and weight.shape[1] == width:
-            return None
-        found = f"of shape {list(weight.shape)}"
-    return f"the head drafts with rows [{width}] of the target's LM head, in plain floating point, and that is {found}"
 
 
 def _of_layer(attend: Attend, index: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

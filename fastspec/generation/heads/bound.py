@@ -1,0 +1,233 @@
+"""A head bound to its target: the frozen value that a patched model drafts with."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fastspec.errors import CheckpointError, Unsupported
+from fastspec.generation.heads.module import FLOATS, Binding, EagleHead, HeadConfig
+
+SAME = 0.01
+"""Relative distance up to which a product in half precision is taken for the one that it was made of."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of a target that a head must agree with."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    embedding_size: int
+    """The width of the embedding and of the LM head's input: OPT's may be another than that of the hidden states."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetParts:
+    """Parts of a target that a head is fitted and bound to. `lm_head_device` is where the LM head computes."""
+
+    name: str
+    sizes: Sizes
+    embedding: nn.Module
+    lm_head: nn.Module
+    device: torch.device
+    dtype: torch.dtype
+    lm_head_device: torch.device
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of the embedding and of the LM head. Raises Unsupported for a module in place of either that has no weight."""
+        found = []
+        for name, module in (("embedding", self.embedding), ("LM head", self.lm_head)):
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, Tensor):
+                raise Unsupported(
+                    f"a drafting head needs the size of its target's {name}, and that of this {self.name} is a "
+                    f"{type(module).__name__} without a weight: use autoregressive, nasd or speculative"
+                )
+            found.append(weight.shape[0])
+        return found[0], found[1]
+
+
+@dataclass
+class Made:
+    """Modules made of a bound head when first asked for. Copies and pickles of the head begin without them."""
+
+    readout: nn.Linear | None = None
+    """LM head of the target's drafted rows and the head's matrix, see `BoundHead.readout`."""
+    lowered: BoundHead | None = None
+    """The head in a lower precision, see `lowered.py`."""
+
+    def __reduce__(self) -> tuple[type[Made], tuple[()]]:
+        return Made, ()
+
+
+@dataclass(frozen=True, eq=False)
+class BoundHead:
+    """A head and the modules that it uses of its target; the module itself may serve other targets too.
+
+    `rows` are those of the target's embedding and LM head when it was bound. `source` is the head that this one is a copy of in a lower
+    precision, None for all others.
+    """
+
+    module: EagleHead
+    binding: Binding
+    rows: tuple[int, int]
+    source: BoundHead | None = None
+    made: Made = field(default_factory=Made)
+
+    @classmethod
+    def of(cls, module: EagleHead) -> BoundHead:
+        """A module as `EagleHead.bind` bound it. Raises RuntimeError for one that is not bound."""
+        binding, count = module.bound, module.config.vocab_size
+        return cls(module, binding, (count, count))
+
+    @property
+    def config(self) -> HeadConfig:
+        """Sizes and switches of the head."""
+        return self.module.config
+
+    def readout(self) -> Any:
+        """The module that drafting reads logits with: the head's own LM head or the target's, or one made of the target's rows and the
+        head's matrix. Raises CheckpointError where the target's LM head has no rows to give."""
+        module, lm_head = self.module, self.binding.lm_head
+        if module.lm_head is not None:
+            return module.lm_head
+        assert lm_head is not None
+        if module.lm_head_map is None:
+            return lm_head
+        made, like = self.made.readout, module.fc.weight
+        if made is None or (made.weight.device, made.weight.dtype) != (like.device, like.dtype):
+            weight = self._product(lm_head)
+            made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            made.weight = nn.Parameter(weight, requires_grad=False)
+            self.made.readout = made
+        return made
+
+    @torch.no_grad()
+    def renew(self, *, exactly: bool = False) -> None:
+        """Make the product of `readout` anew, in place, where the target's rows or the head's matrix have changed since.
+
+        A change is noticed by what they make of one vector, unless `exactly`. A target's LM head that cannot be read any more leaves it.
+        """
+        made, lm_head, between = self.made.readout, self.binding.lm_head, self.module.lm_head_map
+        if made is None or between is None or no_rows(lm_head, self.module.d2t, self.config.hidden_size) is not None:
+            return
+        assert lm_head is not None
+        if not exactly:
+            probe = torch.randn(made.weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu").to(made.weight)
+            mapped = between.weight.float() @ probe.to(between.weight.device).float()
+            whole = cast(Tensor, lm_head.weight).detach()
+            if whole.dtype is torch.float32 and not isinstance(whole, DTensor):  # gathering rows takes three times as long as a product
+                now = (whole @ mapped.to(whole.device))[self.module.drafted().to(whole.device)]
+            else:
+                rows = self.module.target_rows(lm_head).float()
+                now = rows @ mapped.to(rows.device)
+            far = (made.weight @ probe).to(now.device, torch.float32) - now
+            if float(far.norm()) <= SAME * float(now.norm()):
+                return
+        made.weight.copy_(self._product(lm_head))
+
+    @torch.inference_mode(False)  # what is made in one call is written to in others
+    @torch.no_grad()
+    def _product(self, lm_head: nn.Module) -> Tensor:
+        module, matrix = self.module, self.module.lm_head_map
+        _check_rows(module, lm_head)
+        rows = module.target_rows(lm_head).float()
+        assert matrix is not None
+        product: Tensor = (rows @ matrix.weight.to(rows.device, torch.float32)).to(module.fc.weight)
+        return product
+
+
+def bind(module: EagleHead, embedding: nn.Module | None, target: TargetParts) -> BoundHead:
+    """A head bound to a target: `embedding` is the head's own, None for the target's.
+
+    Raises CheckpointError for a head that drafts with rows of an LM head which has none to give, Unsupported for one that would run the
+    target's LM head on another device.
+    """
+    borrows = module.lm_head is None
+    if borrows and module.lm_head_map is None and target.lm_head_device != target.device:
+        raise Unsupported(
+            f"this head drafts with the LM head of {target.name}, which is on {target.lm_head_device}, and would run on "
+            f"{target.device}: use a head with an LM head of its own, 'nasd' or 'speculative'"
+        )
+    if module.lm_head_map is not None:
+        _check_rows(module, target.lm_head)
+    own = embedding is not None
+    binding = Binding(target.embedding if embedding is None else embedding, target.lm_head if borrows else None, own)
+    return BoundHead(module, binding, target.rows)
+
+
+def followed(head: BoundHead, target: TargetParts) -> BoundHead:
+    """The head as its target is now: itself, or another that fits where the target was moved, cast, or given another embedding or LM head
+    since (`set_output_embeddings`, `resize_token_embeddings`).
+
+    Raises Unsupported where the target's vocabulary has changed and the head cannot serve it.
+    """
+    weight = head.module.fc.weight
+    if weight.device != target.device or weight.dtype != target.dtype:
+        head = _moved(head, target)
+    held, borrowed, own = head.binding.embedding, head.binding.lm_head, head.binding.own_embedding
+    rows = target.rows
+    if rows == head.rows and (own or held is target.embedding) and borrowed in (None, target.lm_head):
+        head.renew()
+        return head
+    reasons = _misfits_now(head, target, rows)
+    if reasons:
+        raise Unsupported(
+            f"the model's embedding and LM head have changed since fastspec.patch ({head.rows[0]} and {head.rows[1]} tokens then, "
+            f"{rows[0]} and {rows[1]} now), and its head does not fit them: {'; '.join(reasons)}. Change them back, such as by "
+            f"model.resize_token_embeddings({head.config.vocab_size}), or fastspec.unpatch(model) and patch it with a head made for it"
+        )
+    return bind(head.module, held if own else None, target)
+
+
+def _misfits_now(head: BoundHead, target: TargetParts, rows: tuple[int, int]) -> list[str]:
+    reasons, config = [], head.config
+    held, borrowed, own = head.binding.embedding, head.binding.lm_head, head.binding.own_embedding
+    last = int(head.module.drafted().max())
+    if last >= min(rows):
+        reasons.append(f"the head drafts tokens up to {last}")
+    if own and cast(Tensor, held.weight).shape[0] < rows[1]:
+        reasons.append(f"the head's own embedding has {cast(Tensor, held.weight).shape[0]} rows")
+    if borrowed is not None and not config.target_rows and rows[1] != config.draft_vocab_size:
+        reasons.append(f"the head drafts with the model's LM head, of {config.draft_vocab_size} tokens")
+    used = [None if own else target.embedding, None if borrowed is None else target.lm_head]
+    if any(each is not None and cast(Tensor, each.weight).shape[1] != config.hidden_size for each in used):
+        reasons.append(f"the head is {config.hidden_size} wide")
+    return reasons
+
+
+def _moved(head: BoundHead, target: TargetParts) -> BoundHead:
+    """A copy of a head on the target's device and in its dtype; what it borrows of the target stays shared."""
+    binding = head.binding
+    module = copy.deepcopy(head.module, {id(head.module.binding): None}).to(target.device, target.dtype)
+    if binding.own_embedding:
+        binding = replace(binding, embedding=copy.deepcopy(binding.embedding).to(target.device, target.dtype))
+    return BoundHead(module, binding, head.rows)
+
+
+def _check_rows(module: EagleHead, lm_head: nn.Module) -> None:
+    reason = no_rows(lm_head, module.d2t, module.config.hidden_size)
+    if reason is not None:
+        raise CheckpointError(f"{reason}: load the target without quantising or offloading its LM head, or use another head")
+
+
+def no_rows(lm_head: Any, d2t: Tensor, width: int) -> str | None:
+    """Why a target's LM head has no rows [width] in plain floating point for the tokens that `d2t` names, or None where it has."""
+    weight = getattr(lm_head, "weight", None)
+    if not isinstance(weight, Tensor) or type(weight) not in (Tensor, nn.Parameter, DTensor):
+        found = type(lm_head if weight is None else weight).__name__
+    elif weight.is_meta or weight.dtype not in FLOATS:
+        found = "on the device meta, without values" if weight.is_meta else str(weight.dtype)
+    else:
+        last = int((d2t + torch.arange(len(d2t), device=d2t.device)).max())
+        if weight.ndim == 2 and weight.shape[0] > last and weight.shape[1] == width:
+            return None
+        found = f"of shape {list(weight.shape)}"
+    return f"the head drafts with rows [{width}] of the target's LM head, in plain floating point, and that is {found}"

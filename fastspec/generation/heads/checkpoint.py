@@ -1,0 +1,209 @@
+"""A drafting head as read: files of every published form translated into one, with every check done before anything runs.
+
+A key that is missing, unknown, misshapen or not finite is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastspec.errors import CheckpointError
+from fastspec.generation.heads.dialects import Description, Flag, describe, normalise_key
+from fastspec.generation.heads.files import HeadFiles, some
+from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCheckpoint:
+    """A head before it is built, whatever it was read from.
+
+    `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; `embedding` [V, H] is the head's own
+    embedding, if it brought one. Where `taps_known` is False the checkpoint leaves the taps to the target's depth: `config.taps` then
+    only counts them. `flags` maps a switch to its value and what decided it; `notes` are for a person. `module` is the head itself where
+    it was given as one.
+    """
+
+    where: str
+    dialect: str
+    config: HeadConfig
+    state: dict[str, Tensor]
+    embedding: Tensor | None
+    taps_known: bool
+    flags: dict[str, Flag]
+    notes: tuple[str, ...]
+    module: EagleHead | None = None
+
+    @classmethod
+    def of(cls, module: EagleHead) -> HeadCheckpoint:
+        """A module, checked like a file. Raises CheckpointError for values that are not finite, and draft ids that are no tokens."""
+        where, config, state = "this EagleHead", module.config, module.state_dict()
+        _check_values(dict(module.named_parameters()), where)
+        tokens = module.drafted()
+        if bool((tokens < 0).any()) or bool((tokens >= config.vocab_size).any()):
+            raise CheckpointError(f"{where}'s d2t leads outside the target's vocabulary of {config.vocab_size} tokens")
+        weight = None if module.binding is None else getattr(module.binding.embedding, "weight", None)
+        return cls(
+            where=where,
+            dialect="module",
+            config=config,
+            state=state,
+            embedding=weight,
+            taps_known=True,
+            flags={},
+            notes=(),
+            module=module,
+        )
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the head brought an embedding."""
+        return self.embedding is not None
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the head, its own embedding not counted."""
+        return sum(tensor.numel() for name, tensor in self.state.items() if name != "d2t")
+
+
+def translate(files: HeadFiles) -> HeadCheckpoint:
+    """A head's files in the one form that fastspec runs.
+
+    Raises CheckpointError for keys that are missing or unknown, shapes that contradict config.json, NaN or infinite weights, a `d2t` that
+    is no map into the target's vocabulary, and architectures that `EagleHead` does not cover.
+    """
+    where, notes = files.where, list[str]()
+    state = _normalise(files.tensors, where)
+    _check_values(state, where)
+    found = describe(files.config, files.tensors, state, where)
+    _trim_spec_exit(found, state, notes)
+    embedding = _take_embedding(found, state, notes, where)
+    _take_vocabulary_map(found.config, state, notes, where)
+    _fill_output_bias(found.config, state, notes)
+    _check_keys(found.config, state, where)
+    return HeadCheckpoint(
+        where=where,
+        dialect=found.dialect,
+        config=found.config,
+        state=state,
+        embedding=embedding,
+        taps_known=found.taps_known,
+        flags=found.flags,
+        notes=(*found.notes, *notes),
+    )
+
+
+def _normalise(published: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for key, tensor in published.items():
+        name = normalise_key(key)
+        if name is None:
+            continue
+        if name in state:
+            raise CheckpointError(f"{where}: two keys mean {name!r}, one of them {key!r}; keep one")
+        state[name] = tensor
+    return state
+
+
+def _check_values(state: dict[str, Tensor], where: str) -> None:
+    for name, tensor in state.items():
+        if name in ("d2t", "t2d"):
+            continue
+        if tensor.dtype not in FLOATS:
+            raise CheckpointError(f"{where}: {name} is {tensor.dtype}; quantised heads are not supported, use the 16- or 32-bit one")
+        if tensor.ndim not in (1, 2):
+            raise CheckpointError(f"{where}: {name} has shape {list(tensor.shape)}; weights are vectors and matrices")
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{where}: {name} contains NaN or infinite values; the file is damaged or training diverged")
+
+
+def _trim_spec_exit(found: Description, state: dict[str, Tensor], notes: list[str]) -> None:
+    """AngelSlim's SpecExit adds one to three rows to fc, for signals that drafting does not use."""
+    hidden = found.config.hidden_size
+    extra = state["fc.weight"].shape[0] - hidden if found.dialect == "angelslim" else 0
+    if extra not in (1, 2, 3):
+        return
+    notes.append(f"fc.weight has {extra} extra output row(s), SpecExit's signals; the first {hidden} rows are used")
+    for name in ("fc.weight", "fc.bias"):
+        if name in state:
+            state[name] = state[name][:hidden].clone()
+
+
+def _take_embedding(found: Description, state: dict[str, Tensor], notes: list[str], where: str) -> Tensor | None:
+    """Remove embed_tokens from `state`, and the frozen copy of the target's LM head that some EAGLE-1/2 files carry."""
+    config, embedding = found.config, state.pop("embed_tokens.weight", None)
+    size = (config.vocab_size, config.hidden_size)
+    if embedding is not None and embedding.shape != size:
+        raise CheckpointError(f"{where}: embed_tokens.weight has shape {list(embedding.shape)}; config.json wants {list(size)}")
+    if config.kind == "eagle3":
+        return embedding
+    lm_head = state.get("lm_head.weight")
+    if lm_head is not None and lm_head.shape == size:
+        del state["lm_head.weight"]
+        notes.append("lm_head.weight is a copy of the target's in EAGLE-1/2 heads: the target's is used")
+    if embedding is not None:
+        notes.append("embed_tokens.weight is a copy of the target's in EAGLE-1/2 heads: the target's is used")
+    return None
+
+
+def _take_vocabulary_map(config: HeadConfig, state: dict[str, Tensor], notes: list[str], where: str) -> None:
+    """Check d2t against the sizes and t2d, turn absolute tables into offsets, drop t2d, and supply the identity where it is implied."""
+    d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
+    draft, vocab = config.draft_vocab_size, config.vocab_size
+    if d2t is None:
+        if draft == vocab:
+            state["d2t"] = torch.zeros(draft, dtype=torch.int64)
+        return
+    if d2t.shape != (draft,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
+        raise CheckpointError(f"{where}: d2t is {d2t.dtype} of shape {list(d2t.shape)}; expected integers of shape [{draft}]")
+    if t2d is not None and t2d.shape != (vocab,):
+        raise CheckpointError(f"{where}: t2d has shape {list(t2d.shape)}; expected [{vocab}], the target's vocabulary")
+    rank, offsets = torch.arange(draft), d2t.to(torch.int64)
+    mask = None if t2d is None or draft == vocab else t2d.bool()
+    wrong = _not_a_map(rank + offsets, mask, vocab)
+    if wrong is None:
+        state["d2t"] = offsets
+    elif _not_a_map(offsets, mask, vocab) is None:
+        state["d2t"] = offsets - rank
+        notes.append("d2t holds token ids where offsets are usual; converted")
+    else:
+        raise CheckpointError(f"{where}: d2t (target id = draft id + d2t[draft id]) is not a map into the target's vocabulary: {wrong}")
+
+
+def _not_a_map(ids: Tensor, mask: Tensor | None, vocab: int) -> str | None:
+    falls = (ids[1:] <= ids[:-1]).nonzero()
+    if len(falls):
+        return f"target ids do not increase at draft id {int(falls[0]) + 1}"
+    if ids[0] < 0 or ids[-1] >= vocab:
+        return f"target ids reach from {int(ids[0])} to {int(ids[-1])}, the vocabulary has {vocab}"
+    if mask is not None and not (bool(mask[ids].all()) and int(mask.sum()) == len(ids)):
+        return "it disagrees with t2d"
+    return None
+
+
+def _fill_output_bias(config: HeadConfig, state: dict[str, Tensor], notes: list[str]) -> None:
+    """Qwen2-style layers have biases on q, k and v only; a zero bias on o is the same layer."""
+    if config.kind != "eagle3" or not config.attention_bias or any(re.search(r"o_proj\.bias$", key) for key in state):
+        return
+    notes.append("o_proj has no bias while q, k and v do; read as zero")
+    for i in range(config.num_hidden_layers):
+        state[f"layers.{i}.self_attn.o_proj.bias"] = state["fc.weight"].new_zeros(config.hidden_size)
+
+
+def _check_keys(config: HeadConfig, state: dict[str, Tensor], where: str) -> None:
+    with torch.device("meta"):
+        expected = EagleHead(config).state_dict()
+    missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
+    if missing or unknown:
+        parts = [f"missing {some(missing)}"] * bool(missing) + [f"unknown {some(unknown)}"] * bool(unknown)
+        raise CheckpointError(f"{where}: the weights are not those of the head that config.json describes: {'; '.join(parts)}")
+    wrong = [
+        f"{name} has shape {list(state[name].shape)} where config.json wants {list(tensor.shape)}"
+        for name, tensor in expected.items()
+        if state[name].shape != tensor.shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{where}: {'; '.join(wrong[:4])}; weights and config.json do not belong together")

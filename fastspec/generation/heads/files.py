@@ -1,0 +1,102 @@
+"""Files of a drafting head: config.json beside safetensors or .bin files, sharded or not, as plain fields and tensors.
+
+Nothing is loaded loosely, and code that comes with a checkpoint is never executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fastspec.errors import CheckpointError
+from fastspec.reading import parse_json
+
+FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class HeadFiles(NamedTuple):
+    """Contents of a head's directory: the fields of config.json, and the tensors under the names that they were published with."""
+
+    where: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def read_files(directory: Path) -> HeadFiles:
+    """Read a head's directory. Raises CheckpointError for a file that is missing, damaged, or holds pickled code."""
+    return HeadFiles(str(directory), _read_json(directory / "config.json"), _read_weights(directory))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist; a head is a directory with config.json and its weights") from error
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download the head again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}; expected an object of fields")
+    return found
+
+
+def _read_weights(directory: Path) -> dict[str, Tensor]:
+    present = [directory / name for name in FILES if (directory / name).is_file()]
+    if not present:
+        present = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
+        if len(present) != 1:
+            raise CheckpointError(f"{directory} holds {len(present)} weight files without an index; expected one of {', '.join(FILES)}")
+    return _read_shards(present[0]) if present[0].suffix == ".json" else _read_file(present[0])
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map from keys to file names; download the head again")
+    state: dict[str, Tensor] = {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise CheckpointError(f"{index} names {name!r}; shards must lie beside their index")
+        state |= _read_file(index.with_name(name))
+    lost = sorted(set(weight_map) ^ set(state))
+    if lost:
+        raise CheckpointError(f"{index} and its shards disagree about {some(lost)}; download the head again")
+    return state
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; download the head again")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is damaged or cut short ({error}); download it again") from error
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(
+            f"{path} cannot be read as plain tensors: it is damaged, or holds pickled code, which fastspec never executes; "
+            "download it again, or convert it to safetensors"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
+        raise CheckpointError(f"{path} holds something else than named tensors; expected a plain state dict")
+    for name, tensor in state.items():
+        kind = "on the device meta, without values" if tensor.is_meta else str(tensor.layout)
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+            raise CheckpointError(
+                f"{path}: {name} is {'quantised' if tensor.is_quantized else kind}; accepted are dense tensors with their values: save the "
+                "head from a loaded model, as safetensors"
+            )
+    return state
+
+
+def some(names: Iterable[str]) -> str:
+    """The first names of many, for a message."""
+    listed = list(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")

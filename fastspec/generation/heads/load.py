@@ -1,0 +1,73 @@
+"""The way of a head from its files to the value that drafts: read, translated, fitted, built, bound. Each step is a module below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.errors import CheckpointError
+from fastspec.generation.heads.bound import BoundHead, TargetParts, bind
+from fastspec.generation.heads.checkpoint import HeadCheckpoint, translate
+from fastspec.generation.heads.files import read_files
+from fastspec.generation.heads.fit import Reading, fitted
+from fastspec.generation.heads.module import EagleHead, HeadConfig
+
+ScaledRope = Callable[[HeadConfig], tuple[Tensor, float]]
+"""Rotary frequencies (fp32, [R / 2]) and the factor on cos and sin of a RoPE type that `EagleHead` does not know by itself."""
+
+
+def read_checkpoint(source: Path | EagleHead) -> HeadCheckpoint:
+    """A head's directory or module as a checkpoint. Raises CheckpointError like `read_files`, `translate` and `HeadCheckpoint.of`."""
+    return HeadCheckpoint.of(source) if isinstance(source, EagleHead) else translate(read_files(source))
+
+
+def load(source: Path | EagleHead, target: TargetParts, reading: Reading, scaled_rope: ScaledRope) -> BoundHead:
+    """A head for a target, on its device and in its dtype; a module is bound as it is. Raises CheckpointError for one that does not fit."""
+    return bound(fitted(read_checkpoint(source), target.sizes, reading), target, scaled_rope)
+
+
+def bound(checkpoint: HeadCheckpoint, target: TargetParts, scaled_rope: ScaledRope) -> BoundHead:
+    """A fitted checkpoint, built and bound."""
+    if checkpoint.module is None:
+        module = build_head(checkpoint).to(target.device, target.dtype).requires_grad_(False).eval()
+    else:
+        module = _placed(checkpoint.module, target)
+    if module.inv_freq is None:
+        module.set_rope(*scaled_rope(module.config))
+    return bind(module, _embedding(checkpoint, target), target)
+
+
+def build_head(checkpoint: HeadCheckpoint) -> EagleHead:
+    """The module, in the dtype of `fc.weight`, its parameters being the checkpoint's tensors; it still has to be bound."""
+    if not checkpoint.taps_known:
+        raise CheckpointError(f"{checkpoint.where} names no taps: call with_taps(checkpoint, num_layers) with the target's depth first")
+    with torch.device("meta"):
+        head = EagleHead(checkpoint.config)
+    head.load_state_dict(checkpoint.state, strict=True, assign=True)
+    return head.to(checkpoint.state["fc.weight"].dtype)
+
+
+def _placed(module: EagleHead, target: TargetParts) -> EagleHead:
+    weight = module.fc.weight
+    if (weight.device, weight.dtype) != (target.device, target.dtype):
+        raise CheckpointError(
+            f"this EagleHead is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.device}: "
+            "call head.to(target.device, target.dtype) first"
+        )
+    return module
+
+
+def _embedding(checkpoint: HeadCheckpoint, target: TargetParts) -> nn.Module | None:
+    """The embedding that a head brought, or None where it uses the target's: it brought none, or a copy."""
+    own = checkpoint.embedding
+    if own is None:
+        return None
+    if checkpoint.module is not None:
+        binding = checkpoint.module.bound
+        return binding.embedding if binding.own_embedding or own.shape[1] != target.sizes.embedding_size else None
+    own, shared = own.to(target.device, target.dtype), target.embedding.weight
+    assert isinstance(shared, Tensor)
+    return None if torch.equal(own, shared.detach().to(own.device, own.dtype)) else nn.Embedding.from_pretrained(own, freeze=True)
