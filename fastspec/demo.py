@@ -142,7 +142,7 @@ def run_demo(
     if max_new_tokens is not None and max_new_tokens < 1:
         raise Unsupported(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     if head is None and model != SMOLLM2:
-        raise Unsupported(f"no head ships with fastspec for {model!r}: name one with --head (a directory or a hub id)")
+        raise Unsupported(f"no head is known for {model!r}: name one with --head (a directory or a hub id)")
     load = load_per_processor()  # before any of it is our own
     say = console.print if console else _silent
     with console.status("Importing torch and transformers") if console else contextlib.nullcontext():

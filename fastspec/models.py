@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import torch
 
 SMOLLM2 = "smollm2-135m-instruct"
-"""Name of the demo's model, and of the EAGLE-3 head that ships with fastspec for it."""
+"""Name of the demo's model, and of its EAGLE-3 head in the package fastspec-smollm2-heads."""
 SMOLLM2_HEADS = (("eagle3", SMOLLM2), ("eagle", f"{SMOLLM2}-eagle"), ("eagle2", f"{SMOLLM2}-eagle"))
-"""The assistants that ship with a head for it."""
+"""The assistants that have a head in that package."""
 FOUND_BY = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir")
 """Options of `from_pretrained` that say where a model is found, for its configuration too."""
 _READING = Lock()
 SHIPPED = {SMOLLM2: SMOLLM2_HEADS}
-"""Model -> its assistants' heads in the package."""
+"""Model -> the heads of its assistants, by name."""
 
 
 def smollm2_gguf() -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fastspec import distribution
+from fastspec.patches.assistants.packaged_heads import HEADS
 
 ROOT = Path(__file__).parent.parent
 SUFFIXES = (".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".cfg")
@@ -88,3 +89,16 @@ def test_patching_warns_of_another_projects_files_once(monkeypatch) -> None:
 
 def test_the_command_names_our_distribution() -> None:
     assert distribution.install_command("bench") == 'pip install "fastspec-transformers[bench]"'
+
+
+def test_heads_are_in_packages_of_their_own_under_the_names_that_find_them() -> None:
+    assert not list((ROOT / "fastspec").rglob("*.safetensors"))  # the library's wheel has none of their megabytes
+    for package in set(HEADS.values()):
+        folder = ROOT / "packages" / package.replace("_", "-")
+        text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+        assert f'name = "{folder.name}"' in text and f'packages = ["{package}"]' in text
+        patterns = re.findall(r'"([^"]+)"', text.partition("[tool.setuptools.package-data]")[2])
+        packed = {path.relative_to(folder / package) for pattern in patterns for path in (folder / package).glob(pattern)}
+        named = {name for name, its in HEADS.items() if its == package}
+        files = ("README.md", "config.json", "model.safetensors")
+        assert packed == {Path(name, file) for name in named for file in files}

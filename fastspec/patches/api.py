@@ -42,7 +42,7 @@ def patch(
     `accelerate.prepare` has wrapped is patched inside its wrapper.
 
     `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of a head
-    that ships with fastspec ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
+    of an installed package ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
     `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another tokenizer a tuple
     `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the smaller models of a cascade whose last
     stage is this one: they are patched, where they are not yet, when a call first needs them. `assistant` is the default of every

@@ -31,15 +31,14 @@ def test_the_demos_own_model_gives_the_same_tokens_and_takes_drafts(smollm2, mon
     assert "generate" not in vars(smollm2[0])  # it is unpatched again
 
 
-@pytest.mark.parametrize("head", [HEAD, "smollm2-135m-instruct-wide"])
-def test_both_eagle3_heads_draft_what_the_model_says(smollm2, head: str) -> None:
-    """Tokens of plain generate, and as many of them a round as heads that were read rightly give."""
+def test_the_eagle3_head_drafts_what_the_model_says(smollm2) -> None:
+    """Tokens of plain generate, and as many of them a round as a head that was read rightly gives."""
     model, tokenizer = smollm2
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "List the first ten even numbers."}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     want = model.generate(**ids, max_new_tokens=24, do_sample=False)
-    with fastspec.patched(model, eagle3=head):
+    with fastspec.patched(model, eagle3=HEAD):
         got = model.generate(**ids, max_new_tokens=24, do_sample=False, assistant=fastspec.Eagle3(total_tokens=16, depth=4, top_k=4))
         assert torch.equal(got, want) and fastspec.report(model).last.acceptance_length > 4
 

@@ -149,11 +149,9 @@ def test_what_cannot_draft_is_refused_by_name(saved: Path, arguments: list[str],
 def test_the_heads_of_the_package_are_those_that_are_named() -> None:
     """And each is read by the assistants that it is named for."""
     from fastspec.models import SHIPPED
-    from fastspec.patches.assistants.heads import _packaged_heads
+    from fastspec.patches.assistants.packaged_heads import HEADS
 
-    wide = "smollm2-135m-instruct-wide"  # which a user names
-    assert {source for named in SHIPPED.values() for _, source in named} == set(_packaged_heads()) - {wide}
-    assert methods.read_heads([wide]) == {"eagle3": wide}
+    assert {source for named in SHIPPED.values() for _, source in named} == set(HEADS)
     for named in SHIPPED.values():
         assert methods.read_heads(sorted({source for _, source in named})) == dict(named)
 

@@ -11,7 +11,6 @@ import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,13 @@ from fastspec.generation.heads.dialects import TRAINED_THETA, Flag
 from fastspec.generation.heads.fit import Reading, fitted, misfits, override, with_taps
 from fastspec.generation.heads.load import bound, load, read_checkpoint
 from fastspec.generation.heads.module import EagleHead, HeadConfig
+from fastspec.patches.assistants.packaged_heads import names_of_heads, packaged_head
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.placement import is_spread
 
 PATTERNS = ["*.json", "*.safetensors", "*.bin"]
 PROBE_TOKENS = 64
-SOURCES = "a directory, a hub id, the name of a head that comes with fastspec, and (to patch or load) an EagleHead"
+SOURCES = "a directory, a hub id, the name of a head of an installed package, and (to patch or load) an EagleHead"
 
 
 def sizes_of(target: PreTrainedModel | PretrainedConfig) -> Sizes:
@@ -75,7 +75,7 @@ def load_head(
 ) -> EagleHead:
     """A drafting head for `target`, bound to its embedding (and LM head where it has none), on its device and in its dtype.
 
-    `source` is a directory, a hub id, the name of a head that comes with fastspec, or an `EagleHead`. Of a module a copy is bound that
+    `source` is a directory, a hub id, the name of a head of an installed package, or an `EagleHead`. Of a module a copy is bound that
     shares its weights, which are never moved or cast. `taps`, `rope_theta` and `norm_before_residual` replace what the checkpoint says;
     `probe_head` finds them.
 
@@ -119,7 +119,7 @@ def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: Pre
 
 
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
-    """The directory of a head: one that exists, one that comes with fastspec, or a hub repository's JSON and weight files.
+    """The directory of a head: one that exists, one of an installed package, or a hub repository's JSON and weight files.
 
     Raises CheckpointError where there is none.
     """
@@ -131,10 +131,10 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
         return local
     if local.is_file():
         raise CheckpointError(f"{source} is a file; give the directory that holds config.json and the weights")
-    packaged = _packaged_heads()
-    if str(source) in packaged:
-        return packaged[str(source)]
-    shipped = f"heads that come with fastspec: {', '.join(sorted(packaged)) or 'none'}"
+    packaged = packaged_head(str(source))
+    if packaged is not None:
+        return packaged
+    shipped = f"heads that have a name: {names_of_heads()}"
     if isinstance(source, Path) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         raise CheckpointError(f"{source} is no directory, and no hub id of the form owner/name; {shipped}")
     try:
@@ -147,9 +147,6 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _packaged_heads() -> dict[str, Path]:
-    root = Path(str(files("fastspec"))) / "heads"
-    return {path.parent.name: path.parent for path in root.glob("*/config.json")}
 
 
 def scaled_rope(config: HeadConfig) -> tuple[Tensor, float]:

@@ -17,6 +17,7 @@ from fastspec.errors import CheckpointError
 from fastspec.generation.heads.bound import BoundHead, followed
 from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants import heads as heads_module
+from fastspec.patches.assistants import packaged_heads
 from fastspec.patches.assistants.heads import ProbeRow, find_head, inspect_head, load_head, parts_of, probe_head, scaled_rope
 
 
@@ -69,14 +70,22 @@ def test_a_source_that_is_nowhere_is_refused(source):
         find_head(source)
 
 
-def test_a_head_that_comes_with_the_package_is_found_by_name(tmp_path, monkeypatch):
-    folder = tmp_path / "heads" / "some-head"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    monkeypatch.setattr(heads_module, "files", lambda package: tmp_path)
-    assert find_head("some-head") == folder
-    with pytest.raises(CheckpointError, match="come with fastspec: some-head"):
+def test_a_head_of_a_package_is_found_by_name_and_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(packaged_heads, "HEADS", {"some-head": "some_package", "far-head": "far_package"})
+    (tmp_path / "some_package" / "some-head").mkdir(parents=True)
+    (tmp_path / "some_package" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_head("some-head") == tmp_path / "some_package" / "some-head"
+    command = r"pip install \./packages/far-package"
+    with pytest.raises(CheckpointError, match=rf"package far-package, which is not installed: in a checkout of fastspec, {command}"):
+        find_head("far-head")
+    with pytest.raises(CheckpointError, match=rf"heads that have a name: some-head, far-head \({command}\)"):
         find_head("other-head")
+
+
+def test_a_head_that_was_removed_says_where_it_is():
+    with pytest.raises(CheckpointError, match="tag `laboratory`"):
+        find_head("smollm2-135m-instruct-wide")
 
 
 def test_a_hub_that_does_not_answer_is_refused(monkeypatch):

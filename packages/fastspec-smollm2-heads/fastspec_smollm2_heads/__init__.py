@@ -1,0 +1,1 @@
+"""Draft heads for SmolLM2-135M-Instruct: one folder a head, of the head's name."""
