@@ -42,13 +42,13 @@ from lossless import untrained_head
 from torch import Tensor
 
 import fastspec
-from fastspec.bench.device import environment
-from fastspec.bench.measure import first_difference
-from fastspec.bench.methods import twin
-from fastspec.bench.report import quantiles
 from fastspec.generation.stats import Stats
 from fastspec.models import SMOLLM2, load_model
-from fastspec.training.data import encode_prompts, read_prompts
+from fastspec.programs.bench.device import environment
+from fastspec.programs.bench.measure import first_difference
+from fastspec.programs.bench.methods import twin
+from fastspec.programs.bench.report import quantiles
+from fastspec.programs.training.data import encode_prompts, read_prompts
 
 ASSISTANTS = {
     "autoregressive": fastspec.Autoregressive(),

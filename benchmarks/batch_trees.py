@@ -24,9 +24,9 @@ from full_size import SHAPES, make_head, make_model  # the script beside this on
 from torch import Tensor
 
 import fastspec
-from fastspec.bench.device import device_name, versions
 from fastspec.models import SMOLLM2, load_model
-from fastspec.training.data import encode_prompts, read_prompts
+from fastspec.programs.bench.device import device_name, versions
+from fastspec.programs.training.data import encode_prompts, read_prompts
 
 LONGEST = 400
 """Tokens of a prompt at most."""

@@ -21,9 +21,9 @@ import torch
 
 from fastspec.cascade import records
 from fastspec.cascade.predictor import Predictor
-from fastspec.cli_cascade import models_of
 from fastspec.patches.cascade.loop import AdaptiveCascade
-from fastspec.training.cascade_answers import encode, place, read_items
+from fastspec.programs.cli.cascade import models_of
+from fastspec.programs.training.cascade_answers import encode, place, read_items
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def drawn(items: list[Any], most: int, seed: int) -> list[Any]:
 
 def balanced(models: Any, config: Any, table: records.Table) -> float:
     """The price at which half of the held-out items go beyond stage 0."""
-    from fastspec.training.cascade import held_out, stops
+    from fastspec.programs.training.cascade import held_out, stops
 
     solver, scored, low, high = models.solver(config, []), held_out(config.predictor, table), 1.0, 1e7
     for _ in range(40):

@@ -22,10 +22,10 @@ import torch
 from full_size import SHAPES, make_model  # the script beside this one
 
 import fastspec
-from fastspec.bench.device import device_name, versions
-from fastspec.bench.report import quantiles
 from fastspec.cascade.features import NAMES
 from fastspec.cascade.predictor import Predictor
+from fastspec.programs.bench.device import device_name, versions
+from fastspec.programs.bench.report import quantiles
 
 ITEMS = 64
 WAYS = {"stopped": 0.0, "sent on": 1.0}

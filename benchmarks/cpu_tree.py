@@ -34,9 +34,9 @@ import torch
 import transformers
 
 import fastspec
-from fastspec.demo import PROMPTS, encode
 from fastspec.models import SMOLLM2, load_model
-from fastspec.training.data import read_prompts
+from fastspec.programs.demo import PROMPTS, encode
+from fastspec.programs.training.data import read_prompts
 
 KEYS = ("total_tokens", "depth", "top_k")
 SHAPES = ("4,2,2", "6,3,2", "10,3,4", "16,3,4", "16,4,4", "24,5,6", "32,5,8", "60,7,10")

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastspec.bench.device import environment
 from fastspec.config import TreeShape
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.generation.tree import Verdict
 from fastspec.kernels.drafting.fused import DraftSpace, DraftWeights, draft, draft_space, draft_weights
 from fastspec.patches.backends import choose_backend
+from fastspec.programs.bench.device import environment
 
 HEADS: dict[str, dict[str, int]] = {
     "135M": {"hidden_size": 576, "intermediate_size": 1920, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},

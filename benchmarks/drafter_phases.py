@@ -24,9 +24,9 @@ import triton.language as tl
 from drafter import HEADS, Fused, captured, checked, make_head, milliseconds, packed_weights
 from torch import Tensor
 
-from fastspec.bench.device import environment
 from fastspec.config import TreeShape
 from fastspec.kernels.drafting import fused_phases as drafter_phases
+from fastspec.programs.bench.device import environment
 
 PASS = ("gather", "qkv", "attention", "join", "out", "norm", "gate_up", "down", "last norm", "head", "children")
 """The phases of a pass over a level, in order; the pass over the pairs has "keep" before the head."""

@@ -23,11 +23,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fastspec.bench.device import versions
 from fastspec.devices import device_name
 from fastspec.kernels.linear import experts as kernels
 from fastspec.kernels.linear.launches import EXPERTS, EXPERTS_HOPPER, ExpertsLaunch
 from fastspec.kernels.linear.reference import SWIGLU, Expert, Gate
+from fastspec.programs.bench.device import versions
 
 GPT_OSS = Expert(interleaved=True, gate=Gate(1.702), offset=1.0, limit=7.0)
 SHAPES: dict[str, tuple[int, int, int, int, bool, Expert]] = {

@@ -114,9 +114,9 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
     import torch
 
     import fastspec
-    from fastspec.bench.device import versions
     from fastspec.devices import device_name
     from fastspec.models import SMOLLM2, load_model
+    from fastspec.programs.bench.device import versions
 
     clock.mark("import")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,8 +186,8 @@ def measure_demo() -> Iterator[dict[str, Any]]:
     """A row of the demo's command with empty caches, and one with those that it left, with the figures of its methods by their names."""
     import torch
 
-    from fastspec.bench.device import versions
     from fastspec.devices import device_name
+    from fastspec.programs.bench.device import versions
 
     for begun, found in both([sys.executable, "-m", "fastspec", "demo", "--json"], {}):
         methods = {row.pop("method"): row for row in found.pop("rows")}

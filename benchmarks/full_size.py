@@ -28,14 +28,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import fastspec
-from fastspec.bench.device import versions
-from fastspec.bench.report import quantiles
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache_names import CACHE
 from fastspec.patches.hf.compat import delta_shape, layer_count, layer_shapes, recurrent_layers
 from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.session import session_of
+from fastspec.programs.bench.device import versions
+from fastspec.programs.bench.report import quantiles
 
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

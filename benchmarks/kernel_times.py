@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from fastspec.bench.device import versions
 from fastspec.generation.tree import TokenTree
 from fastspec.kernels.attention import layout as tree_layout
 from fastspec.kernels.attention import reference as attention_reference
@@ -45,6 +44,7 @@ from fastspec.kernels.recurrent.reference import Rates
 from fastspec.kernels.verification import posterior_eval
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.kernels.verification.reference import SamplingSettings
+from fastspec.programs.bench.device import versions
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda"

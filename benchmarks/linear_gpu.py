@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastspec.bench.device import versions
 from fastspec.kernels.linear import linear as kernel
 from fastspec.kernels.linear import reference
 from fastspec.kernels.linear.launches import Launch, RowLaunch, launch_for
 from fastspec.kernels.linear.linear import linear
+from fastspec.programs.bench.device import versions
 
 MODELS = {  # name -> (layers, the layer's [M, K], the head's)
     "Llama-3.1-8B": (32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), (128256, 4096)),

@@ -21,8 +21,8 @@ import torch
 from full_size import SHAPES, kept_bytes, make_head, make_model, timed
 
 import fastspec
-from fastspec.bench.device import environment
 from fastspec.generation import prompt_parts
+from fastspec.programs.bench.device import environment
 
 
 def call(model: Any, prompt: int, tokens: int, assistant: str | None) -> dict[str, Any]:

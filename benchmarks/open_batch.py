@@ -26,10 +26,10 @@ import torch
 from full_size import SHAPES, make_model  # the script beside this one
 
 import fastspec
-from fastspec.bench.device import device_name, versions
 from fastspec.generation.engine import rounds, schedule
 from fastspec.models import SMOLLM2, load_model
-from fastspec.training.data import encode_prompts, read_prompts
+from fastspec.programs.bench.device import device_name, versions
+from fastspec.programs.training.data import encode_prompts, read_prompts
 
 EACH = 6
 PARTS = (

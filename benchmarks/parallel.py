@@ -31,12 +31,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import fastspec
-from fastspec.bench.device import versions
-from fastspec.bench.report import quantiles
 from fastspec.generation.drafters.eagle import cut
 from fastspec.kernels.parallel import reference, symmetric
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.shards import local_part, processes_of
+from fastspec.programs.bench.device import versions
+from fastspec.programs.bench.report import quantiles
 
 ROWS = (1, 8, 16, 61, 128, 512)
 SUMS = 64

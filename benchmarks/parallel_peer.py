@@ -23,8 +23,8 @@ from full_size import SHAPES, make_head  # the scripts beside this one
 from peers import COMPILES, RUNS, write_configs
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fastspec.bench.device import device_name, versions
-from fastspec.bench.peers import Job, Peer, Way, answers, medians
+from fastspec.programs.bench.device import device_name, versions
+from fastspec.programs.bench.peers import Job, Peer, Way, answers, medians
 
 
 def written(name: str, folder: Path, draft_vocab: int) -> tuple[str, str]:

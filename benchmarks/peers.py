@@ -39,15 +39,15 @@ from full_size import SHAPES, make_head, make_model, timed
 from peers_table import OURS, THEIRS, table
 
 import fastspec
-from fastspec.bench.device import device_name, versions
-from fastspec.bench.measure import Answer, left_padded, until_end
-from fastspec.bench.peers import MEMORY, Job, Peer, Way, answers, medians
-from fastspec.bench.prompts import encode_rows, read_rows
-from fastspec.bench.run import saved
 from fastspec.errors import FastSpecError
 from fastspec.models import SMOLLM2, load_model
 from fastspec.patches.assistants.heads import find_head
-from fastspec.training.save import checkpoint_config
+from fastspec.programs.bench.device import device_name, versions
+from fastspec.programs.bench.measure import Answer, left_padded, until_end
+from fastspec.programs.bench.peers import MEMORY, Job, Peer, Way, answers, medians
+from fastspec.programs.bench.prompts import encode_rows, read_rows
+from fastspec.programs.bench.run import saved
+from fastspec.programs.training.save import checkpoint_config
 
 Row = dict[str, Any]
 Case = tuple[int, int]

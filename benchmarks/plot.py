@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from fastspec.bench.report import OVERALL, by_size, summarise
+from fastspec.programs.bench.report import OVERALL, by_size, summarise
 
 COLOURS = {
     "transformers": "#7f7f7f", "prompt-lookup": "#b8b8b8", "assisted": "#dedede", "static-compile": "#4a4a4a",

@@ -38,9 +38,9 @@ from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from serving_started import Started, started  # the script beside this one
 
-from fastspec.bench.prompts import read_rows
-from fastspec.bench.report import quantiles
 from fastspec.devices import cpu_name
+from fastspec.programs.bench.prompts import read_rows
+from fastspec.programs.bench.report import quantiles
 
 TOGETHER = 0.002
 """Seconds within which chunks count as one."""

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from fastspec.bench.run import saved
 from fastspec.models import load_model
 from fastspec.patches.assistants.heads import find_head
+from fastspec.programs.bench.run import saved
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 LOOK = 0.25

@@ -33,12 +33,12 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 
 from full_size import SHAPES as FULL_SIZE
 
-from fastspec.bench.device import versions
 from fastspec.generation.ops import Ops
 from fastspec.kernels import launch
 from fastspec.kernels.linear import launches
 from fastspec.kernels.linear.reference import Parts
 from fastspec.patches.backends import TORCH, triton_ops
+from fastspec.programs.bench.device import versions
 
 SHAPES = {name: sizes | {"bias": kind == "qwen2"} for name, (kind, sizes) in FULL_SIZE.items() if kind in ("llama", "qwen2")}
 KERNELS = {"attention": "attn", "rope": "rope", "norms": "rms", "qkv": "qkv", "out": "o", "gate_up": "gu", "down": "down", "head": "head"}

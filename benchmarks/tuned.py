@@ -21,7 +21,7 @@ import torch
 from full_size import SHAPES, make_head, make_model, ours
 
 import fastspec
-from fastspec.bench.device import device_name, versions
+from fastspec.programs.bench.device import device_name, versions
 
 PREFIX = 2048
 Row = dict[str, Any]

@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     import torch
 
-    from fastspec.bench.device import device_name, versions
+    from fastspec.programs.bench.device import device_name, versions
 
     folders = dict(each.split("=", 1) for each in args.code)
     if len(folders) != 2:

@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 
 MODULES = (
-    "fastspec", "fastspec.models", "fastspec.patches.assistants.heads", "fastspec.bench.run", "fastspec.training.config",
-    "fastspec.training.entry",
+    "fastspec", "fastspec.models", "fastspec.patches.assistants.heads", "fastspec.programs.bench.run", "fastspec.programs.training.config",
+    "fastspec.programs.training.entry",
 )  # fmt: skip
 """What the pages use; `fastspec` holds most of it."""
 

@@ -22,9 +22,9 @@ def application(
     """What `serve.run` takes: `least` to `replicas` replicas, each with `gpus` GPUs to itself and `rows` requests decoded at a time."""
 
     def build() -> Any:  # in the replica
-        from fastspec.cli_serving import opened
-        from fastspec.serving.app import build_app
-        from fastspec.serving.remote import Remote
+        from fastspec.programs.cli.serving import opened
+        from fastspec.programs.serving.app import build_app
+        from fastspec.programs.serving.remote import Remote
 
         batch = Remote(partial(opened, model, eagle3, rows=rows, device="cuda" if gpus else "cpu"))
         return build_app(batch, batch.tokenizer, name or model)

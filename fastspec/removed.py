@@ -17,16 +17,20 @@ BLOCK_SETTINGS = ("layers", "block_size", "anchors", "rank", "mask_token")
 
 MODULES = {
     "fastspec.generation.drafters.block": BLOCK_HEADS,
-    "fastspec.training.blocks": BLOCK_HEADS,
-    "fastspec.training.learner_block": BLOCK_HEADS,
-    "fastspec.training.learner": "one kind of head is trained: fastspec.training.trainer.Trainer holds it",
-    "fastspec.training.learner_eagle": "its `acceptance` is in fastspec.training.acceptance, the rest in fastspec.training.trainer.Trainer",
     "fastspec.generation.drafters.eagle.head": "it is fastspec.generation.heads.module",
     "fastspec.generation.drafters.eagle.checkpoint": "it is fastspec.generation.heads.load, with a file beside it for each step",
     "fastspec.generation.drafters.eagle.dialects": "it is fastspec.generation.heads.dialects",
     "fastspec.generation.drafters.eagle.lowered": "it is fastspec.generation.heads.lowered",
     "fastspec.generation.drafters.eagle.rope": "its functions are in fastspec.generation.heads.module",
     "fastspec.patches.assistants.binding": "it is fastspec.generation.heads.bound",
+    "fastspec.bench": "it is fastspec.programs.bench",
+    "fastspec.bulk": "it is fastspec.programs.bulk",
+    "fastspec.chat": "it is fastspec.programs.chat",
+    "fastspec.cli": "it is fastspec.programs.cli.app; `python -m fastspec` runs it",
+    "fastspec.demo": "it is fastspec.programs.demo",
+    "fastspec.jsonl": "it is fastspec.programs.jsonl",
+    "fastspec.serving": "it is fastspec.programs.serving",
+    "fastspec.training": "it is fastspec.programs.training",
 }
 """Removed module or package -> where it went."""
 

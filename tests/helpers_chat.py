@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import fastspec
-from fastspec.chat.session import Chat
-from fastspec.chat.settings import Settings
+from fastspec.programs.chat.session import Chat
+from fastspec.programs.chat.settings import Settings
 
 TEMPLATE = "{% for m in messages %}{{ 'w90 ' + m['content'] + ' w91 ' }}{% endfor %}{% if add_generation_prompt %}w92{% endif %}"
 

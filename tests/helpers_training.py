@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fastspec.training.config import TrainConfig
-from fastspec.training.data import Texts
-from fastspec.training.regenerate import answer
+from fastspec.programs.training.config import TrainConfig
+from fastspec.programs.training.data import Texts
+from fastspec.programs.training.regenerate import answer
 
 VOCAB, END = 128, 1
 TEMPLATE = (

@@ -9,8 +9,10 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
+import fastspec
+
 ROOT = Path(__file__).parent.parent / "fastspec"
-KNOWS_TRANSFORMERS = ("patches", "serving", "training", "demo.py", "models.py")
+KNOWS_TRANSFORMERS = ("patches", "programs", "models.py")
 HEAVY = {"torch", "triton", "transformers", "accelerate", "safetensors", "numpy", "huggingface_hub"}
 GROUPS = "attention", "cache", "drafting", "layer", "linear", "recurrent", "verification"
 REFERENCE = tuple(f"kernels.{group}.reference" for group in GROUPS)
@@ -23,6 +25,13 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
         ("cache_folder", "cascade", "config", "devices", "distribution", "errors", "generation", "kernels", "models", "patches"),
     ),
 }
+PUBLIC = (  # modules of the library that programs may import, or names of a module that they may import alone
+    "cache_folder", "config", "devices", "distribution", "errors", "models", "reading", "removed",
+    "cascade", "generation.heads", "generation.profile", "generation.stats", "generation.layers.decoder.is_plain",
+    "patches.api", "patches.assistants.heads", "patches.assistants.speculative.read_parameters", "patches.cascade", "patches.continuous",
+    "patches.hf.cache_names", "patches.hf.compat.stack_of", "patches.hf.ends", "patches.hf.stop_strings", "patches.inspection",
+    "patches.tuning.store",
+)  # fmt: skip
 
 
 def imports(path: Path) -> set[str]:
@@ -57,6 +66,20 @@ def test_every_layer_imports_only_what_lies_below_it() -> None:
         for name in sorted(imports(path))
         if not may_import(name, *rules)
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_programs_use_public_names_and_the_library_imports_no_program() -> None:
+    """`import fastspec` gives the rest of what programs use."""
+    wrong = []
+    for path in sorted(ROOT.rglob("*.py")):
+        program = path.relative_to(ROOT).parts[0] in ("programs", "__main__.py")
+        for name in sorted(imports(path)):
+            whole = name.startswith("fastspec.") and name.removeprefix("fastspec.") not in fastspec.__all__
+            if program and whole and not may_import(name, HEAVY, ("programs", *PUBLIC)):
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+            if not program and name.startswith("fastspec.programs"):
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 

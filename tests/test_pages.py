@@ -25,9 +25,9 @@ from helpers_training import small_target, small_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastspec
-from fastspec.cli import app
 from fastspec.patches.assistants import heads
 from fastspec.patches.session import session_of
+from fastspec.programs.cli.app import app
 
 ALL = [snippet for page in PAGES for snippet in snippets(page)]
 PYTHON = [snippet for snippet in ALL if snippet.language == "python"]

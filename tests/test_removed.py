@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import fastspec
-from fastspec.cli import app
 from fastspec.errors import CheckpointError
 from fastspec.patches.assistants.heads import inspect_head
+from fastspec.programs.cli.app import app
 from fastspec.removed import MODULES
 
 ROOT = Path(fastspec.__file__).parent
@@ -42,8 +42,8 @@ def test_a_removed_module_says_where_it_went(name: str, inner: str) -> None:
 def test_only_what_left_is_called_removed() -> None:
     files = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in ROOT.rglob("*.py")}
     assert not [file for file in files if any(f"{file}.".startswith(f"{module}.") for module in MODULES)]
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'fastspec\.training\.none'"):
-        importlib.import_module("fastspec.training.none")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'fastspec\.patches\.none'"):
+        importlib.import_module("fastspec.patches.none")
 
 
 @pytest.mark.parametrize(

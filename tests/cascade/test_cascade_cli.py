@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.cascade import records
 from fastspec.cascade.predictor import Predictor
-from fastspec.cli import app
+from fastspec.programs.cli.app import app
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_rated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are measured behind two items in place of eight: what is measured behind each is the same."""
-    monkeypatch.setattr("fastspec.cli_cascade.RATED", 2)
+    monkeypatch.setattr("fastspec.programs.cli.cascade.RATED", 2)
 
 
 def run(folder: Path, *arguments: str) -> str:

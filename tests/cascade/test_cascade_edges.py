@@ -27,7 +27,7 @@ from fastspec.cascade.stopping import Rates
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.patches.cascade.stages import Patching, StageModel
 from fastspec.patches.session import session_of
-from fastspec.training.cascade_answers import read_items, read_sets
+from fastspec.programs.training.cascade_answers import read_items, read_sets
 
 HIGH = 1e9
 GREEDY = {"do_sample": False, "max_new_tokens": 12}

@@ -15,9 +15,9 @@ from fastspec.cascade import records
 from fastspec.cascade.labels import KEY_FIELDS
 from fastspec.cascade.predictor import Predictor
 from fastspec.cascade.sandbox import PROTECTION
-from fastspec.cli import app
 from fastspec.errors import Unsupported
-from fastspec.training.cascade_answers import check_execution, judge, read_items, read_sets
+from fastspec.programs.cli.app import app
+from fastspec.programs.training.cascade_answers import check_execution, judge, read_items, read_sets
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -73,7 +73,7 @@ def test_a_server_that_is_killed_comes_back_and_ends_when_told(pair, small_folde
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    command = [sys.executable, "-m", "fastspec.cli", "serve", str(small_folder), "--name", NAME, "--rows", "2", "--port", str(port)]
+    command = [sys.executable, "-m", "fastspec", "serve", str(small_folder), "--name", NAME, "--rows", "2", "--port", str(port)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "FASTSPEC_API_KEY": "secret"}
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0, timeout=SECONDS)
     emitted, _, new = alone(pair[0], talk("w5 w6"), 8)

@@ -15,8 +15,8 @@ from helpers_open import GREEDY, texts, told
 from helpers_training import small_target, small_tokenizer
 
 import fastspec
-from fastspec.bulk import Done, answer_file, encode
 from fastspec.generation.engine.engine import Engine
+from fastspec.programs.bulk import Done, answer_file, encode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICE = "cuda"

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import fastspec
-from fastspec.bench.methods import twin
-from fastspec.demo import PROMPTS, encode
 from fastspec.models import SMOLLM2_HEADS
+from fastspec.programs.bench.methods import twin
+from fastspec.programs.demo import PROMPTS, encode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

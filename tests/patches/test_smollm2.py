@@ -12,17 +12,17 @@ from rich.console import Console
 from test_cli import HEAD, check_demo, run
 
 import fastspec
-from fastspec.demo import PROMPTS, MarkedStreamer
 from fastspec.generation.heads.module import EagleHead
 from fastspec.models import SMOLLM2
 from fastspec.patches.assistants import heads
-from fastspec.training.target import SOFTEN, TargetReader, head_for, start_from_target
-from fastspec.training.ttt import TrainingTimeTest
+from fastspec.programs.demo import PROMPTS, MarkedStreamer
+from fastspec.programs.training.target import SOFTEN, TargetReader, head_for, start_from_target
+from fastspec.programs.training.ttt import TrainingTimeTest
 
 
 def test_the_demos_own_model_gives_the_same_tokens_and_takes_drafts(smollm2, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.demo.load_model", lambda name, device: {(SMOLLM2, "cpu"): smollm2}[name, device])
+    monkeypatch.setattr("fastspec.programs.demo.load_model", lambda name, device: {(SMOLLM2, "cpu"): smollm2}[name, device])
     done = run("demo", "--json", "--max-new-tokens", "8", "--prompt", "Name two colours.")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

@@ -32,7 +32,7 @@ class Served:
     """A server in a thread of this process."""
 
     def __init__(self, batch: Any, tokenizer: Any, name: str = NAME, grace: int | None = None, **options: Any) -> None:
-        from fastspec.serving.app import build_app
+        from fastspec.programs.serving.app import build_app
 
         self.batch = batch
         app = build_app(batch, tokenizer, name, **options)

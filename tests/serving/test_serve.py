@@ -138,7 +138,7 @@ def test_a_client_that_goes_away_leaves_its_row(endless, stream):
 
 
 def test_a_full_queue_a_missing_key_and_an_answer_as_long_as_there_is_room(endless):
-    from fastspec.serving.requests import Limits
+    from fastspec.programs.serving.requests import Limits
 
     with served(endless, rows=1, max_length=120, limits=Limits(queue=1), api_key="secret") as server:
         assert json.loads(server.get("/health")) == {"status": "ok"}

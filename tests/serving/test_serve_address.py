@@ -10,10 +10,10 @@ from helpers_training import small_target
 from typer.testing import CliRunner
 
 import fastspec
-from fastspec.cli import app
 from fastspec.errors import Unsupported
-from fastspec.serving.app import bound
-from fastspec.serving.requests import Limits
+from fastspec.programs.cli.app import app
+from fastspec.programs.serving.app import bound
+from fastspec.programs.serving.requests import Limits
 
 pytestmark = MARKS
 

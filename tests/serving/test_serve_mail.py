@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from fastspec.serving.manager import LONGEST_PACE, Mail
+from fastspec.programs.serving.manager import LONGEST_PACE, Mail
 
 
 class Marked(str):

@@ -14,8 +14,8 @@ from helpers_serve import MARKS, openai, served, uvicorn
 from helpers_training import small_target, small_tokenizer
 
 import fastspec
-from fastspec.serving.gate import Gate
-from fastspec.training.save import save_head
+from fastspec.programs.serving.gate import Gate
+from fastspec.programs.training.save import save_head
 
 pytestmark = MARKS
 CLIENT, PROGRAM, APART = [each.text for each in snippets(Path("docs/serving.md")) if each.needs == {"clients"}]

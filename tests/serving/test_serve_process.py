@@ -28,10 +28,10 @@ import fastspec
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches.hf import stop_strings
-from fastspec.serving import remote
-from fastspec.serving.remote import Remote
-from fastspec.serving.rounds_process import Criterion
-from fastspec.serving.wire import Elsewhere
+from fastspec.programs.serving import remote
+from fastspec.programs.serving.remote import Remote
+from fastspec.programs.serving.rounds_process import Criterion
+from fastspec.programs.serving.wire import Elsewhere
 
 pytestmark = MARKS
 GIVEN = {"model": NAME, "prompt": "w5", "temperature": 0}

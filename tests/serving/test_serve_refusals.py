@@ -13,9 +13,9 @@ from helpers_training import small_target, small_tokenizer
 from transformers import GenerationConfig
 
 import fastspec
-from fastspec.serving import handlers
-from fastspec.serving.manager import Ending
-from fastspec.serving.requests import texts_of
+from fastspec.programs.serving import handlers
+from fastspec.programs.serving.manager import Ending
+from fastspec.programs.serving.requests import texts_of
 
 pytestmark = MARKS
 
@@ -84,7 +84,7 @@ GIVEN: dict[str, dict[str, Any]] = {ONE: {"prompt": "w5"}, CHAT: {"messages": TA
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    from fastspec.serving.requests import Limits
+    from fastspec.programs.serving.requests import Limits
 
     with served(fastspec.patch(small_target(peak=0.15)), rows=1, max_length=80, assistant="nasd", limits=Limits(50, 1, 4000)) as running:
         yield running

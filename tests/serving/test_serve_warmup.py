@@ -19,13 +19,13 @@ from test_fallback import ON_CUDA
 from typer.testing import CliRunner
 
 import fastspec
-from fastspec.cli import app
 from fastspec.errors import Unsupported
 from fastspec.generation.state import sequence
 from fastspec.generation.stats import Stats
-from fastspec.serving import app as server
-from fastspec.serving import remote
-from fastspec.serving.remote import Remote
+from fastspec.programs.cli.app import app
+from fastspec.programs.serving import app as server
+from fastspec.programs.serving import remote
+from fastspec.programs.serving.remote import Remote
 
 pytestmark = MARKS
 TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)

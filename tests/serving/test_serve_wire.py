@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from fastspec.serving.wire import LOOKS, Elsewhere, Failure, Wire
+from fastspec.programs.serving.wire import LOOKS, Elsewhere, Failure, Wire
 
 
 class Odd(Exception):

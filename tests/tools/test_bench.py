@@ -14,14 +14,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import fastspec
-from fastspec.bench import device, measure, run, run_bench
-from fastspec.bench.methods import Method
-from fastspec.bench.prompts import Prompt
-from fastspec.bench.report import print_differences, print_texts, quantiles, summarise
-from fastspec.cli import app
 from fastspec.errors import Unsupported
 from fastspec.generation.stats import Stats
 from fastspec.patches.session import session_of
+from fastspec.programs.bench import device, measure, run, run_bench
+from fastspec.programs.bench.methods import Method
+from fastspec.programs.bench.prompts import Prompt
+from fastspec.programs.bench.report import print_differences, print_texts, quantiles, summarise
+from fastspec.programs.cli.app import app
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 VERSIONS = {"torch", "triton", "transformers", "fastspec", "commit"}
@@ -45,7 +45,7 @@ def saved(tmp_path_factory) -> Path:
 def quick(monkeypatch) -> None:
     """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.bench.device.read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr("fastspec.programs.bench.device.read_bandwidth", lambda device: 1e9)
 
 
 def bench(saved: Path, *arguments: str):

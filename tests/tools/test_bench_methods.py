@@ -17,13 +17,13 @@ from test_bench import quick  # noqa: F401
 from test_retokenized import DRAFT, TARGET
 from typer.testing import CliRunner
 
-from fastspec.bench import measure, methods, run_bench
-from fastspec.bench.report import print_report
-from fastspec.cli import app
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
 from fastspec.patches.assistants.registry import NAMES
 from fastspec.patches.session import session_of
+from fastspec.programs.bench import measure, methods, run_bench
+from fastspec.programs.bench.report import print_report
+from fastspec.programs.cli.app import app
 
 DRAFTED = ("head", "draft_model", "early_exit")
 ALL = ["transformers", "prompt-lookup", "assisted", "autoregressive", "eagle", "eagle2", "eagle3", "nasd", "speculative"]

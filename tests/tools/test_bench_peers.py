@@ -16,12 +16,12 @@ from helpers_training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
 import fastspec
-from fastspec.bench import run_bench
-from fastspec.bench.peers import Job, Peer, PeerFailed, Way, answers
-from fastspec.bench.report import differing, summarise
-from fastspec.cli import app
 from fastspec.errors import Unsupported
-from fastspec.training.save import save_head
+from fastspec.programs.bench import run_bench
+from fastspec.programs.bench.peers import Job, Peer, PeerFailed, Way, answers
+from fastspec.programs.bench.report import differing, summarise
+from fastspec.programs.cli.app import app
+from fastspec.programs.training.save import save_head
 
 torch.set_num_threads(1)
 BENCHMARKS, PATCH = Path(__file__).parents[2] / "benchmarks", fastspec.patch
@@ -85,7 +85,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("STAND_IN_SEEN", str(tmp_path / "seen.jsonl"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.bench.device.read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr("fastspec.programs.bench.device.read_bandwidth", lambda device: 1e9)
     return tmp_path / "seen.jsonl"
 
 

@@ -12,7 +12,7 @@ from helpers_examples import examples
 from hypothesis import Phase, given
 from hypothesis import strategies as st
 
-from fastspec.bench.methods import PEERS
+from fastspec.programs.bench.methods import PEERS
 
 pytest.importorskip("matplotlib")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -10,8 +10,8 @@ import torch
 from helpers_training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
-from fastspec.bench import run_bench
-from fastspec.cli import app
+from fastspec.programs.bench import run_bench
+from fastspec.programs.cli.app import app
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 
@@ -30,7 +30,7 @@ def saved(tmp_path_factory) -> Path:
 def quick(monkeypatch) -> None:
     """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.bench.device.read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr("fastspec.programs.bench.device.read_bandwidth", lambda device: 1e9)
 
 
 def bench(saved: Path, *arguments: str):

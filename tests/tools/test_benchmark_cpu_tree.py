@@ -13,7 +13,7 @@ import torch
 from helpers_models import tiny_head
 from helpers_training import small_target, small_tokenizer
 
-from fastspec.training.save import save_head
+from fastspec.programs.training.save import save_head
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from helpers_examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastspec.bench.device import versions
 from fastspec.patches.backends import TORCH, counted, triton_ops
+from fastspec.programs.bench.device import versions
 
 pytestmark = pytest.mark.slow  # of a script that is run by hand
 

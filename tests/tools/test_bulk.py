@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec import Unsupported
-from fastspec.bulk import Done, answer_file, encode, read_answered, read_left, read_tasks, settings_of, share_of_process
-from fastspec.cli import app
+from fastspec.programs.bulk import Done, answer_file, encode, read_answered, read_left, read_tasks, settings_of, share_of_process
+from fastspec.programs.cli.app import app
 
 TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)
 GREEDY = {"do_sample": False, "top_k": 50, "temperature": 1.0}
@@ -160,7 +160,7 @@ def test_a_file_system_without_locks_is_told(small, tmp_path, monkeypatch):
 def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
     file, out = write_prompts(tmp_path / "prompts.jsonl", 4), tmp_path / "out.jsonl"
     model = small_target()
-    monkeypatch.setattr("fastspec.cli_serving.load_model", lambda name, device: (model, small_tokenizer()))
+    monkeypatch.setattr("fastspec.programs.cli.serving.load_model", lambda name, device: (model, small_tokenizer()))
     command = ["generate", "--prompts", file, "--out", str(out), "--model", "small", "--max-new-tokens", "5", "--rows", "2"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0 and "4 answers written" in done.output.replace("\n", " ")
@@ -188,7 +188,7 @@ def test_a_prompt_that_no_tokenizer_or_template_takes_ends_no_other(small, tmp_p
 
 
 def test_files_that_cannot_be_read_or_written_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("fastspec.cli_serving.patched_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("fastspec.programs.cli.serving.patched_model", lambda *_: pytest.fail("a model was loaded"))
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w5"}')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "w5"')
@@ -225,7 +225,7 @@ def test_what_another_process_has_written_meanwhile_is_not_cut_off(tmp_path, mon
         out.write_bytes(first + next_)
         return json.loads(text)
 
-    monkeypatch.setattr("fastspec.bulk.parse_json", meanwhile)
+    monkeypatch.setattr("fastspec.programs.bulk.parse_json", meanwhile)
     out.write_bytes(first + next_[:-5])
     assert [*read_answered(out, mend=True)] == [1] and out.read_bytes() == first + next_
 
@@ -243,7 +243,7 @@ def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(sma
         return write(handle, data[:taken])
 
     with monkeypatch.context() as patch:
-        patch.setattr("fastspec.bulk.os.write", full)
+        patch.setattr("fastspec.programs.bulk.os.write", full)
         with pytest.raises(Unsupported, match="No space left"):
             answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=3)
     assert out.stat().st_size == 200
@@ -253,7 +253,7 @@ def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(sma
 
 @pytest.mark.parametrize("command", [["generate", "--prompts", "{file}", "--out", "{out}"], ["serve", "--port", "0"]], ids=str)
 def test_an_assistant_that_these_commands_do_not_have_is_told_before_a_model_is_loaded(tmp_path, monkeypatch, command):
-    monkeypatch.setattr("fastspec.cli_serving.load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("fastspec.programs.cli.serving.load_model", lambda *_: pytest.fail("a model was loaded"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5"}')
     given = [word.format(file=tmp_path / "prompts.jsonl", out=tmp_path / "out.jsonl") for word in command]
     done = CliRunner().invoke(app, [*given, "--assistant", "speculative"])

@@ -19,16 +19,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import fastspec
-from fastspec.chat.commands import COMMANDS, execute
-from fastspec.chat.loop import converse, respond
-from fastspec.chat.session import BEAMS, Answer, Chat, Turn
-from fastspec.chat.settings import PLAIN, Settings
-from fastspec.chat.terminal import CommandCompleter, terminal_lines
-from fastspec.chat.view import ACCEPTED, BONUS, OWN, RECOVERED, STYLES, AnswerStreamer, read_round, verdict_line
-from fastspec.cli import app
 from fastspec.errors import Unsupported
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.call import refusals
+from fastspec.programs.chat.commands import COMMANDS, execute
+from fastspec.programs.chat.loop import converse, respond
+from fastspec.programs.chat.session import BEAMS, Answer, Chat, Turn
+from fastspec.programs.chat.settings import PLAIN, Settings
+from fastspec.programs.chat.terminal import CommandCompleter, terminal_lines
+from fastspec.programs.chat.view import ACCEPTED, BONUS, OWN, RECOVERED, STYLES, AnswerStreamer, read_round, verdict_line
+from fastspec.programs.cli.app import app
 
 
 @pytest.fixture
@@ -365,6 +365,6 @@ def test_bad_options(command, arguments: list[str], status: int, words: str) -> 
 
 
 def test_the_command_line_imports_no_more_than_it_needs() -> None:
-    code = "import fastspec.cli, fastspec.chat, sys; print(*sys.modules)"
+    code = "import fastspec.programs.cli.app, fastspec.programs.chat, sys; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "prompt_toolkit"} & set(modules)

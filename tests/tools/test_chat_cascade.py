@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec.cascade.predictor import Predictor
-from fastspec.chat.commands import execute
-from fastspec.chat.loop import converse, respond
-from fastspec.chat.session import Chat
-from fastspec.chat.settings import PLAIN, Settings
-from fastspec.chat.view import ACCEPTED, STYLES, AnswerStreamer
-from fastspec.cli import app
 from fastspec.errors import CheckpointError, FastSpecError, Unsupported
 from fastspec.patches.hf.cache_names import CACHE
+from fastspec.programs.chat.commands import execute
+from fastspec.programs.chat.loop import converse, respond
+from fastspec.programs.chat.session import Chat
+from fastspec.programs.chat.settings import PLAIN, Settings
+from fastspec.programs.chat.view import ACCEPTED, STYLES, AnswerStreamer
+from fastspec.programs.cli.app import app
 
 HIGH = 1e9
 LONG = " ".join(f"w{number}" for number in range(10, 50))

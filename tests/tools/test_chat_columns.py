@@ -8,11 +8,11 @@ import pytest
 from helpers_chat import make_chat, screen
 from rich.console import Console
 
-from fastspec.chat.columns import COLUMN
-from fastspec.chat.loop import converse, respond
-from fastspec.chat.session import BEAMS, Chat
-from fastspec.chat.settings import PLAIN
 from fastspec.patches.call import refusals
+from fastspec.programs.chat.columns import COLUMN
+from fastspec.programs.chat.loop import converse, respond
+from fastspec.programs.chat.session import BEAMS, Chat
+from fastspec.programs.chat.settings import PLAIN
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from helpers_models import tiny_model
 from tokenizers import models
 
 import fastspec
-from fastspec.chat.commands import COMMANDS, execute
-from fastspec.chat.loop import converse, respond
-from fastspec.chat.session import Chat
-from fastspec.chat.settings import PROCESSORS, Settings
 from fastspec.errors import FastSpecError
 from fastspec.patches.assistants.speculative import Pair
 from fastspec.patches.session import session_of
+from fastspec.programs.chat.commands import COMMANDS, execute
+from fastspec.programs.chat.loop import converse, respond
+from fastspec.programs.chat.session import Chat
+from fastspec.programs.chat.settings import PROCESSORS, Settings
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from helpers_chat import make_chat, screen
 from helpers_training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
-from fastspec.chat.loop import converse
-from fastspec.chat.saved import read_saved
-from fastspec.cli import app
 from fastspec.errors import Unsupported
+from fastspec.programs.chat.loop import converse
+from fastspec.programs.chat.saved import read_saved
+from fastspec.programs.cli.app import app
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastspec
-from fastspec.chat.commands import execute
-from fastspec.chat.loop import converse, respond
-from fastspec.chat.resources import new_storage
-from fastspec.chat.session import Chat
-from fastspec.chat.settings import PLAIN, STORAGES, Settings
-from fastspec.chat.view import AnswerStreamer
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.ngram.drafter import NasdDecoding
+from fastspec.programs.chat.commands import execute
+from fastspec.programs.chat.loop import converse, respond
+from fastspec.programs.chat.resources import new_storage
+from fastspec.programs.chat.session import Chat
+from fastspec.programs.chat.settings import PLAIN, STORAGES, Settings
+from fastspec.programs.chat.view import AnswerStreamer
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from helpers_training import small_target, small_tokenizer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fastspec.cli import app
-from fastspec.demo import Result, Run, print_table
+from fastspec.programs.cli.app import app
+from fastspec.programs.demo import Result, Run, print_table
 
 HEAD = "smollm2-135m-instruct"
 
@@ -42,7 +42,7 @@ def saved(tmp_path_factory) -> Path:
 def test_demo_json_is_one_object_on_stdout_and_nothing_else(saved: Path) -> None:
     """In a process of its own: transformers writes while it loads. tests/patches/test_smollm2.py has the demo's own model."""
     files = ["--model", str(saved / "model"), "--head", str(saved / "head")]
-    command = [sys.executable, "-m", "fastspec.cli", "demo", "--json", *files, "--max-new-tokens", "8", "--prompt", "w9 w12"]
+    command = [sys.executable, "-m", "fastspec", "demo", "--json", *files, "--max-new-tokens", "8", "--prompt", "w9 w12"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1

@@ -12,8 +12,8 @@ from helpers_training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
 from fastspec import cli_device
-from fastspec.cli import app
 from fastspec.errors import Unsupported
+from fastspec.programs.cli.app import app
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ from helpers_training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
 import fastspec
-from fastspec.bench import run_bench
-from fastspec.bench.prompts import BUNDLED, read_rows
-from fastspec.cli import app
 from fastspec.devices import choose_device
 from fastspec.errors import Unsupported
 from fastspec.models import load_model
+from fastspec.programs.bench import run_bench
+from fastspec.programs.bench.prompts import BUNDLED, read_rows
+from fastspec.programs.cli.app import app
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def saved(tmp_path_factory) -> Path:
 def quick(monkeypatch) -> None:
     """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.bench.device.read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr("fastspec.programs.bench.device.read_bandwidth", lambda device: 1e9)
 
 
 def run(*arguments: str):
@@ -83,7 +83,7 @@ def test_commands_that_load_a_model_take_a_device_and_a_backend(saved: Path, tmp
 
 
 def test_a_prompt_is_benched_with_runs_and_warm_ups(saved: Path, monkeypatch) -> None:
-    from fastspec.bench import measure
+    from fastspec.programs.bench import measure
 
     asked, ask = [], measure.ask
     monkeypatch.setattr(measure, "ask", lambda method, *rest: (asked.append(method.name), ask(method, *rest))[1])
@@ -96,10 +96,10 @@ def test_a_prompt_is_benched_with_runs_and_warm_ups(saved: Path, monkeypatch) ->
 
 
 def test_a_run_that_differs_is_not_hidden_by_the_median(saved: Path, monkeypatch) -> None:
-    from fastspec.bench import measure
-    from fastspec.bench.methods import Method
-    from fastspec.bench.prompts import Prompt
     from fastspec.generation.stats import Stats
+    from fastspec.programs.bench import measure
+    from fastspec.programs.bench.methods import Method
+    from fastspec.programs.bench.prompts import Prompt
 
     answers = iter([([1], 1.0), ([1], 2.0), ([1], 3.0), ([1], 1.0), ([1], 2.0), ([2], 9.0)])
 

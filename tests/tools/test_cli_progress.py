@@ -12,9 +12,9 @@ from helpers_training import settings, small_target, small_tokenizer, write_prom
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fastspec.cli import app
-from fastspec.cli_progress import counting, training_bars
-from fastspec.training import train
+from fastspec.programs.cli.app import app
+from fastspec.programs.cli.progress import counting, training_bars
+from fastspec.programs.training import train
 
 
 def terminal() -> Console:

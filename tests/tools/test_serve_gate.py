@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fastspec.cli import app
 from fastspec.distribution import install_command
-from fastspec.serving.gate import DRAINED, LET_GO, Gate
+from fastspec.programs.cli.app import app
+from fastspec.programs.serving.gate import DRAINED, LET_GO, Gate
 
 
 class Client:

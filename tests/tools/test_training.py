@@ -16,12 +16,12 @@ from helpers_training import settings, small_target, small_texts, small_tokenize
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from fastspec.cli import app
 from fastspec.errors import Unsupported
-from fastspec.training import TrainConfig, entry, train
-from fastspec.training.data import Texts
-from fastspec.training.shards import Clock, OutOfTime
-from fastspec.training.trainer import Trainer
+from fastspec.programs.cli.app import app
+from fastspec.programs.training import TrainConfig, entry, train
+from fastspec.programs.training.data import Texts
+from fastspec.programs.training.shards import Clock, OutOfTime
+from fastspec.programs.training.trainer import Trainer
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
 
@@ -203,9 +203,9 @@ sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1], "tools"))]
 torch.set_num_threads(1)
 from helpers_training import small_target, small_tokenizer
 from test_training import whole_run
-from fastspec.training import train
-from fastspec.training.target import TargetReader
-from fastspec.training.trainer import Trainer
+from fastspec.programs.training import train
+from fastspec.programs.training.target import TargetReader
+from fastspec.programs.training.trainer import Trainer
 seen, losses, step = [], [], Trainer.step
 def noted(self, batch):
     self.rank, self.last = self.accelerator.process_index, step(self, batch)

@@ -23,15 +23,15 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 import fastspec
-from fastspec.cli import app
 from fastspec.errors import Unsupported
 from fastspec.generation.heads.load import read_checkpoint
 from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import load_head
-from fastspec.training.data import Batch, Texts, batches
-from fastspec.training.target import TargetReader, head_for, start_from_features
-from fastspec.training.trainer import Trainer
-from fastspec.training.ttt import FEATURE_LOSS, TrainingTimeTest
+from fastspec.programs.cli.app import app
+from fastspec.programs.training.data import Batch, Texts, batches
+from fastspec.programs.training.target import TargetReader, head_for, start_from_features
+from fastspec.programs.training.trainer import Trainer
+from fastspec.programs.training.ttt import FEATURE_LOSS, TrainingTimeTest
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
 SIZES = {"draft_vocab_size": VOCAB, "hidden_size": None, "intermediate_size": 48, "taps": ()}

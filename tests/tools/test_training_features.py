@@ -22,19 +22,19 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 import fastspec
-from fastspec.bench.run import readable
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import inspect_head, load_head
 from fastspec.patches.session import session_of
-from fastspec.training import features, ttt
-from fastspec.training.data import Batch, Texts, batches, plan_batches
-from fastspec.training.features import DEVICE, GIB, HOST, NOWHERE, KeptFeatures
-from fastspec.training.target import TargetReader
-from fastspec.training.trainer import Trainer
-from fastspec.training.ttt import Teacher, TrainingTimeTest
-from fastspec.training.unrolled import UnrolledAttention
+from fastspec.programs.bench.run import readable
+from fastspec.programs.training import features, ttt
+from fastspec.programs.training.data import Batch, Texts, batches, plan_batches
+from fastspec.programs.training.features import DEVICE, GIB, HOST, NOWHERE, KeptFeatures
+from fastspec.programs.training.target import TargetReader
+from fastspec.programs.training.trainer import Trainer
+from fastspec.programs.training.ttt import Teacher, TrainingTimeTest
+from fastspec.programs.training.unrolled import UnrolledAttention
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
 ALL = 1.0

@@ -13,9 +13,9 @@ from helpers_training import settings, small_target, small_texts
 from transformers import LlamaForCausalLM
 
 from fastspec.errors import Unsupported
-from fastspec.training.data import Texts
-from fastspec.training.start import opened, vocabulary_of
-from fastspec.training.trainer import Trainer
+from fastspec.programs.training.data import Texts
+from fastspec.programs.training.start import opened, vocabulary_of
+from fastspec.programs.training.trainer import Trainer
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
 KINDS: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ def test_a_head_that_could_not_be_written_is_refused(tmp_path: Path, monkeypatch
     """One with norms that the original format does not have."""
     model = small_target()
     head = tiny_head(model, qk_norm=True)
-    monkeypatch.setattr("fastspec.training.start.load_head", lambda source, target: head)
+    monkeypatch.setattr("fastspec.programs.training.start.load_head", lambda source, target: head)
     with pytest.raises(Unsupported, match="cannot be trained on: the original formats hold one plain layer"):
         opened(settings(tmp_path, start_from="some/head"), model)
 

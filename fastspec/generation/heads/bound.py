@@ -92,6 +92,12 @@ class BoundHead:
         """Sizes and switches of the head."""
         return self.module.config
 
+    def as_module(self) -> EagleHead:
+        """A module that shares the head's weights and has this binding; the head's own module stays as it is."""
+        module = copy.copy(self.module)
+        module.binding = self.binding
+        return module
+
     def readout(self) -> Any:
         """The module that drafting reads logits with: the head's own LM head or the target's, or one made of the target's rows and the
         head's matrix. Raises CheckpointError where the target's LM head has no rows to give."""

@@ -7,7 +7,6 @@ layers, the RoPE base and one residual (docs/checkpoints.md), and a wrong guess 
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -86,10 +85,7 @@ def load_head(
     """
     reading = Reading(taps=taps, rope_theta=rope_theta, norm_before_residual=norm_before_residual)
     found = source if isinstance(source, EagleHead) else find_head(source, revision=revision)
-    head = load(found, parts_of(target), reading, scaled_rope)
-    module = copy.copy(head.module) if isinstance(source, EagleHead) else head.module
-    module.binding = head.binding
-    return module
+    return load(found, parts_of(target), reading, scaled_rope).as_module()
 
 
 _KINDS = {"eagle3": ("EAGLE-3", "eagle3=head"), "eagle": ("EAGLE-1/2", "eagle=head or eagle2=head")}
@@ -313,8 +309,7 @@ def _readings(checkpoint: HeadCheckpoint, num_layers: int) -> list[HeadCheckpoin
 
 def _draft(bound_head: BoundHead, ids: Tensor, hidden_states: tuple[Tensor, ...]) -> Tensor:
     """The head's first choice after every pair (token t + 1, hidden state t) of ids [1, T]: target ids [T - 1]."""
-    head = bound_head.module
-    head.binding = bound_head.binding
+    head = bound_head.as_module()
     taps = head.config.taps or (-1,)
     features = torch.cat([hidden_states[i] for i in taps], -1)[:, :-1].to(head.fc.weight.device)
     positions = torch.arange(ids.shape[1] - 1, device=features.device)[None]

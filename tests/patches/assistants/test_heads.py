@@ -12,13 +12,13 @@ from helpers_models import tiny_head, tiny_model
 from helpers_training import small_tokenizer
 from typer.testing import CliRunner
 
-from fastspec.cli import app, verdict
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads.bound import BoundHead, followed
 from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants import heads as heads_module
 from fastspec.patches.assistants import packaged_heads
 from fastspec.patches.assistants.heads import ProbeRow, find_head, inspect_head, load_head, parts_of, probe_head, scaled_rope
+from fastspec.programs.cli.app import app, verdict
 
 
 @pytest.fixture

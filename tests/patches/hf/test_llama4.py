@@ -24,7 +24,7 @@ from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.rotary import position_factor
 from fastspec.patches.session import session_of
-from fastspec.training.target import TargetReader
+from fastspec.programs.training.target import TargetReader
 
 SPAN, NEW = 8, 26
 TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)

@@ -11,12 +11,12 @@ from helpers_models import tiny_head, tiny_model
 from torch import nn
 
 import fastspec
-from fastspec.bench.methods import twin
 from fastspec.patches.call import generate
 from fastspec.patches.hf import modes
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.walk import every_module
 from fastspec.patches.session import PatchSession
+from fastspec.programs.bench.methods import twin
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec import cache_folder
-from fastspec.cli import app
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.kernels import tuned_launches
 from fastspec.kernels.attention import few_queries, tree
@@ -27,6 +26,7 @@ from fastspec.kernels.tuned_launches import MISSING
 from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.session import session_of
 from fastspec.patches.tuning import candidates, store, tune
+from fastspec.programs.cli.app import app
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the interpreter is off: see test_tune_gpu.py")
 CPU, HALF = torch.device("cpu"), torch.float16

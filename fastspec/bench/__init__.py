@@ -1,5 +1,0 @@
-"""`fastspec bench`: assistants beside transformers' own ways to generate, in one run, on the same prompts, output compared."""
-
-from fastspec.bench.run import run_bench
-
-__all__ = ["run_bench"]

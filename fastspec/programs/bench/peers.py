@@ -1,0 +1,169 @@
+"""Engines beside fastspec: the same prompts, as token ids, to another library in a process of its own.
+
+An engine runs after fastspec has left the device, once without drafts and once for every length of chain with the same EAGLE-3 head.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.stats import Stats
+from fastspec.programs.bench.measure import Answer
+from fastspec.programs.bench.methods import ENGINES
+from fastspec.programs.bench.prompts import Row
+
+WORKERS = {engine: Path(__file__).with_name(f"in_{engine}.py") for engine in ENGINES}
+"""Engine -> the script that answers for it."""
+CHAINS = (3, 5)
+"""Drafts of a chain; vLLM has no trees."""
+MEMORY = 0.8
+"""Of the device, for weights, keys and values, where a job says nothing else."""
+SEQUENCES = 256
+"""That it decodes together at the most; further prompts wait."""
+SPARE = 16
+"""Positions behind prompt and answer."""
+TOLD = 12
+"""Lines of an engine that failed that are told."""
+
+
+class PeerFailed(FastSpecError):
+    """Another engine did not answer; the error says what it wrote last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine, and the Python that has it; by default the one that runs here."""
+
+    engine: str
+    python: str = sys.executable
+
+    def __post_init__(self) -> None:
+        if self.engine not in WORKERS:
+            raise Unsupported(f"peer {self.engine!r} is unknown: accepted are {', '.join(WORKERS)}; no other engine was tried")
+
+    def is_installed(self) -> bool:
+        """Whether that Python finds the engine, which is not imported."""
+        look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({self.engine!r}) is None)"
+        try:
+            return subprocess.run([self.python, "-c", look], capture_output=True).returncode == 0
+        except OSError as error:
+            raise Unsupported(f"could not start {self.python}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an engine decodes: plainly, or with chains of so many drafts of a head."""
+
+    name: str
+    chain: int | None = None
+
+
+def ways(peer: Peer, head: str | None) -> list[Way]:
+    """Those to be measured."""
+    return [Way(peer.engine)] + [Way(f"{peer.engine}-eagle3-{chain}", chain) for chain in CHAINS if head is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What an engine is asked. `batches` are prompts as token ids, `max_new_tokens` one number for all batches or one for each; with
+    `dummy` weights the model is a configuration alone."""
+
+    model: str
+    dtype: str
+    batches: Sequence[Sequence[Sequence[int]]]
+    max_new_tokens: int | Sequence[int]
+    ends: Sequence[int] = ()
+    exact_length: bool = False
+    head: str | None = None
+    dummy: bool = False
+    warmup: int = 1
+    runs: int = 1
+    memory: float = MEMORY
+    cache_bytes: int | None = None
+    """Of its keys and values, where it shall not measure for itself how much of `memory` is left for them."""
+    processes: int = 1
+    """GPUs of this host that hold the model together."""
+
+    @property
+    def new(self) -> list[int]:
+        """New tokens of every batch, at the most."""
+        each = self.max_new_tokens
+        return [each] * len(self.batches) if isinstance(each, int) else list(each)
+
+    def options(self, way: Way) -> dict[str, Any]:
+        """Of `vllm.LLM`: its own compilation and CUDA graphs; no prefixes are kept from call to call, which repeats would find."""
+        longest = max(len(ids) for batch in self.batches for ids in batch)
+        options: dict[str, Any] = {
+            "model": self.model, "dtype": self.dtype, "max_model_len": longest + max(self.new) + SPARE, "seed": 0,
+            "max_num_seqs": min(SEQUENCES, max(map(len, self.batches))), "enable_prefix_caching": False,
+            "gpu_memory_utilization": self.memory, "skip_tokenizer_init": True,
+        }  # fmt: skip
+        if self.cache_bytes is not None:
+            options["kv_cache_memory_bytes"] = self.cache_bytes
+        if self.processes > 1:
+            options["tensor_parallel_size"] = self.processes
+        if self.dummy:
+            options["load_format"] = "dummy"
+        if way.chain is not None:
+            options["speculative_config"] = {"method": "eagle3", "model": self.head, "num_speculative_tokens": way.chain}
+        return options
+
+
+def answers(peer: Peer, job: Job, way: Way, timeout: float | None = None) -> tuple[Row, list[list[Answer]]]:
+    """What an engine says of itself, and its timed answers to every batch. Raises PeerFailed, also when `timeout` seconds have passed."""
+    asked: dict[str, Any] = {
+        "options": job.options(way), "batches": [[list(ids) for ids in batch] for batch in job.batches], "ends": list(job.ends),
+        "max_new_tokens": job.new, "exact_length": job.exact_length, "warmup": job.warmup, "runs": job.runs,
+        "unbiased": job.dummy and job.processes == 1,  # several processes take no function; what runs there is dense
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path, out, log = (Path(folder) / name for name in ("job.json", "out.jsonl", "log.txt"))
+        path.write_text(json.dumps(asked), encoding="utf-8")
+        with log.open("wb") as file:
+            command = [peer.python, str(WORKERS[peer.engine]), str(path), str(out)]
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            try:
+                status = subprocess.run(command, **streams, cwd=folder, timeout=timeout).returncode
+            except subprocess.TimeoutExpired as error:
+                raise PeerFailed(f"{way.name} was ended after {timeout:.0f} s, before it had answered everything") from error
+        said = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
+        if status or len(said) != 1 + len(job.batches) * job.runs:
+            last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TOLD:])
+            raise PeerFailed(f"{way.name} ended with status {status} after {max(0, len(said) - 1)} answers:\n{last}")
+    found: list[list[Answer]] = [[] for _ in job.batches]
+    for answer in said[1:]:
+        found[answer["batch"]].append(Answer(answer["tokens"], answer["seconds"], _stats(answer), None))
+    settings = {name: value for name, value in asked["options"].items() if name != "model"}
+    if way.chain is not None:  # where the head lay is nobody's concern
+        settings["speculative_config"] = settings["speculative_config"] | {"model": Path(str(job.head)).name}
+    return {"engine_version": said[0]["version"], "engine_settings": settings}, found
+
+
+def _stats(answer: Row) -> Stats:
+    """An engine's counts in the form in which the loop tells of an assistant. It does not say how many rounds its batches shared, nor how
+    long a prompt took."""
+    drafts, accepted, at = answer["drafts"], answer["accepted"], answer["accepted_at"]
+    lengths = [more - less for more, less in zip([drafts, *at], [*at, 0], strict=True)] if drafts else []
+    return Stats(
+        rows=len(answer["tokens"]), row_rounds=drafts, draft_rounds=drafts, accepted=accepted, round_tokens=drafts + accepted,
+        lengths=lengths, seconds=answer["seconds"],
+    )  # fmt: skip
+
+
+def ids_of(part: Sequence[Any]) -> list[list[int]]:
+    """The prompts of a batch as token ids."""
+    return [prompt.ids for prompt in part]
+
+
+def medians(found: Sequence[Sequence[Answer]]) -> Iterator[Answer]:
+    """Of every batch the call of median time."""
+    for each in found:
+        yield sorted(each, key=lambda answer: answer.seconds)[(len(each) - 1) // 2]

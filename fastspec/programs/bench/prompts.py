@@ -1,0 +1,74 @@
+"""Prompt files in Spec-Bench's form, as token ids, in batches of one category."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastspec.errors import Unsupported
+from fastspec.programs.demo import encode
+from fastspec.programs.jsonl import read_jsonl
+
+BUNDLED = Path(__file__).with_name("prompts.jsonl")
+"""Eight prompts of six kinds, written for fastspec: what is asked where no prompts are given."""
+Row = dict[str, Any]
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as token ids, with the category that it is counted in."""
+
+    category: str
+    id: str
+    ids: list[int]
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Rows of a jsonl file in Spec-Bench's form: `turns`, of which the first is asked, or `prompt`; `category` (else the file's name)
+    and `id` (else the line's number). Raises Unsupported for a file or a row that is not of this form."""
+    rows = []
+    for number, row in read_jsonl(path):
+        turns = row.get("turns")
+        text = row.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+        if not isinstance(text, str):
+            raise Unsupported(f'{path}, line {number}: not a row with "prompt" or "turns"')
+        rows.append({"category": str(row.get("category", Path(path).stem)), "id": str(row.get("id", number)), "text": text})
+    return rows
+
+
+def rows_of(texts: Sequence[str]) -> list[Row]:
+    """Rows of prompts that were given as texts, all of one category."""
+    return [{"category": "prompt", "id": str(number), "text": text} for number, text in enumerate(texts, 1)]
+
+
+def encode_rows(rows: list[Row], tokenizer: Any, model: Any, each: int | None, max_new_tokens: int, say: Say) -> list[Prompt]:
+    """The first `each` prompts of every category that the model has positions for, categories in the order of their first prompt."""
+    bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    found: dict[str, list[Prompt]] = {}
+    left = 0
+    for row in rows:
+        group = found.setdefault(row["category"], [])
+        if each is not None and len(group) >= each:
+            continue
+        ids = encode(tokenizer, row["text"], "cpu")["input_ids"][0].tolist()
+        most = max(len(ids), max_new_tokens) if model.config.is_encoder_decoder else len(ids) + max_new_tokens
+        if ids and (bound is None or most <= bound):
+            group.append(Prompt(row["category"], row["id"], ids))
+        else:
+            left += 1
+    if left:
+        say(f"left out: {left} prompts, empty or with no room for {max_new_tokens} new tokens in {bound} positions")
+    if not any(found.values()):
+        raise Unsupported(f"no prompt is left: each is empty, or leaves no room for {max_new_tokens} new tokens in {bound} positions")
+    return [prompt for group in found.values() for prompt in group]
+
+
+def make_batches(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
+    """At most `size` prompts of one category at a time."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.category, []).append(prompt)
+    return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]

@@ -1,0 +1,243 @@
+"""What the rows of a bench say together: quantiles by method and category, differing answers, tables, texts."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastspec.errors import Unsupported
+from fastspec.programs.bench.methods import BASELINE, is_peer
+from fastspec.programs.bench.prompts import Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from fastspec.generation.profile import Profile
+
+OVERALL = "overall"
+SIDE_BY_SIDE = 3
+"""Methods beside transformers in a table of categories."""
+FIGURES = ("tokens_per_second", "ratio", "acceptance_length", "prefill_ms", "ms_per_round", "floor_share", "peak_mib")
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """The 20, 50 and 80 % quantiles, interpolated between the values."""
+    if len(values) == 1:
+        return [values[0]] * 3
+    cuts = statistics.quantiles(values, n=10, method="inclusive")
+    return [round(cuts[at], 4) for at in (1, 4, 7)]
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """One row per batch size, method and category, and one per size and method over all (`OVERALL`, first): quantiles of each figure over
+    the prompts, None where no row has it; medians of the phases; acceptance by position over all rounds; how many were identical."""
+    groups: dict[tuple[int | None, str, str], list[Row]] = {}
+    for category in (OVERALL, *dict.fromkeys(row["category"] for row in rows)):
+        for row in rows:
+            if category in (OVERALL, row["category"]):
+                groups.setdefault((row.get("batch_size"), row["method"], category), []).append(row)
+    named = ("batch_size", "method", "category")
+    return [{**dict(zip(named, key, strict=True)), **_summary(group)} for key, group in groups.items()]
+
+
+def by_size(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of every batch size, in the order in which the sizes came; those of older runs, which do not say it, as one."""
+    sizes = dict.fromkeys(row.get("batch_size") for row in rows)
+    return [[row for row in rows if row.get("batch_size") == size] for size in sizes]
+
+
+def _summary(group: list[Row]) -> Row:
+    from fastspec.generation.stats import Stats
+
+    found: Row = {"count": len(group), "identical": sum(row["identical"] for row in group)}
+    for name in FIGURES:
+        values = [row[name] for row in group if row[name] is not None]
+        found[name] = quantiles(values) if values else None
+    timed = [row["phases_ms"] for row in group if row["phases_ms"]]
+    phases = dict.fromkeys(name for spent in timed for name in spent)  # a call without such rounds has 0 of a phase
+    found["phases_ms"] = {name: round(statistics.median(spent.get(name, 0.0) for spent in timed), 3) for name in phases}
+    counts = [sum(column) for column in zip_longest(*(row["accepted_counts"] for row in group), fillvalue=0)]
+    found["acceptance_by_position"] = [round(share, 3) for share in Stats(lengths=counts).acceptance_by_position]
+    return found
+
+
+def rows_without_texts(rows: Iterable[Row]) -> list[Row]:
+    """The rows as they are written to a file."""
+    return [{name: value for name, value in row.items() if name != "texts"} for row in rows]
+
+
+@contextmanager
+def writer(path: Path | None) -> Iterator[Callable[[Row], None] | None]:
+    """A function that appends a row to a jsonl file, so that a run cut short leaves what it has; None without a file."""
+    if path is None:
+        yield None
+        return
+    try:
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise Unsupported(f"could not write the rows: {error}") from error
+    with file:
+        yield lambda row: print(json.dumps(rows_without_texts([row])[0]), file=file, flush=True)
+
+
+def print_profiles(profiles: Mapping[str, Profile], folder: Path, console: Console) -> None:
+    """Under each method's name what the parts of its rounds took, and where the trace of them was written for Perfetto. Raises
+    Unsupported where it cannot be written."""
+    for name, profile in profiles.items():
+        path = folder / f"TRACE-{name}.json"
+        console.print(f"\n{name}", style="bold", markup=False)
+        console.print(str(profile), markup=False)
+        try:
+            profile.write_trace(path)
+        except OSError as error:
+            raise Unsupported(f"could not write the trace: {error}") from error
+        console.print(f"trace: {path}", style="dim", markup=False, soft_wrap=True)
+
+
+def differing(rows: Iterable[Row], peers: bool = False) -> list[Row]:
+    """Rows of assistants (or of peers) whose answer is not that of transformers' plain generate."""
+    return [row for row in rows if not row["identical"] and is_peer(row["method"]) == peers]
+
+
+def print_report(rows: Sequence[Row], console: Console) -> None:
+    """Differing answers first, then for every batch size the tables: speed by method, a round by method, speed by category."""
+    print_differences(rows, console)
+    for group in by_size(rows):
+        summary, where = summarise(group), group[0]
+        batch = where.get("batch_size", where["batch"])
+        device = f"{where['device']}, {where['dtype']}, threads: {where['threads']}, batch: {batch}"
+        console.print(f"\n{where['model']}, {device}", style="bold", markup=False)
+        whole = [row for row in summary if row["category"] == OVERALL]
+        for table in (speed_table(whole), round_table(whole), *category_tables(summary)):
+            console.print(table)
+    drafters = [f"{row['method']}: {said}" for row in {row["method"]: row for row in rows}.values() if (said := drafter_of(row))]
+    if drafters:
+        console.print(f"drafted by: {'; '.join(drafters)}", style="dim", markup=False, highlight=False)
+    console.print(
+        "20, 50, 80: quantiles over the prompts; every other figure is a median. by position: share of rounds that accepted draft 1, 2, 3. "
+        "floor: reading "
+        f"{rows[0]['weight_bytes'] / 1e6:.0f} MB of weights at {rows[0]['read_gb_per_s']} GB/s over the time of a round.",
+        style="dim",
+    )
+
+
+def drafter_of(row: Row) -> str:
+    """What drafted, in words; empty for a method that needs nothing."""
+    if row["early_exit"] is not None:
+        return f"early exit after layer {row['early_exit']}"
+    return f"head {row['head']}" if row["head"] else row["draft_model"] or ""
+
+
+def print_differences(rows: Sequence[Row], console: Console) -> None:
+    """Say where an answer is not transformers' own: an error in fp32, where rounding explains none of it; a note in lower precision."""
+    exact = rows[0]["dtype"] == "float32"
+    for row in (*differing(rows), *differing(rows, peers=True)):
+        loud = exact and not is_peer(row["method"])
+        at = next(index for index in row["first_difference"] if index is not None)
+        line = f"{row['method']} differs from transformers on {row['category']} {', '.join(row['ids'])} from new token {at + 1} on"
+        console.print(f"{'ERROR: ' if loud else 'note: '}{line}", style="bold red" if loud else "yellow", markup=False)
+    if not exact and differing(rows):
+        console.print(
+            f"In {rows[0]['dtype']} a pass over several tokens rounds differently from a pass over each: a near-tie can fall the other way."
+        )
+
+
+def speed_table(whole: list[Row]) -> Table:
+    """One line per method: how fast, by how much, and whether the answers are transformers' own."""
+    table = _table("over all prompts", ("tokens/s 20", "50", "80", "ratio", "acceptance", "identical"))
+    for row in whole:
+        same = f"[{'green' if row['identical'] == row['count'] else 'bold red'}]{row['identical']}/{row['count']}[/]"
+        speeds = [f"{value:.1f}" for value in row["tokens_per_second"]]
+        table.add_row(row["method"], *speeds, f"{row['ratio'][1]:.2f}x", _median(row, "acceptance_length", ".2f"), same)
+    return table
+
+
+def round_table(whole: list[Row]) -> Table:
+    """One line per method: what a round takes, by phase, and how far its drafts are accepted."""
+    phases = [name for name in dict.fromkeys(name for row in whole for name in row["phases_ms"]) if name != "pass"]
+    memory = [("peak_mib", "peak MiB", ".0f")] if any(row["peak_mib"] for row in whole) else []
+    last = [("floor_share", "floor", ".0%"), *memory]
+    table = _table("ms a round", ("all", *phases, *(title for _, title, _ in last), "by position"))
+    for row in whole:
+        spent = [f"{row['phases_ms'][name]:.1f}" if name in row["phases_ms"] else "" for name in phases]
+        positions = " ".join(f"{share:.2f}".removeprefix("0") for share in row["acceptance_by_position"][:3])
+        shares = [_median(row, name, form) for name, _, form in last]
+        table.add_row(row["method"], _median(row, "ms_per_round", ".1f"), *spent, *shares, positions)
+    return table
+
+
+def category_tables(summary: list[Row]) -> Iterator[Table]:
+    """One line per category: methods' median tokens/s, and their ratio to transformers; a few methods in each table, for 80 columns."""
+    found = {(row["category"], row["method"]): row for row in summary}
+    names = list(dict.fromkeys(row["method"] for row in summary if row["method"] != BASELINE))
+    for start in range(0, max(1, len(names)), SIDE_BY_SIDE):
+        methods = [BASELINE, *names[start : start + SIDE_BY_SIDE]]
+        table = _table("tokens/s", methods)
+        for category in dict.fromkeys(row["category"] for row in summary if row["category"] != OVERALL):
+            table.add_row(category, *(_cell(found.get((category, method))) for method in methods))
+        yield table
+
+
+def _table(first: str, titles: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=title == "by position", overflow="fold")
+    return table
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:  # the run was cut short here
+        return ""
+    speed = f"{row['tokens_per_second'][1]:.1f}"
+    return speed if row["method"] == BASELINE else f"{speed} {row['ratio'][1]:.2f}x"
+
+
+def _median(row: Row, name: str, form: str) -> str:
+    return "" if row[name] is None else format(row[name][1], form)
+
+
+def print_texts(rows: Sequence[Row], console: Console, compare: bool) -> None:
+    """Every answer, prompt by prompt; with `compare` beside transformers' own, where the two part in colour."""
+    base: Row = {}
+    for row in rows:
+        if row["method"] == BASELINE:
+            base = row
+            console.rule(f"{row['category']} {', '.join(row['ids'])}", characters="-")
+        if compare and row is base:
+            continue
+        for number, text in enumerate(row["texts"]):
+            console.print(f"{row['method']}:", style="bold", markup=False)
+            console.print(side_by_side(base["texts"][number], text) if compare else text, markup=False, highlight=False)
+
+
+def side_by_side(plain: str, ours: str) -> Any:
+    """transformers' text and another as two columns; what follows the common start is coloured."""
+    from rich.table import Table
+    from rich.text import Text
+
+    if plain == ours:
+        return Text("identical to transformers:\n", style="green").append(ours, style="dim")
+    same = next((at for at, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b), min(len(plain), len(ours)))
+    table = Table.grid(expand=True, padding=(0, 2))
+    table.add_column(ratio=1)
+    table.add_column(ratio=1)
+    table.add_row(Text(BASELINE, style="bold"), Text("this method", style="bold"))
+    table.add_row(_parted(plain, same, "green"), _parted(ours, same, "bold red"))
+    return table
+
+
+def _parted(text: str, same: int, style: str) -> Text:
+    from rich.text import Text
+
+    return Text(text[:same], style="dim").append(text[same:], style=style)

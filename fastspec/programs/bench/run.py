@@ -1,0 +1,203 @@
+"""The run: every prompt answered by all methods.
+
+A prompt is answered by one method after another before the next prompt comes, so that a machine's slow spell hits all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fastspec
+from fastspec.devices import use_device
+from fastspec.errors import Unsupported
+from fastspec.models import SMOLLM2, load_model, source_of
+from fastspec.programs.bench.device import Floor, environment
+from fastspec.programs.bench.measure import Answer, ask, on_part, row_of
+from fastspec.programs.bench.methods import Drafters, Method, check_names, choose, read_drafters, twin
+from fastspec.programs.bench.peers import Job, Peer, PeerFailed, answers, ids_of, medians, ways
+from fastspec.programs.bench.prompts import BUNDLED, Prompt, Row, Say, encode_rows, make_batches, read_rows, rows_of
+
+if TYPE_CHECKING:
+    from fastspec.generation.heads.module import EagleHead
+    from fastspec.generation.profile import Profile
+
+UNTIMED = 2
+"""Calls on every prompt before the timed one, on CUDA, of methods that compile or capture: a size is compiled in the first and captured in
+the second."""
+WARM_UP_TOKENS = 8
+
+
+def run_bench(
+    *,
+    prompts: Sequence[str | Path] = (),
+    texts: Sequence[str] = (),
+    model: str = SMOLLM2,
+    heads: Sequence[str] | None = None,
+    draft_model: str | None = None,
+    early_exit: int | None = None,
+    methods: Sequence[str] | None = None,
+    each: int | None = None,
+    max_new_tokens: int = 128,
+    dtype: str | None = None,
+    device: str | None = None,
+    backend: str = "auto",
+    batch: int | Sequence[int] = 1,
+    runs: int = 1,
+    warmup: int | None = None,
+    peers: Sequence[Peer] = (),
+    on_failure: Callable[[str], object] | None = None,
+    say: Say | None = None,
+    on_row: Callable[[Row], object] | None = None,
+    on_profile: Callable[[str, Profile], object] | None = None,
+) -> list[Row]:
+    """Answer the prompts greedily by every method, and return one row per method and batch of prompts; see docs/performance.md.
+
+    `prompts` are jsonl files in Spec-Bench's form, and `texts` prompts of the category "prompt"; without both the bundled prompts are asked
+    (`BUNDLED`). The first `each` prompts of every category are taken. `model`, `heads` and `draft_model` are names as in `load_model` and
+    `fastspec.patch`; without `heads` those that ship for the model are taken. A head serves the assistants that read its kind.
+    `speculative`, and transformers' `assisted` beside it, draft with `draft_model`, of any tokenizer, or with the target's first
+    `early_exit` layers. `batch` prompts of a category are answered together; of several such numbers one after another (`batch_size` of a
+    row). `methods` are names of assistants and of `PEERS`; without them all that have what they need. "transformers" is
+    always measured. `dtype` ("float32", "bfloat16", "float16") defaults to fp32 on the CPU and bf16 on CUDA, `device` to CUDA where there
+    is one; `backend` is `fastspec.patch`'s. `say` is told of what is left out, and `on_row` is given every row as it comes. `on_profile` is
+    given the name of every assistant among the methods and the times of its rounds, from one more call on the first batch of prompts after
+    all else is measured.
+
+    Every method answers a batch `runs` times, and the call of median time makes its row; before these `warmup` times (None: on CUDA twice,
+    methods that compile or capture). Of runs that differ, one that differs from `transformers` makes the row.
+
+    `peers` are other engines, which answer the same prompts after all methods, when the model has left the device; one that is not
+    installed is left out with a word to `say`. What one that fails wrote last is given to `on_failure`, or raised as PeerFailed once all
+    have answered.
+
+    A row's `floor_share` is the time of reading the weights once, at the bandwidth measured here, over the time of a round. Loading and
+    one warm-up call per method, on the longest prompts, are not timed. Raises Unsupported for bad arguments, an unknown method and one that
+    was named and lacks its resource, two heads of one kind, and whatever loading and patching raise.
+    """
+    sizes = [batch] if isinstance(batch, int) else list(dict.fromkeys(batch))
+    counts = [("max_new_tokens", max_new_tokens), ("each", 1 if each is None else each), ("runs", runs)]
+    for name, value in (*counts, *(("batch", size) for size in sizes or [0])):
+        if value < 1:
+            raise Unsupported(f"{name} must be at least 1, not {value}")
+    say = say or (lambda line: None)
+    files = prompts if prompts or texts else (BUNDLED,)
+    asked = [row for path in files for row in read_rows(path)] + rows_of(texts)
+    if not asked:
+        raise Unsupported("there are no prompts in " + ", ".join(map(str, files)))
+    import torch
+
+    device = use_device(device)
+    check_names(methods)
+    target, tokenizer = load_model(model, device, getattr(torch, dtype) if dtype else None)
+    plain = twin(target)  # before the patch
+    drafters = read_drafters(heads, draft_model, early_exit, model, target, tokenizer)
+    encoded = encode_rows(asked, tokenizer, target, each, max_new_tokens, say)
+    parts = {size: make_batches(encoded, size) for size in sizes}
+    fastspec.patch(target, **drafters.resources, backend=backend)
+    bases: list[Answer] = []
+    try:
+        chosen = {size: choose(methods, plain, target, drafters, size, say) for size in sizes}
+        floor = Floor.of(target)
+        where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | floor.row
+        rows, untimed = [], UNTIMED if target.device.type == "cuda" else 0
+        for size in sizes:
+            say(f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}: {len(parts[size])} x {size} prompts, greedy")
+            warm_up(chosen[size], parts[size], min(max_new_tokens, WARM_UP_TOKENS), say)
+            for number, part in enumerate(parts[size], 1):
+                say(f"{number}/{len(parts[size])}: {part[0].category}")
+                for row in on_part(part, chosen[size], tokenizer, max_new_tokens, floor.milliseconds, untimed, warmup, runs, bases):
+                    rows.append(row | {"batch_size": size} | where)
+                    if on_row is not None:
+                        on_row(rows[-1])
+        if on_profile is not None:
+            for method in chosen[sizes[0]]:
+                if not method.peer:
+                    say(f"profile: {method.name}")
+                    with fastspec.profile(target) as profile:
+                        ask(method, parts[sizes[0]][0], max_new_tokens)
+                    on_profile(method.name, profile)
+    finally:
+        fastspec.unpatch(target)
+    failures = []
+    for peer in peers:
+        try:
+            for row in by_peer(peer, model, target, tokenizer, drafters, parts, bases, max_new_tokens, runs, say):
+                rows.append(row | where)
+                if on_row is not None:
+                    on_row(rows[-1])
+        except PeerFailed as error:
+            failures.append(str(error))
+    for failure in failures:
+        if on_failure is None:
+            raise PeerFailed(failure)
+        on_failure(failure)
+    return rows
+
+
+def by_peer(
+    peer: Peer, name: str, target: Any, tokenizer: Any, drafters: Drafters, sized: dict[int, list[list[Prompt]]], bases: list[Answer],
+    max_new_tokens: int, runs: int, say: Say,
+) -> Iterator[Row]:  # fmt: skip
+    """The rows of an engine, which has the device to itself: the model goes to the CPU. `sized` are the batches of each size."""
+    import torch
+
+    if not peer.is_installed():
+        say(f"left out: {peer.engine}: it is not installed for {peer.python}; another Python that has it can be named with --peer-python")
+        return
+    target.to("cpu")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    from fastspec.patches.assistants.heads import load_head
+
+    head, config = drafters.heads.get("eagle3"), target.generation_config
+    parts = [(size, part) for size, group in sized.items() for part in group]
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    with saved(name, target, tokenizer) as folder, tempfile.TemporaryDirectory() as place:
+        job = Job(
+            folder, str(target.dtype).removeprefix("torch."), [ids_of(part) for _, part in parts], max_new_tokens,
+            ends=[token for token in ends if token is not None], runs=runs,
+            head=None if head is None else readable(load_head(head, target), head, place),
+        )  # fmt: skip
+        for way in ways(peer, head):
+            say(f"{way.name}: {', '.join(f'{len(group)} x {size}' for size, group in sized.items())} prompts")
+            told, found = answers(peer, job, way)
+            drafted_by = {"head": head if way.chain else None, "draft_model": None, "early_exit": None}
+            for (size, part), base, answer in zip(parts, bases, medians(found), strict=True):
+                row = row_of(part, way.name, drafted_by, answer, base, 0.0, tokenizer, runs)
+                yield row | told | {"prefill_ms": None, "beside_ms": None, "batch_size": size}
+
+
+def readable(head: EagleHead, source: str, place: str) -> str:
+    """The folder of a head that other programs read: its own, or `place`, to which one is written out whose LM head the target lends."""
+    from fastspec.patches.assistants.heads import find_head
+    from fastspec.programs.training.save import save_head, with_own_lm_head
+
+    if not head.config.target_rows:
+        return str(find_head(source))
+    save_head(with_own_lm_head(head), place, f"# {source}, with its LM head\n")
+    return place
+
+
+@contextlib.contextmanager
+def saved(name: str, target: Any, tokenizer: Any) -> Iterator[str]:
+    """A folder or a hub id from which another library loads a model; what came from a GGUF is written out in its dtype meanwhile."""
+    source, packed = source_of(name)
+    if not packed:
+        yield source
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        target.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        yield folder
+
+
+def warm_up(methods: list[Method], parts: list[list[Prompt]], tokens: int, say: Say) -> None:
+    """One call of every method on the longest prompts, so that libraries and buffers are there."""
+    longest = max(parts, key=lambda part: max(len(prompt.ids) for prompt in part))
+    for method in methods:
+        say(f"warm-up: {method.name}")
+        ask(method, longest, tokens)

@@ -1,0 +1,288 @@
+"""`fastspec generate`: a file of prompts answered into another file, in an open batch; an interrupted run is taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fastspec
+from fastspec.devices import use_device
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.programs.jsonl import read_jsonl
+from fastspec.reading import parse_json
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows, where nothing keeps two runs of a command apart
+    fcntl = None  # type: ignore[assignment]
+
+AHEAD = 4
+"""Prompts per row that are handed to the batch before their turn."""
+BEGINS = b'{"line": '
+"""Every line of answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One line of a prompt file: its number from 1, the conversation or the plain text, and the file's own `id` for it."""
+
+    line: int
+    prompt: str | list[dict[str, Any]]
+    id: str | int | None
+
+
+def settings_of(
+    name: str, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, chat: bool = True
+) -> dict[str, Any]:
+    """What has a say in answers, as every line of them tells; greedy ones are drawn under no top-p, by no seed."""
+    drawn = {"temperature": temperature, "top_p": top_p, "seed": seed} if temperature else {"temperature": 0.0}
+    return {"model": name, "max_new_tokens": max_new_tokens, **drawn, "chat": chat}
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a run came to: answers that were there before, those that it wrote, and prompts that could not be answered."""
+
+    before: int
+    written: int
+    failed: int
+
+
+def read_tasks(path: str | Path) -> Iterator[Task]:
+    """The lines of a jsonl file with `prompt` (text), `messages` (a conversation) or `turns` (the first is asked). Raises Unsupported for a
+    file or a line that is not of this form."""
+    for number, row in read_jsonl(path):
+        turns, messages, name = row.get("turns"), row.get("messages"), row.get("id")
+        text = row.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+        prompt: str | list[dict[str, Any]]
+        if isinstance(messages, list) and messages and all(isinstance(each, dict) and "role" in each for each in messages):
+            prompt = messages
+        elif isinstance(text, str) and messages is None:
+            prompt = text
+        else:
+            raise Unsupported(f'{path}, line {number}: not a row with "prompt", "messages" or "turns"')
+        yield Task(number, prompt, name if isinstance(name, (str, int)) else None)
+
+
+def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:
+    """Line numbers that a file of answers has an answer to -> their prompts and settings. A last line that a stopped run left unfinished
+    does not count, and with `mend` is cut off the file, unless another of the run's processes has written since. Raises Unsupported for a
+    file that holds anything else."""
+    if not path.exists():
+        return {}
+    whole = path.read_bytes()
+    kept = whole[: whole.rfind(b"\n") + 1]
+    cut, found = whole[len(kept) :], {}
+    for number, line in enumerate(kept.decode("utf-8", "replace").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+            held, prompt, settings, failed = row["line"], row["prompt"], row["settings"], "error" in row
+        except (ValueError, KeyError, TypeError) as error:
+            raise Unsupported(f"{path}, line {number} is no answer of fastspec generate: name another --out, or remove the file") from error
+        if not failed:
+            found[held] = prompt, settings
+    if cut and cut[: len(BEGINS)] != BEGINS[: len(cut)]:
+        raise Unsupported(f"{path} ends in what is no answer of fastspec generate: name another --out, or remove the file")
+    if cut and mend:
+        with path.open("r+b") as file:
+            if os.fstat(file.fileno()).st_size == len(whole):
+                file.truncate(len(kept))
+    return found
+
+
+def encode(tokenizer: Any, prompt: str | list[dict[str, Any]], chat: bool) -> Any:
+    """A prompt as ids [1, T]: in the tokenizer's chat format, or with `chat` False as the text itself."""
+    template = getattr(tokenizer, "chat_template", None) is not None
+    if isinstance(prompt, list) and not (template and chat):
+        raise Unsupported("a conversation needs a tokenizer with a chat template")
+    if not (template and chat):
+        return tokenizer(prompt, return_tensors="pt").input_ids
+    talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+
+
+def read_left(
+    prompts: str | Path, out: Path, settings: dict[str, Any], share: tuple[int, int] = (0, 1), mend: bool = False
+) -> tuple[int, list[Task]]:  # fmt: skip
+    """(the lines of a process's share, those of them that `out` does not answer yet); `mend` as in `read_answered`. Raises Unsupported for
+    files that are not what they should be, where `out` answers other prompts or was asked with other settings, and where it cannot be
+    written."""
+    place, fits = (out, out.is_file()) if out.exists() else (out.parent, out.parent.is_dir())
+    if not fits or not os.access(place, os.W_OK):
+        raise Unsupported(f"{out} cannot be written: name a file in a folder that is there")
+    tasks, answered = list(read_tasks(prompts)), read_answered(out, mend)
+    for task in tasks:
+        if task.line not in answered:
+            continue
+        prompt, asked = answered[task.line]
+        if prompt != task.prompt:
+            raise Unsupported(f"{out} answers another prompt in line {task.line} of {prompts}: name another --out, or remove the file")
+        if asked != settings:
+            raise Unsupported(
+                f"{out} answers line {task.line} by other settings, {json.dumps(asked)}, and now they are {json.dumps(settings)}: name "
+                "another --out, or remove the file"
+            )
+    rank, ranks = share
+    mine = [task for index, task in enumerate(tasks) if index % ranks == rank]
+    return len(mine), [task for task in mine if task.line not in answered]
+
+
+@contextmanager
+def only_run(out: Path, rank: int) -> Iterator[None]:
+    """Meanwhile no other run answers into `out`: the first of a run's processes locks the file, and whatever ends it lets go. Raises
+    Unsupported where another run has it; warns where the file system keeps no locks."""
+    if fcntl is None or rank > 0:
+        yield
+        return
+    file = os.open(out, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Unsupported(f"another run answers into {out}: wait for it, stop it, or name another --out") from error
+        except OSError as error:
+            warnings.warn(f"{out} cannot be locked ({error}): two runs at once would answer every line twice", stacklevel=3)
+        yield
+    finally:
+        os.close(file)
+
+
+class Answers:
+    """Writes answers as they come, a line each, appended in one piece: several processes may share the file."""
+
+    def __init__(
+        self, path: Path, tokenizer: Any, settings: dict[str, Any], ends: frozenset[int], tell: Callable[[bool], None]
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.settings, self.ends, self.tell = tokenizer, settings, ends, tell
+        self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self.lock = threading.Lock()
+        self.written = self.failed = 0
+        self.broken: OSError | None = None
+
+    def answered(self, task: Task, count: int, limit: int, future: Future[Any]) -> None:
+        """The answer to a task of `count` tokens is there, or what went wrong."""
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            self.add(task, {"error": str(error)})
+            return
+        tokens = future.result()[0, count:].tolist()
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        ended = len(tokens) < limit or tokens[-1] in self.ends
+        self.add(task, {"text": text, "tokens": len(tokens), "finish": "stop" if ended else "length"})
+
+    def add(self, task: Task, more: dict[str, Any]) -> None:
+        """Write a line; none behind one that could not be written, which `broken` tells."""
+        named = {} if task.id is None else {"id": task.id}
+        row = {"line": task.line, **named, "prompt": task.prompt, **more, "settings": self.settings}
+        try:
+            line = f"{json.dumps(row, ensure_ascii=False)}\n".encode()
+        except UnicodeEncodeError:  # half of a character, which JSON may name and UTF-8 has no place for
+            line = f"{json.dumps(row)}\n".encode()
+        with self.lock:
+            if self.broken is not None:
+                return
+            try:
+                while line:
+                    line = line[os.write(self.file, line) :]
+            except OSError as error:
+                self.broken = error
+                return
+            self.failed += "error" in more
+            self.written += "error" not in more
+        self.tell("error" in more)
+
+    def close(self) -> None:
+        """No more answers come."""
+        os.close(self.file)
+
+
+def answer_file(
+    model: Any, tokenizer: Any, prompts: str | Path, out: str | Path, *, assistant: Any, rows: int, max_new_tokens: int,
+    max_length: int | None = None, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, chat: bool = True,
+    share: tuple[int, int] = (0, 1), name: str = "", tell: Callable[[int, bool], None] = lambda total, failed: None,
+) -> Done:  # fmt: skip
+    """Answer every line of `prompts` that `out` does not answer yet, in an open batch of `rows` rows.
+
+    A line of `out` has `line`, `id` where there is one, `prompt`, `text`, `tokens` and `finish` ("stop" or "length"), or `error`, and
+    `settings` with the model's `name`; they come as answers are done. At a temperature above 0 answers are sampled, that of line n by
+    seed + n, so that they do not depend on who answers when. share (r, n): this process answers every n-th of the lines, from the r-th on.
+    `tell(total, failed)` hears of every answer.
+    A prompt that the tokenizer or the chat template does not take is told in its line. Raises Unsupported as `read_left` does, and where
+    another run answers into `out`.
+    """
+    out = Path(out)
+    settings = settings_of(name, max_new_tokens, temperature, top_p, seed, chat)
+    read_left(prompts, out, settings, share)  # what is wrong is told before a file is made
+    with only_run(out, share[0]):
+        mine, left = read_left(prompts, out, settings, share, mend=True)
+        return _answer(
+            model, tokenizer, out, mine, left, settings, assistant=assistant, rows=rows, max_length=max_length, seed=seed, chat=chat,
+            tell=tell,
+        )  # fmt: skip
+
+
+def _answer(
+    model: Any, tokenizer: Any, out: Path, mine: int, left: list[Task], settings: dict[str, Any], *, assistant: Any, rows: int,
+    max_length: int | None, seed: int, chat: bool, tell: Callable[[int, bool], None],
+) -> Done:  # fmt: skip
+    """Those of a process's lines that are left, by `answer_file`'s settings."""
+    from fastspec.patches.hf.ends import end_tokens
+
+    max_new_tokens, temperature, top_p = settings["max_new_tokens"], settings["temperature"], settings.get("top_p", 1.0)
+    room = threading.Semaphore(AHEAD * rows)
+    answers = Answers(out, tokenizer, settings, end_tokens(model.generation_config), lambda failed: tell(len(left), failed))
+    greedy = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # the defaults, which stand for "not given"
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else greedy
+    try:
+        with fastspec.continuous(model, assistant, rows=rows, max_length=max_length, prefill_chunk=None) as batch:
+            for task in left:
+                room.acquire()
+                if answers.broken is not None:
+                    batch.close(cancel=True)
+                    break
+                try:
+                    ids = encode(tokenizer, task.prompt, chat)
+                except Exception as error:  # of any kind: a template raises what it likes
+                    answers.add(task, {"error": f"{type(error).__name__}: {error}"})
+                    room.release()
+                    continue
+                try:
+                    future = batch.submit(ids, max_new_tokens=max_new_tokens, seed=seed + task.line, **sampling)
+                except (FastSpecError, ValueError) as error:
+                    answers.add(task, {"error": str(error)})
+                    room.release()
+                    if not batch.alive:
+                        raise
+                    continue
+                future.add_done_callback(partial(answers.answered, task, ids.shape[1], max_new_tokens))
+                future.add_done_callback(lambda _: room.release())
+    finally:
+        answers.close()
+    if answers.broken is not None:
+        raise Unsupported(f"{out} could not be written: {answers.broken}; the same command asks what is missing") from answers.broken
+    return Done(mine - len(left), answers.written, answers.failed)
+
+
+def share_of_process() -> tuple[int, int]:
+    """(rank, number of processes) as `accelerate launch` and `torchrun` tell their processes; (0, 1) without them."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def own_device() -> str:
+    """The device of this process: the GPU of its local rank, which becomes the current one, or the CPU."""
+    import torch
+
+    return use_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")

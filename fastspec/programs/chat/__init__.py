@@ -1,0 +1,65 @@
+"""`fastspec chat`: a conversation in the terminal in which strategies answer in turn, or beside each other, and are compared.
+
+`session.Chat` holds the model and the conversation, `resources` reads what the model is patched with, `commands` is the table of commands,
+`view` and `columns` what is shown, `loop` runs lines through them, and `terminal` reads the lines. docs/chat.md shows it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from fastspec.errors import Unsupported
+from fastspec.models import SMOLLM2, SMOLLM2_HEADS
+from fastspec.programs.chat.settings import Settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fastspec.programs.chat.saved import SavedChat
+    from fastspec.programs.chat.session import Chat
+
+
+def make_settings(
+    *, model: str, head: str | None, resources: list[str] | None, assistants: str | None, temperature: float, **others: Any
+) -> Settings:
+    """Settings from the command line's options: `resources` are "assistant=source", `assistants` is comma-separated, temperature 0 is
+    greedy. SmolLM2 comes with its heads; without an EAGLE-3 head the one who answers is `nasd`.
+
+    Raises `Unsupported` for what cannot be read.
+    """
+    given = {**(dict(SMOLLM2_HEADS) if model == SMOLLM2 else {}), **({"eagle3": head} if head else {})}
+    for entry in resources or ():
+        name, _, source = entry.partition("=")
+        if not source:
+            raise Unsupported(f"--resource takes ASSISTANT=SOURCE, such as eagle2=path/to/head, not {entry!r}")
+        given[name] = source
+    names = (assistants or ("eagle3" if "eagle3" in given else "nasd")).split(",")
+    settings = Settings(model=model, resources=tuple(given.items()), assistants=tuple(dict.fromkeys(names)), **others)
+    return settings.at_temperature(temperature)
+
+
+def run_chat(settings: Settings, console: Console, prompts: list[str] | None = None, saved: SavedChat | None = None) -> Chat:
+    """Load what the settings name and converse: over `prompts` where there are any, then it is over and errors are raised; else over what
+    is typed, or over standard input where that is no terminal. The conversation goes on from a `saved` one. Returns the chat as it ended.
+    """
+    from fastspec.programs.chat.loop import converse
+    from fastspec.programs.chat.session import Chat
+
+    with console.status("Importing torch and transformers"):  # what comes after it shows its own progress
+        import fastspec.patches.inspection  # noqa: F401
+    chat = Chat.open(settings)
+    if saved is not None:
+        chat.turns, chat.conversation = list(saved.turns), list(saved.conversation)
+    console.print(f"{settings.model} on {chat.model.device}, {chat.dtype}; /help lists the commands", highlight=False)
+    converse(chat, prompts or _typed(chat), console, strict=bool(prompts))
+    return chat
+
+
+def _typed(chat: Chat) -> Iterable[str]:
+    if not sys.stdin.isatty():
+        return sys.stdin
+    from fastspec.programs.chat.terminal import terminal_lines
+
+    return terminal_lines(chat)

@@ -1,0 +1,96 @@
+"""The loop of a chat: lines in, answers and tables out. It knows neither a terminal nor where the lines come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.tree import Tree
+
+from fastspec.errors import FastSpecError
+from fastspec.programs.chat.columns import Columns, fits
+from fastspec.programs.chat.commands import execute
+from fastspec.programs.chat.session import BEAMS, Answer, Chat, Turn
+from fastspec.programs.chat.view import AnswerStreamer, legend, round_tree, stage_tree, turn_table, verdict_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def converse(chat: Chat, lines: Iterable[str], console: Console, *, strict: bool = False) -> None:
+    """Take lines until they end or /quit: commands start with a slash, everything else is a prompt.
+
+    What goes wrong is one line, and the chat goes on; with `strict` it is raised.
+    """
+    console.print(legend())
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            take(chat, line.rstrip("\n"), console)
+        except KeyboardInterrupt:
+            console.print("\nstopped", style="yellow")
+        except (FastSpecError, RuntimeError, ValueError) as error:  # transformers refuses with ValueError, torch with RuntimeError
+            if strict:
+                raise
+            console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        if chat.over:
+            break
+
+
+def take(chat: Chat, line: str, console: Console) -> None:
+    """One line: run the command, or answer the prompt."""
+    if not line.startswith("/"):
+        respond(chat, line.strip(), console)
+        return
+    shown = execute(chat, line)
+    if isinstance(shown, str):
+        console.print(shown, style="dim", markup=False, highlight=False)
+    elif shown is not None:
+        console.print(shown)
+
+
+def respond(chat: Chat, prompt: str, console: Console) -> Turn:
+    """Answer a prompt with every strategy in turn, and compare them. An interrupt ends the answer at hand and drops the ones after it."""
+    turn, names = Turn(prompt, chat.settings), chat.strategies()
+    below: list[str | Tree] = []
+    beside = chat.settings.columns and fits(console, names)
+    with Columns(console, names) if beside else nullcontext() as columns:
+        for name in names:
+            if columns is None:
+                console.print(f"\n[bold]{escape(name)}[/]")
+            shown: Any = console if columns is None else columns.column(name)
+            streamer = AnswerStreamer(chat.tokenizer, shown, trees=chat.settings.debug)
+            answer = chat.answer(prompt, name, streamer)
+            turn.answers.append(answer)
+            if name == BEAMS:
+                shown.print(answer.text, markup=False, highlight=False)
+            trees = _trees(chat, answer, streamer)
+            if columns is None:
+                _print_all(console, trees)
+            elif trees:
+                below += [f"\n[bold]{escape(name)}[/]", *trees]
+            if answer.stopped:
+                shown.print("\nstopped", style="yellow")
+                break
+    _print_all(console, below)
+    chat.keep(turn)
+    console.print()
+    console.print(turn_table(turn))
+    told = verdict_line(turn, chat.dtype)
+    if told is not None:
+        console.print(told, highlight=False)
+    return turn
+
+
+def _trees(chat: Chat, answer: Answer, streamer: AnswerStreamer) -> list[Tree]:
+    """What stands below an answer: the draft tree of every round where they are kept, and what a cascade decided."""
+    trees = [round_tree(chat.tokenizer, number, found) for number, found in enumerate(streamer.trees or (), 1)]
+    return trees if answer.explanation is None else [*trees, stage_tree(answer.explanation)]
+
+
+def _print_all(console: Console, shown: Sequence[str | Tree]) -> None:
+    for each in shown:
+        console.print(each, highlight=False)

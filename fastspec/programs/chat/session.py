@@ -1,0 +1,360 @@
+"""A conversation with a patched model: prompts in, one answer per strategy out."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import fastspec
+from fastspec.cascade.explain import Explanation
+from fastspec.errors import Unsupported
+from fastspec.models import prompt_width
+from fastspec.programs.chat.resources import forget_cascade, load, new_storage, read_resources, resource_names
+from fastspec.programs.chat.settings import PLAIN, Settings
+
+BEAMS = "beam search"
+WARM_TOKENS = 4
+STORED = ("model", "ngram", "storage", "storage_per")
+"""Settings with which a kept storage goes when one of them changes."""
+
+
+@dataclass
+class Answer:
+    """One strategy's answer: new tokens, wall-clock seconds (prefill included, printing not), what was drafted and accepted."""
+
+    strategy: str
+    tokens: list[int]
+    text: str
+    seconds: float
+    acceptance_length: float | None = 1.0
+    """None for beam search, which has no rounds, and where a cascade's stages answered, each with an assistant of its own."""
+    drafted: int = 0
+    accepted: int = 0
+    reused: int = 0
+    """Tokens of the prompt that came from the cache of earlier turns."""
+    stopped: bool = False
+    explanation: Explanation | None = None
+    """What a cascade decided, stage by stage."""
+    exact: bool = True
+    """Whether greedy tokens are the target's: not where a smaller stage of a cascade answered, or a mixture of two models."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        told, length = self.explanation, self.acceptance_length
+        return {
+            **asdict(self),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "acceptance_length": None if length is None else round(length, 3),
+            "explanation": told and {"stage": told.stage, "reused": told.reused, "milliseconds": told.milliseconds, **asdict(told)},
+        }
+
+
+@dataclass
+class Turn:
+    """One prompt and its answers. `settings` are those that it was answered with."""
+
+    prompt: str
+    settings: Settings
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def reference(self) -> Answer | None:
+        """The answer that others are compared with: the first that must be the target's own. None where none need be (sampling)."""
+        return next((answer for answer in self.answers if self._fixed(answer)), None)
+
+    def identical(self, answer: Answer) -> bool | None:
+        """Whether an answer has the reference's tokens; None where it need not (sampling, beam search, a cascade's smaller stage, stopped)
+        and for the reference."""
+        first = self.reference
+        return None if first is None or answer is first or not self._fixed(answer) else answer.tokens == first.tokens
+
+    def _fixed(self, answer: Answer) -> bool:
+        return self.settings.greedy and answer.exact and not answer.stopped and answer.strategy != BEAMS
+
+    def as_json(self) -> dict[str, Any]:
+        answers = [{**answer.as_json(), "identical": self.identical(answer)} for answer in self.answers]
+        return {"prompt": self.prompt, "settings": asdict(self.settings), "answers": answers}
+
+
+class Chat:
+    """A model that `fastspec.patch` has patched, its tokenizer, the settings, and the conversation.
+
+    `own` maps names to assistants of your own (objects of the `Decoding` protocol), which then are strategies like the others.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, settings: Settings, own: dict[str, Any] | None = None) -> None:
+        self.model, self.tokenizer, self._settings, self.own = model, tokenizer, settings, own or {}
+        self.turns: list[Turn] = []
+        self.conversation: list[dict[str, str]] = []
+        self.over = False
+        self._caches: dict[str, tuple[list[int], Any]] = {}  # strategy -> the tokens in its cache, the cache
+        self._storage: Any = None
+        self._warm: set[Any] = set()
+
+    @classmethod
+    def open(cls, settings: Settings) -> Chat:
+        """Load the settings' model, patch it and check the assistants. Raises what loading and patching raise."""
+        model, tokenizer = load(settings)
+        chat = cls(model, tokenizer, settings)
+        for name in settings.assistants:
+            chat.check(name)
+        return chat
+
+    @property
+    def settings(self) -> Settings:
+        """What the chat is set to. A storage that is kept goes with the settings that it was made by."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: Settings) -> None:
+        if any(getattr(settings, name) != getattr(self._settings, name) for name in STORED):
+            self._storage = None
+        self._settings = settings
+
+    def change(self, **changes: Any) -> None:
+        """Change settings. Raises Unsupported, and changes nothing, where one of the assistants cannot answer with them."""
+        settings = self.settings.replace(**changes)
+        for name in settings.assistants:
+            self.check(name, settings)
+        self.settings = settings
+
+    def reopen(self, settings: Settings) -> dict[str, str]:
+        """Load and patch what changed settings name, and drop the old model; returns the assistants that can no longer answer, and why.
+
+        The conversation goes on. Where loading fails, everything is as it was.
+        """
+        if all(getattr(settings, name) == getattr(self.settings, name) for name in ("model", "device")):
+            from fastspec.patches.inspection import resources_of
+
+            given, before = read_resources(settings, self.model, self.tokenizer), resources_of(self.model)
+            fastspec.unpatch(self.model)
+            try:
+                fastspec.patch(self.model, **given, backend=settings.backend)
+            except BaseException:  # an interrupt too must leave the model patched as it was
+                fastspec.patch(self.model, **before)
+                raise
+        else:
+            self.model, self.tokenizer = load(settings)
+        self.settings = settings
+        self._storage = None
+        self._caches.clear()
+        self._warm.clear()
+        lost = {name: str(error) for name in settings.assistants if (error := self._refusal(name)) is not None}
+        kept = tuple(name for name in settings.assistants if name not in lost)
+        self.settings = settings.replace(assistants=kept or ("autoregressive",))
+        return lost
+
+    @property
+    def dtype(self) -> str:
+        """The model's dtype by name."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def strategies(self) -> list[str]:
+        """What answers a prompt, in turn."""
+        return [*self.settings.assistants, *([BEAMS] if self.settings.beams > 1 else [])]
+
+    def known(self) -> list[str]:
+        """Every assistant by name, whether it has what it needs or not."""
+        from fastspec.patches.inspection import ASSISTANTS
+
+        return [PLAIN, *ASSISTANTS, *self.own]
+
+    def check(self, name: str, settings: Settings | None = None) -> None:
+        """Raise Unsupported for an assistant that is unknown, or cannot answer with these settings (the chat's)."""
+        settings = settings or self.settings
+        if name not in self.known():
+            raise Unsupported(f"assistant {name!r} is unknown: accepted are {', '.join(self.known())}")
+        if name == PLAIN or name in self.own:
+            return
+        from fastspec.patches.inspection import check_assistant, has_resource, is_patched
+
+        if not is_patched(self.model):
+            raise Unsupported(f"this {type(self.model).__name__} is not patched: fastspec.patch(model) comes before Chat(model, ...)")
+        try:
+            check_assistant(settings.assistant(name), self.model)
+        except Unsupported as error:
+            early = name == fastspec.Speculative.name
+            if has_resource(name, self.model) or name not in resource_names() or (early and settings.early_exit is not None):
+                raise
+            raise Unsupported(f"{error}; in the chat: /resource {name} SOURCE{' or /early_exit K' if early else ''}") from error
+
+    def _refusal(self, name: str) -> Unsupported | None:
+        try:
+            self.check(name)
+        except Unsupported as error:
+            return error
+        return None
+
+    def answer(self, prompt: str, strategy: str, streamer: Any) -> Answer:
+        """The answer of one strategy to the conversation and a further prompt.
+
+        `streamer` is a `view.AnswerStreamer`; an interrupt (Ctrl-C) ends the answer with what it was handed. Its display time does not
+        count. What `generate` refuses or raises comes through, and the conversation stays as it was.
+        """
+        import torch
+
+        from fastspec.patches.hf.cache_names import CACHE, kept_cache
+
+        ids = self._encode([*self.conversation, {"role": "user", "content": prompt}])
+        options = self._options(strategy)
+        if strategy != BEAMS:
+            self._warm_up(strategy, ids, options)
+            options["streamer"] = streamer
+        cache, reused = self._past(strategy, ids[0].tolist())
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **({CACHE: cache} if cache else {})}
+        if self.settings.seed is not None:
+            torch.manual_seed(self.settings.seed)
+        cascade = self._cascade(strategy)
+        _wait(ids)
+        start = time.perf_counter()
+        try:
+            output = self.model.generate(**inputs, max_new_tokens=self.settings.max_new_tokens, return_dict_in_generate=True, **options)
+            tokens, stats, stopped = output.sequences[0, prompt_width(self.model, ids) :].tolist(), getattr(output, "fastspec", None), False
+        except KeyboardInterrupt:
+            tokens, stats, stopped = list(streamer.ids), streamer if streamer.rounds else None, True
+        _wait(ids)
+        seconds = time.perf_counter() - start - streamer.spent
+        if not stopped and self.settings.cache and strategy != BEAMS and cascade is None:  # a cascade's stages have caches of their own
+            self._caches[strategy] = (output.sequences[0].tolist(), kept_cache(output))
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        answer = Answer(strategy, tokens, text, seconds, reused=reused, stopped=stopped)
+        if strategy == BEAMS:
+            answer.acceptance_length = None
+        if stats is not None:
+            answer.acceptance_length, answer.drafted, answer.accepted = stats.acceptance_length, stats.drafted, stats.accepted
+        if cascade is not None:
+            _judge(answer, cascade, () if stopped else output.fastspec.explanations)
+        return answer
+
+    def keep(self, turn: Turn) -> None:
+        """Make a turn part of the conversation, which goes on from its first answer. A turn stopped before its first token is dropped."""
+        if not turn.answers or not turn.answers[0].tokens:
+            return
+        self.turns.append(turn)
+        self.conversation += [{"role": "user", "content": turn.prompt}, {"role": "assistant", "content": turn.answers[0].text}]
+
+    def restore(self, settings: Settings, conversation: list[dict[str, str]], turns: list[Turn]) -> dict[str, str]:
+        """Go on with a chat that was saved, with its model and settings; returns the assistants that cannot answer here, and why.
+
+        Where loading or patching fails, everything is as it was.
+        """
+        lost = self.reopen(settings)
+        self.turns, self.conversation = list(turns), list(conversation)
+        return lost
+
+    def reset(self) -> None:
+        """Forget the conversation, the caches and a storage that is kept with it."""
+        self.turns, self.conversation, self._storage = [], [], None
+        self.drop_caches()
+
+    def drop_caches(self) -> None:
+        """Forget the keys and values of earlier turns, those that a cascade keeps too."""
+        self._caches = {}
+        forget_cascade(self.model)
+
+    def as_json(self) -> dict[str, Any]:
+        """Settings, conversation and statistics, ready for `json.dumps`."""
+        return {
+            "model": self.settings.model,
+            "device": str(self.model.device),
+            "dtype": self.dtype,
+            "settings": asdict(self.settings),
+            "conversation": self.conversation,
+            "turns": [turn.as_json() for turn in self.turns],
+        }
+
+    def _encode(self, turns: list[dict[str, str]]) -> Any:
+        """Token ids [1, T] of a conversation, by the chat template, or of its texts line by line."""
+        if self.settings.chat and self.tokenizer.chat_template is not None:
+            encoded = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        else:
+            encoded = self.tokenizer("\n".join(turn["content"] for turn in turns), return_tensors="pt")
+        if encoded["input_ids"].shape[1] == 0:
+            raise Unsupported("the prompt has no tokens: write something")
+        return encoded["input_ids"].to(self.model.device)
+
+    def _options(self, strategy: str) -> dict[str, Any]:
+        options = self.settings.sampling(self.model)
+        config = self.model.generation_config
+        if config.pad_token_id is None:  # else transformers says on every call which one it takes
+            ends = config.eos_token_id
+            options["pad_token_id"] = ends[0] if isinstance(ends, list) else (0 if ends is None else ends)
+        if strategy == BEAMS:
+            return {**options, "num_beams": self.settings.beams}
+        if strategy == PLAIN:
+            return options
+        return {**options, "assistant": self._assistant(strategy)}
+
+    def _assistant(self, strategy: str) -> Any:
+        """What `generate(assistant=...)` takes for a strategy, the storage that is kept for the chat in it."""
+        if strategy in self.own:
+            return self.own[strategy]
+        config = self.settings.assistant(strategy)
+        if strategy != fastspec.Nasd.name or self.settings.storage_per != "chat":
+            return config
+        if self._storage is None:
+            self._storage = new_storage(config)
+        return dataclasses.replace(config, n=None, storage=self._storage)
+
+    def _cascade(self, strategy: str) -> fastspec.Cascade | None:
+        """The cascade that a strategy is, or None."""
+        given = self.own.get(strategy, strategy)
+        from fastspec.patches.inspection import cascade_of
+
+        models = cascade_of(self.model) if given == fastspec.Cascade.name else None
+        return given if isinstance(given, fastspec.Cascade) else None if models is None else models.config
+
+    def _warm_up(self, strategy: str, ids: Any, options: dict[str, Any]) -> None:
+        """A few tokens ahead of the first answer with an assistant's settings, so that its seconds do not hold what is done once. What is
+        kept from answer to answer does not have them."""
+        import torch
+
+        config = None if strategy == PLAIN or strategy in self.own else self.settings.assistant(strategy)
+        if (strategy, config) in self._warm:
+            return
+        if config is not None:
+            options = {**options, "assistant": config}
+        self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=WARM_TOKENS, **options)
+        self._warm.add((strategy, config))
+        if self._cascade(strategy) is not None:
+            forget_cascade(self.model)
+
+    def _past(self, strategy: str, ids: list[int]) -> tuple[Any, int]:
+        """A strategy's cache cut to what it shares with ids, at most all but the last token -> cache or None, tokens in it."""
+        held, cache = self._caches.pop(strategy, ([], None))
+        if cache is None or not self.settings.cache:
+            return None, 0
+        length = int(cache.get_seq_length())
+        pairs = zip(held[:length], ids[:-1], strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(length, len(ids) - 1))
+        if shared == 0:
+            return None, 0
+        if shared < length:
+            try:
+                cache.crop(shared - length)  # a negative number is how many tokens go
+            except RuntimeError:  # a sliding window cannot be taken back: read the conversation anew
+                return None, 0
+        return cache, shared
+
+
+def _judge(answer: Answer, cascade: fastspec.Cascade, explanations: Sequence[Explanation]) -> None:
+    """Say of a cascade's answer what was decided, and whether it has to be the large model's own."""
+    if cascade.mode == "adaptive":
+        answer.acceptance_length = None
+        answer.explanation = explanations[0] if explanations else None
+        answer.exact = answer.explanation is not None and answer.explanation.stage == len(cascade.stages)
+    else:
+        answer.exact = cascade.mode == "lossless" or cascade.alpha == "lossless"
+
+
+def _wait(ids: Any) -> None:
+    if ids.is_cuda:
+        import torch
+
+        torch.cuda.synchronize()

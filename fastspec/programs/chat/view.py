@@ -1,0 +1,223 @@
+"""What a chat shows: the answer with its tokens marked, the table of a turn, the draft trees."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from fastspec.cascade.explain import Explanation
+from fastspec.programs.chat.session import Answer, Turn
+from fastspec.programs.demo import MarkedStreamer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ACCEPTED, RECOVERED, BONUS, OWN = "accepted", "recovered", "bonus", "own"
+STYLES: dict[str, str | None] = {ACCEPTED: "bold green", RECOVERED: "bold yellow", BONUS: "bold cyan", OWN: None}
+"""Mark -> style. OWN is a token of the target with no draft beside it: the first of an answer, and all of plain decoding."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round's draft tree on the host: tokens and parents of the nodes, the accepted path as node ids, the token that the target added.
+
+    `notes[i]` says how probable node i's token is given its parent, p by the target and q by the drafter where drafts were drawn at random;
+    `notes[-1]` speaks of `last`. Without a look at the logits there are none.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+    last: int
+    notes: list[str] | None = None
+
+    @property
+    def mark(self) -> str:
+        """What the target's own token of the round is: recovered where it stands in a draft's place, a bonus after the path's end."""
+        beside = [self.tokens[i] for i in range(1, len(self.tokens)) if self.parents[i] == self.path[-1]]
+        if len(self.tokens) == 1:
+            return OWN
+        return RECOVERED if beside and self.last not in beside else BONUS  # an end token ends the walk although it was drafted
+
+
+class AnswerStreamer(MarkedStreamer):
+    """Prints an answer with its tokens in the style of their marks, counts rounds, and keeps their trees where asked to.
+
+    `ids` and `marks` are what was printed; `spent` is the time that this took, in seconds.
+    """
+
+    def __init__(self, tokenizer: Any, console: Console, *, trees: bool = False) -> None:
+        super().__init__(tokenizer, console)
+        self.trees: list[Round] | None = [] if trees else None
+        self.marks: list[str] = []
+        self.spent = 0.0
+        self.rounds = self.drafted = self.accepted = 0
+        self._mark = OWN
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per round, the target's own counted."""
+        return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+
+    def on_tree(self, tree: Any, verdict: Any, logits: Any) -> None:
+        """One round's tree, verdict and target logits [1, N, V], before its tokens come."""
+        start = time.perf_counter()
+        found = read_round(tree, verdict, None if self.trees is None else logits)
+        self._mark = found.mark
+        self.rounds += 1
+        self.drafted += len(found.tokens) - 1
+        self.accepted += len(found.path) - 1
+        if self.trees is not None:
+            self.trees.append(found)
+        self.spent += time.perf_counter() - start
+
+    def on_round(self, tokens: list[int], accepted: int) -> None:
+        """`tokens` of one round, the first `accepted` of them drafted."""
+        marks = [ACCEPTED if index < accepted else self._mark for index in range(len(tokens))]
+        self.marks += marks
+        self.styles.extend(STYLES[mark] for mark in marks)
+
+    def put(self, value: Any) -> None:
+        start = time.perf_counter()
+        super().put(value)
+        self.spent += time.perf_counter() - start
+
+
+def read_round(tree: Any, verdict: Any, logits: Any = None) -> Round:
+    """The round of row 0 on the host, with probabilities where the target's raw logits [B, N, V] are given. Of equal siblings the first
+    stands for all, which are copies that fill a tree up."""
+    tokens, parents = tree.tokens[0], tree.parents[0]
+    path = verdict.path[0, : int(verdict.accepted[0]) + 1].tolist()
+    last = int(verdict.bonus[0])
+    notes = None
+    if logits is not None:
+        scores = logits[0].float().log_softmax(-1)
+        p = [*scores[parents, tokens].exp().tolist(), float(scores[path[-1], last].exp())]
+        q = [] if tree.q is None else tree.q[0].gather(1, tokens[:, None])[:, 0].tolist()
+        notes = [f"p={x:.2f}" + (f" q={q[i]:.2f}" if i < len(q) else "") for i, x in enumerate(p)]
+    return _without_copies(Round(tokens.tolist(), parents.tolist(), path, last, notes))
+
+
+def _without_copies(found: Round) -> Round:
+    """The round without nodes that are equal to an earlier sibling, or below one; a node on the path stays."""
+    number, seen = {0: 0}, set()  # node -> its number without copies
+    for node in range(1, len(found.tokens)):
+        parent, token = found.parents[node], found.tokens[node]
+        if parent in number and ((parent, token) not in seen or node in found.path):
+            seen.add((parent, token))
+            number[node] = len(number)
+    kept, notes = list(number), found.notes
+    return Round(
+        [found.tokens[node] for node in kept], [number[found.parents[node]] for node in kept], [number[node] for node in found.path],
+        found.last, None if notes is None else [notes[node] for node in (*kept, -1)],
+    )  # fmt: skip
+
+
+def legend() -> Text:
+    """One line that says what the colours mean."""
+    return Text("; ").join(
+        [
+            Text.assemble((ACCEPTED, STYLES[ACCEPTED] or ""), " drafts"),
+            Text.assemble((RECOVERED, STYLES[RECOVERED] or ""), ": the target's own token in a rejected draft's place"),
+            Text.assemble((BONUS, STYLES[BONUS] or ""), ": its own after a path that was accepted to the end"),
+            Text("plain: no draft"),
+        ]
+    )
+
+
+def turn_table(turn: Turn) -> Table:
+    """One row per strategy. Where several answered greedily, whether they said the same."""
+    same = [_agreement(turn, answer) for answer in turn.answers]
+    table = Table(box=None, pad_edge=False)  # eight columns in a terminal of eighty
+    table.add_column("strategy", no_wrap=True)
+    titles = ["tokens", "seconds", "tokens/s", "acceptance\nlength", "accepted/\ndrafted"]
+    titles += ["reused"] if any(answer.reused for answer in turn.answers) else []
+    for title in [*titles, *(["identical"] if any(same) else [])]:
+        table.add_column(title, justify="right")
+    for answer, said in zip(turn.answers, same, strict=True):
+        length = "-" if answer.acceptance_length is None else f"{answer.acceptance_length:.2f}"
+        drafted = f"{answer.accepted}/{answer.drafted}" if answer.drafted else "-"
+        row = [
+            answer.strategy + (" (stopped)" if answer.stopped else ""), str(len(answer.tokens)), f"{answer.seconds:.2f}",
+            f"{answer.tokens_per_second:.1f}", length, drafted,
+        ]  # fmt: skip
+        row += [str(answer.reused)] if "reused" in titles else []
+        table.add_row(*row, *([said] if any(same) else []))
+    return table
+
+
+def _agreement(turn: Turn, answer: Answer) -> str:
+    """A cell of the column `identical`."""
+    same = turn.identical(answer)
+    if same is not None:
+        return "yes" if same else "no"
+    if answer.exact or answer.stopped or not turn.settings.greedy or len(turn.answers) == 1:
+        return ""
+    return "mixture" if answer.explanation is None else f"stage {answer.explanation.stage}"
+
+
+def verdict_line(turn: Turn, dtype: str) -> str | None:
+    """Whether the answers of greedy strategies agree, where not, and which ones need not; None where there is nothing to compare."""
+    first, others = turn.reference, [answer for answer in turn.answers if turn.identical(answer) is not None]
+    told = [_why_not_compared(answer) for answer in turn.answers if not answer.exact and _agreement(turn, answer)]
+    if first is not None and others:
+        told.insert(0, _verdict(turn, first, others, dtype, named=bool(told)))
+    return " ".join(told) or None
+
+
+def _verdict(turn: Turn, first: Answer, others: list[Answer], dtype: str, *, named: bool) -> str:
+    if all(turn.identical(answer) for answer in others):
+        names = ", ".join(answer.strategy for answer in [first, *others])
+        return f"The {len(others) + 1} greedy answers{f' of {names}' if named else ''} are identical, token for token."
+    told = []
+    for answer in others:
+        if not turn.identical(answer):
+            pairs = zip(first.tokens, answer.tokens, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first.tokens), len(answer.tokens)))
+            told.append(f"{answer.strategy} differs from {first.strategy} from token {at + 1} on")
+    why = "" if dtype == "float32" else f" (in {dtype} a pass over several tokens rounds differently, so a near-tie can fall the other way)"
+    return "; ".join(told) + why + "."
+
+
+def _why_not_compared(answer: Answer) -> str:
+    if answer.explanation is None:
+        return f"{answer.strategy} is not compared: its tokens follow a mixture of two models."
+    who = answer.explanation.visits[-1]
+    return f"{answer.strategy} is not compared: its stage {who.stage}, {who.name}, answered, not the large model."
+
+
+def stage_tree(explanation: Explanation) -> Tree:
+    """What a cascade decided: a line for each stage that it came to, the one that answered marked."""
+    *_, last = lines = str(explanation).splitlines()
+    tree = Tree(f"cascade: stage {explanation.stage} answered, {explanation.reused} tokens were taken over")
+    for line in lines:
+        tree.add(Text(line, STYLES[ACCEPTED] or "" if line is last else "dim"))
+    return tree
+
+
+def round_tree(tokenizer: Any, number: int, found: Round) -> Tree:
+    """A round's draft tree: tokens with the target's probability p (q the drafter's, where known), the accepted path marked, and the
+    target's own token under the node that it follows."""
+
+    def label(token: int, index: int, style: str, mark: str = "") -> Text:
+        note = found.notes[index] if found.notes else ""
+        return Text.assemble((repr(tokenizer.decode([token])), style), f" {note}", f" <- {mark}" if mark else "")
+
+    def close(node: int) -> None:
+        if node == found.path[-1]:
+            at[node].add(label(found.last, -1, STYLES[found.mark] or "bold", found.mark))
+
+    drafted, accepted = len(found.tokens) - 1, len(found.path) - 1
+    at = {0: Tree(f"round {number}: {accepted} of {drafted} drafted tokens accepted, after {tokenizer.decode(found.tokens[:1])!r}")}
+    close(0)
+    for node in range(1, len(found.tokens)):
+        accepted_here = node in found.path
+        style, mark = (STYLES[ACCEPTED] or "", ACCEPTED) if accepted_here else ("dim", "")
+        at[node] = at[found.parents[node]].add(label(found.tokens[node], node, style, mark))
+        close(node)
+    return at[0]

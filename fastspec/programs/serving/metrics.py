@@ -1,0 +1,73 @@
+"""What a server measures, in Prometheus' form."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from fastspec.programs.serving.batch import Served
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+WINDOW = 10.0
+"""Seconds that tokens per second are counted over."""
+
+
+class Rate:
+    """Tokens per second over the last `WINDOW` seconds."""
+
+    def __init__(self) -> None:
+        self.seen: deque[tuple[float, int]] = deque()
+
+    def add(self, count: int) -> None:
+        """So many tokens came now."""
+        self.seen.append((time.monotonic(), count))
+        self._forget()
+
+    def value(self) -> float:
+        """The rate now."""
+        self._forget()
+        return sum(count for _, count in tuple(self.seen)) / WINDOW
+
+    def _forget(self) -> None:
+        while self.seen and self.seen[0][0] < time.monotonic() - WINDOW:
+            self.seen.popleft()
+
+
+class Metrics:
+    """The metrics of one server; `registry` is what `/metrics` shows."""
+
+    def __init__(self, batch: Served) -> None:
+        self.batch, self.rate, self.registry = batch, Rate(), CollectorRegistry()
+        self.registry.register(self)
+        self.requests = Counter("fastspec_requests", "Requests by how they ended.", ["outcome"], registry=self.registry)
+        self.tokens = Counter("fastspec_generated_tokens", "New tokens of all answers.", registry=self.registry)
+        self.prompt_tokens = Counter("fastspec_prompt_tokens", "Tokens of all prompts that were taken.", registry=self.registry)
+        self.first_token = Histogram(
+            "fastspec_time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=SECONDS, registry=self.registry
+        )  # fmt: skip
+        self.seconds = Histogram(
+            "fastspec_request_seconds", "From a request's arrival to its answer's end.", buckets=SECONDS, registry=self.registry
+        )  # fmt: skip
+
+    def collect(self) -> Iterator[Metric]:
+        """What the batch itself counts."""
+        batch, stats = self.batch, self.batch.stats
+        gauges = {
+            "fastspec_rows": ("Rows of a round.", stats.rows), "fastspec_rows_running": ("Rows that hold a request.", batch.running),
+            "fastspec_queue": ("Requests that wait for a row.", batch.waiting),
+            "fastspec_acceptance_length": ("Mean tokens per round and row, the bonus token counted.", stats.acceptance_length),
+            "fastspec_tokens_per_second": (f"New tokens a second over the last {WINDOW:g} seconds.", self.rate.value()),
+        }  # fmt: skip
+        for name, (said, value) in gauges.items():
+            yield GaugeMetricFamily(name, said, value=value)
+        counters = {
+            "fastspec_rounds": ("Rounds.", stats.rounds), "fastspec_row_rounds": ("Rounds summed over running rows.", stats.row_rounds),
+            "fastspec_drafted_tokens": ("Draft tokens scored.", stats.drafted),
+            "fastspec_accepted_tokens": ("Draft tokens accepted.", stats.accepted),
+        }  # fmt: skip
+        for name, (said, value) in counters.items():
+            yield CounterMetricFamily(name, said, value=value)

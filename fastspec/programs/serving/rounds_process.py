@@ -1,0 +1,212 @@
+"""The process that a server's rounds run in: a model, an open batch, and nothing of HTTP and texts."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.patches.continuous import Continuous
+from fastspec.patches.hf.stop_strings import keep_criterion
+from fastspec.programs.serving.wire import Failure, Packed, Wire
+
+Opened = tuple[Continuous, Any]
+"""An open batch and its tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that is asked for: ids and mask as lists, a GenerationConfig, and a seed."""
+
+    number: int
+    ids: list[int]
+    mask: list[int] | None
+    config: Any
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Nobody waits for this prompt any more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """What stop strings come to, made where no round waits for it."""
+
+    strings: tuple[str, ...]
+    made: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Let go of all prompts, and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The batch is open. What the other process needs to know of it."""
+
+    tokenizer: Any
+    config: Any
+    generation_config: Any
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A prompt is decoded, or was refused with an error."""
+
+    number: int
+    failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Of one round for one prompt."""
+
+    number: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An answer is over, or what ended it; an answer that was cancelled has none."""
+
+    number: int
+    failure: Failure | None
+
+
+class Courier:
+    """A streamer that sends an answer's tokens to the other process."""
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        self.wire, self.number = wire, number
+
+    def put(self, value: Tensor) -> None:
+        """The prompt, which the other process has."""
+
+    def put_tokens(self, tokens: list[int]) -> None:
+        """Send a round's tokens."""
+        self.wire.post(Tokens(self.number, tokens))
+
+    def end(self) -> None:
+        """See `Ended`."""
+
+
+@contextmanager
+def left_alone_by_the_collector() -> Iterator[None]:
+    """What there is stays out of garbage collections: a full one goes through a million objects of torch and transformers, holds the
+    interpreter for some tenths of a second, and stops all streams meanwhile."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
+    """What the process does: open a batch, and decode what the other process asks for until that closes it or has gone.
+
+    Signals are the other process's matter, which a terminal or a supervisor may have sent to both.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="fastspec-parent", daemon=True).start()
+    try:
+        batch, tokenizer = build()
+    except BaseException as error:  # a command's exit, too, is the other process's to make
+        _fail(connection, error)
+        return
+    try:
+        model = batch.model
+        ready = Packed.of(Ready(tokenizer, model.config, model.generation_config, batch.max_length))
+    except ValueError as error:
+        batch.close()
+        _fail(connection, error)
+        return
+    with batch, left_alone_by_the_collector():
+        BatchEnd(connection, batch, tokenizer).run(ready)
+
+
+def _fail(connection: Connection, error: BaseException) -> None:
+    wire = Wire(connection)
+    wire.post(Failure.of(error))
+    wire.end()
+    wire.flush()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+class BatchEnd:
+    """This process's end of the connection."""
+
+    def __init__(self, connection: Connection, batch: Continuous, tokenizer: Any) -> None:
+        self.batch, self.tokenizer = batch, tokenizer
+        self.answers: dict[int, Future[Tensor]] = {}
+        self.wire = Wire(connection, self._state)
+
+    def run(self, ready: Packed) -> None:
+        """Say that the batch is open, and take what comes."""
+        self.wire.post(ready)
+        for messages, _ in self.wire.parcels():
+            for message in messages:
+                if isinstance(message, Close):
+                    self.batch.close(cancel=True)
+                    self.wire.end()
+                    self.wire.flush()
+                    return
+                self._take(message)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Prompt):
+            self._submit(message)
+        elif isinstance(message, Cancelled) and message.number in self.answers:
+            self.answers[message.number].cancel()
+        elif isinstance(message, Criterion):
+            keep_criterion(self.tokenizer, message.strings, message.made)
+
+    def _submit(self, prompt: Prompt) -> None:
+        """Hand a prompt to the batch, and say what became of it."""
+        ids = torch.tensor([prompt.ids])
+        mask = None if prompt.mask is None else torch.tensor([prompt.mask])
+        try:
+            answer = self.batch.submit(
+                ids, prompt.config, Courier(self.wire, prompt.number), seed=prompt.seed, tokenizer=self.tokenizer, attention_mask=mask
+            )  # fmt: skip
+        except Exception as error:
+            self.wire.post(Taken(prompt.number, Failure.of(error)))
+            return
+        self.wire.post(Taken(prompt.number, None))
+        self.answers[prompt.number] = answer
+        answer.add_done_callback(lambda done: self._ended(prompt.number, done))
+
+    def _ended(self, number: int, answer: Future[Tensor]) -> None:
+        self.answers.pop(number, None)
+        error = None if answer.cancelled() else answer.exception()
+        self.wire.post(Ended(number, None if error is None else Failure.of(error)))
+
+    def _state(self) -> tuple[Any, ...]:
+        """What goes beside messages."""
+        batch, stats = self.batch, self.batch.stats
+        counts = stats.assistant, stats.rows, stats.rounds, stats.row_rounds, stats.round_tokens, stats.drafted, stats.accepted
+        return batch.running, batch.alive, counts

@@ -1,0 +1,148 @@
+"""The target answers the training prompts itself: a head learns to guess its target, not the data set's authors.
+
+Prompts are decoded by fastspec's own rounds without drafts, so many rows at a time, and one that has ended gives its place to the next.
+Shards are written as they are done, so that a stopped run goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from fastspec.config import ContinuousBatch
+from fastspec.patches.api import patched
+from fastspec.patches.inspection import is_patched
+from fastspec.programs.bench.measure import left_padded, until_end
+from fastspec.programs.training.config import TrainConfig
+from fastspec.programs.training.data import Row, Texts, encode_prompts
+from fastspec.programs.training.shards import Clock, Shards
+
+ROWS = {"cuda": 128, "cpu": 16}
+"""Rows that are decoded at a time, where their cache takes no more than a quarter of the free memory."""
+A_CALL = 64
+"""Prompts of a call for every row of it: at its end rows stand idle."""
+TOP_K = 64
+"""The likeliest tokens, which sampled answers are drawn from."""
+_CHOSEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Target that answers -> the rows that were chosen for it."""
+
+
+def end_tokens(target: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end an answer: those of the target's generation configuration, and the tokenizer's."""
+    found = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
+    ends = {*(found if isinstance(found, list | tuple) else [found]), getattr(tokenizer, "eos_token_id", None)}
+    return tuple(sorted(token for token in ends if token is not None))
+
+
+def answer_prompts(
+    target: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    ends: Sequence[int],
+    config: TrainConfig,
+    folder: Path,
+    clock: Clock,
+    *,
+    greedy: bool = False,
+    tell: Callable[[int, int], None] = lambda done, of: None,
+) -> Texts:
+    """The target's answers to `rows`, as texts; shards are kept in `folder` and not made twice.
+
+    A share `config.sampled_share` is sampled (temperature, top-p), the rest greedy; with `greedy` all are. `tell` is given the rows that
+    are answered, and how many they will be. Raises `OutOfTime` where `clock` ends.
+    """
+    shards = Shards(folder, clock)
+    parts = []
+    with ExitStack() as stack:
+        for number, start in enumerate(range(0, len(rows), config.shard_texts)):
+            chosen, seed = rows[start : start + config.shard_texts], (config.seed, start)
+
+            def make(
+                chosen: Sequence[Row] = chosen, seed: tuple[int, int] = seed, start: int = start
+            ) -> tuple[Texts, dict[str, Any]]:
+                stack.enter_context(answering(target, config.max_length))
+                share = 0.0 if greedy else config.sampled_share
+                sampled = np.random.default_rng(seed).random(len(chosen)) < share
+                done = lambda count: tell(start + count, len(rows))  # noqa: E731
+                return answer(target, encode_prompts(tokenizer, chosen), sampled, config, ends, tell=done), {}
+
+            parts.append(shards.get(number, seed, make)[0])
+            tell(start + len(chosen), len(rows))
+    return Texts.join(parts)
+
+
+def answer(
+    target: Any, prompts: Sequence[Sequence[int]], sampled: np.ndarray, config: TrainConfig, ends: Sequence[int], *,
+    tell: Callable[[int], None] = lambda count: None,
+) -> Texts:  # fmt: skip
+    """Answer tokenised prompts, in their order; prompts longer than `config.max_length - new_tokens` get an empty answer.
+
+    `sampled` [N] says which are sampled rather than greedy; an answer stops after one of `ends`, or at `config.new_tokens`. `tell` is given
+    the number of prompts that are answered, after every call. Raises Unsupported for a target that cannot be patched, for which a head
+    could not draft.
+    """
+    room = config.max_length - config.new_tokens
+    order = sorted((i for i in range(len(prompts)) if 0 < len(prompts[i]) <= room), key=lambda i: -len(prompts[i]))
+    answers: list[list[int]] = [[] for _ in prompts]
+    answered = len(prompts) - len(order)
+    with answering(target, config.max_length) as most:
+        for draws in (False, True):
+            left = [i for i in order if bool(sampled[i]) == draws]
+            while left:
+                group, left = left[: A_CALL * most], left[A_CALL * most :]
+                for index, tokens in zip(group, _call(target, [prompts[i] for i in group], draws, config, ends, most), strict=True):
+                    answers[index] = tokens
+                answered += len(group)
+                tell(answered)
+    pairs = [([*p, *a], [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers, strict=True)]
+    return Texts.of(pairs, ~sampled)
+
+
+@contextmanager
+def answering(target: Any, longest: int) -> Iterator[int]:
+    """Let a target answer by fastspec's rounds, and by no settings of its own -> the rows that are decoded at a time, of texts of up to
+    `longest` tokens. Around several answers it is patched, and the rows are chosen, once for all of them: what the first of them hold is no
+    reason to take fewer rows, whose rounds would be captured anew."""
+    own, target.generation_config = target.generation_config, GenerationConfig()
+    patches, outermost = not is_patched(target), target not in _CHOSEN
+    try:
+        rows = _CHOSEN.setdefault(target, _rows(target, longest) if outermost else 0)
+        with patched(target) if patches else nullcontext():
+            yield rows
+    finally:
+        target.generation_config = own
+        if outermost:
+            _CHOSEN.pop(target, None)
+        if patches and target.device.type == "cuda":
+            torch.cuda.empty_cache()  # what rounds held is the trainer's now
+
+
+@torch.no_grad()
+def _call(
+    target: Any, prompts: Sequence[Sequence[int]], draws: bool, config: TrainConfig, ends: Sequence[int], rows: int
+) -> list[list[int]]:
+    """The answers to prompts that are all sampled, or all greedy, the end token included where one was reached."""
+    how: dict[str, Any] = {"temperature": config.temperature, "top_k": TOP_K, "top_p": config.top_p} if draws else {}
+    asked = GenerationConfig(max_new_tokens=config.new_tokens, do_sample=draws, eos_token_id=list(ends) or None, pad_token_id=0, **how)
+    inputs = left_padded([list(prompt) for prompt in prompts], asked, target.device)
+    out = target.generate(**inputs, generation_config=asked, assistant=ContinuousBatch("autoregressive", rows))
+    return [until_end(tokens, ends) for tokens in out[:, inputs["input_ids"].shape[1] :].tolist()]
+
+
+def _rows(target: Any, length: int) -> int:
+    """How many rows of so many tokens are decoded at a time."""
+    rows = ROWS.get(target.device.type, ROWS["cpu"])
+    if target.device.type != "cuda":
+        return rows
+    c, device = target.config.get_text_config(), target.device
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(1, min(rows, int(free // 4 // (2 * c.num_hidden_layers * heads * width * target.dtype.itemsize * length))))

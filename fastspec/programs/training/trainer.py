@@ -1,0 +1,299 @@
+"""The training run: schedule, steps, checkpoints, validation."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, gather
+
+from fastspec.errors import Unsupported
+from fastspec.programs.training.acceptance import acceptance
+from fastspec.programs.training.card import model_card
+from fastspec.programs.training.config import TrainConfig
+from fastspec.programs.training.data import Batch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
+from fastspec.programs.training.features import DEVICE, HOST, NOWHERE, KeptFeatures
+from fastspec.programs.training.save import save_head
+from fastspec.programs.training.start import opened, started, vocabulary_of, with_sizes_of
+from fastspec.programs.training.target import TargetReader
+from fastspec.programs.training.ttt import TrainingTimeTest
+
+STATE = "state.pt"
+LOG = "log.jsonl"
+DRAFT_VOCABULARY = 10240  # of an EAGLE-3 head, unless said otherwise
+START_BATCHES = 4  # that an EAGLE-1/2 head's start is solved from
+PLAN = 2  # version of how texts become batches; a run of another version is not taken up
+AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
+IDENTITY = (
+    "batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps",
+    "loss", "start_from", "share_lm_head", "norms", "keep_features", "keep_features_host",
+    "ttt_steps", "decay", "learning_rate", "final_learning_rate", "warmup_steps", "clip", "mixed_precision",
+)  # fmt: skip
+"""Settings that a resumed run must share with the one it takes up."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands; kept in its checkpoints."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    batches_per_epoch: int = 1
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def done(self, config: TrainConfig) -> float:
+        """The share of the run that is behind us, 0 to 1: by time or by epochs, whichever is further."""
+        by_time = self.seconds / (60 * config.minutes) if config.minutes > 0 else 0.0
+        by_epoch = (self.epoch + self.batch / self.batches_per_epoch) / config.epochs if config.epochs > 0 else 0.0
+        return min(1.0, max(by_time, by_epoch))
+
+
+def learning_rate(config: TrainConfig, progress: Progress) -> float:
+    """Linear warm-up, then a cosine down to `final_learning_rate` times the peak."""
+    floor = config.final_learning_rate
+    cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress.done(config)))
+    return config.learning_rate * cosine * min(1.0, (progress.step + 1) / max(1, config.warmup_steps))
+
+
+class Trainer:
+    """One head, one target, one set of texts. `run` trains until the end, or for `limit` seconds, and can be called again."""
+
+    def __init__(self, config: TrainConfig, target: Any, texts: Texts, heldout: Texts, accelerator: Accelerator) -> None:
+        began = opened(config, target)
+        config = with_sizes_of(config, began) if began is not None else config
+        self.config, self.accelerator = config, accelerator
+        self.texts = _usable(texts, config.max_length)
+        self.heldout = _usable(heldout, config.max_length)
+        if not len(self.texts):
+            fits = f"an answer of three tokens and at most {config.max_length} in all"
+            raise Unsupported(f"there is no text to train on: of {len(texts)} none has {fits}")
+        self.starts = self.texts.answer_starts
+        self.folder = Path(config.output)
+        self.progress = Progress()
+        vocab = target.get_input_embeddings().weight.shape[0]
+        self.identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY}
+        self.identity |= {"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "processes": accelerator.num_processes}
+        self.identity["plan"] = PLAN
+        if config.keeps_features:  # what is kept hangs on it
+            self.identity["target_dtype"] = str(target.dtype)
+        state = self._stored()
+        if state is None and began is not None:
+            vocabulary = vocabulary_of(began)
+            self.coverage = coverage_of(self.texts, vocabulary)
+        elif state is None:
+            whole = {"eagle3": DRAFT_VOCABULARY}.get(config.kind, vocab)
+            vocabulary, self.coverage = draft_vocabulary(self.texts, min(config.draft_vocab_size or whole, vocab), vocab)
+        else:
+            vocabulary, self.coverage = state["vocabulary"].cpu(), state["coverage"]
+        torch.manual_seed(config.seed)
+        self.features: KeptFeatures | None = None
+        fresh = state is None and began is None
+        first = batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple) if fresh else None
+        self.head = began or started(config, target, vocabulary, first)
+        self.reader = TargetReader(target, self.head.config.taps, vocabulary)
+        self.module = TrainingTimeTest(self.head, config.ttt_steps, config.decay, loss=config.loss, compile=config.compile)
+        if config.keeps_features:
+            self.features = self._kept()
+        self.vocabulary = vocabulary
+        self.head.to(accelerator.device)
+        optimizer = torch.optim.AdamW(self.head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        if state is not None:
+            self.head.load_state_dict(state["head"])
+            optimizer.load_state_dict(state["optimizer"])
+            self.progress = Progress(**state["progress"])
+            if accelerator.scaler is not None:
+                accelerator.scaler.load_state_dict(state["scaler"])
+        self.unrolled, self.optimizer = accelerator.prepare(self.module, optimizer)
+        if accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / LOG).write_text("".join(json.dumps(row) + "\n" for row in self.progress.history), encoding="utf-8")
+
+    def _stored(self) -> dict[str, Any] | None:
+        path = self.folder / STATE
+        if not (self.config.resume and path.exists()):
+            return None
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        default = {each.name: each.default for each in fields(TrainConfig)}
+        begun = default | state["identity"]  # an older run lacks newer settings, and may hold "" or 0 for these two
+        begun |= {name: default[name] for name in ("loss", "decay") if not begun[name]}
+        other = [name for name, value in self.identity.items() if begun.get(name) != value]
+        if other:
+            was = ", ".join(f"{name} {begun.get(name)!r} (now {self.identity[name]!r})" for name in other)
+            raise Unsupported(f"the run in {self.folder} has {was}: go on with the same, choose another output folder, or set resume=False")
+        return state
+
+    def _plan(self, epoch: int) -> list[np.ndarray]:
+        rng = np.random.default_rng((self.config.seed, epoch))
+        if self.features is not None:
+            return self._own_groups(self.features.place, rng)
+        groups = plan_batches(self.texts.lengths, self.config.batch_tokens, self.config.length_multiple, rng, self.starts)
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        return groups[: max(1, len(groups) // world) * world][rank::world] or groups
+
+    def _kept(self) -> KeptFeatures:
+        """This process's features. Raises `Unsupported` in all processes where one of them can keep none."""
+        world, error = self.accelerator.num_processes, None
+        mine = np.arange(self.accelerator.process_index, len(self.texts), world)
+        if len(self.texts) < world:
+            raise Unsupported(f"keep_features gives each of {world} processes its own texts, and there are {len(self.texts)}")
+        try:
+            kept = KeptFeatures(self.reader, self.texts, self.config.keep_features, mine, self.config.keep_features_host)
+        except Unsupported as raised:
+            error = raised
+        failed = torch.tensor([int(error is not None)], device=self.accelerator.device)
+        if bool((gather(failed) if world > 1 else failed).any()):
+            raise error or Unsupported("keep_features: another process can keep no text; its error says why")
+        return kept
+
+    def _own_groups(self, place: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        """Batches of this process's texts, in every epoch the same: those that are kept in one memory apart from those in another, and from
+        the others, whose batches the target has to read. All processes have as many."""
+        tokens, multiple, lengths = self.config.batch_tokens, self.config.length_multiple, self.texts.lengths
+        mine = np.arange(len(lengths)) % self.accelerator.num_processes == self.accelerator.process_index
+        groups: list[np.ndarray] = []
+        for part in filter(len, (np.flatnonzero(mine & (place == each)) for each in (DEVICE, HOST, NOWHERE))):
+            before, more = len(groups), [part[group] for group in plan_batches(lengths[part], tokens, multiple, rng, self.starts[part])]
+            groups += more
+            if before and more:
+                rng.shuffle(groups)  # type: ignore[arg-type]  # a list of arrays is shuffled in place
+        if self.accelerator.num_processes == 1:
+            return groups
+        counts = gather(torch.tensor([len(groups)], device=self.accelerator.device))
+        return groups[: int(counts.min())]
+
+    def step(self, batch: Batch) -> dict[str, Any]:
+        """One optimiser step; returns tensors, so that nothing waits for the device."""
+        teacher = self.reader.read(batch.ids, batch.where) if self.features is None else self.features.read(batch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config, self.progress)
+        with self.accelerator.autocast():
+            loss, losses, hits = self.unrolled(batch.ids, teacher, 1, batch.first)
+        self.accelerator.backward(loss)
+        norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"loss": loss.detach(), "losses": losses, "accuracy": hits.float().nanmean(1), "norm": norm}
+
+    def run(
+        self, limit: float = math.inf, report: Callable[[dict[str, Any]], None] | None = None, tick: Callable[[float], None] | None = None
+    ) -> Progress:
+        """Train until the run's end or for `limit` seconds, saving a checkpoint every `config.checkpoint_minutes` and at the end.
+
+        `report` is given a row at the first step and every 50, `tick` the share that is done after each."""
+        p, config = self.progress, self.config
+        first, limit, seen = p.step, self._agreed(limit), 0
+        last = time.perf_counter()
+        began = saved = self._agreed(last)
+        plan = self._plan(p.epoch)
+        p.batches_per_epoch = len(plan)
+        stream = batches(self.texts, plan[p.batch :], config.length_multiple)
+        while p.done(config) < 1 and limit > 0:
+            batch = next(stream, None)
+            if batch is None:
+                p.epoch, p.batch = p.epoch + 1, 0
+                stream = batches(self.texts, self._plan(p.epoch), config.length_multiple)
+                continue
+            result = self.step(batch.to(self.accelerator.device))
+            tokens = int(batch.ids.numel()) * self.accelerator.num_processes
+            seen, p.tokens = seen + tokens, p.tokens + tokens
+            p.step, p.batch = p.step + 1, p.batch + 1
+            if tick is not None:
+                tick(p.done(config))
+            if p.step % 50 == 0 or p.step == 1:
+                row = self._row(result, seen, time.perf_counter() - last)
+                seen, last = 0, time.perf_counter()
+                if report is not None and self.accelerator.is_main_process:
+                    report(row)
+            if config.validate_every and p.step % config.validate_every == 0 and len(self.heldout):
+                self._log({"step": p.step, "validation": self.validate()})
+            if self.accelerator.num_processes > 1 and p.step % AGREE_EVERY:
+                continue
+            now = self._agreed(time.perf_counter())
+            p.seconds, began, limit = p.seconds + now - began, now, limit - (now - began)
+            if 0 < 60 * config.checkpoint_minutes < now - saved:
+                self.checkpoint()
+                saved = now
+        if p.step > first:
+            self.checkpoint()
+        return p
+
+    def finish(self) -> None:
+        """Validate the trained head once, and write the result into its log and card."""
+        p = self.progress
+        if len(self.heldout) and not (p.history and p.history[-1].get("step") == p.step and "validation" in p.history[-1]):
+            self._log({"step": p.step, "validation": self.validate()})
+            self.checkpoint()
+
+    def _agreed(self, now: float) -> float:
+        """The main process's clock, so that all processes stop at the same step."""
+        if self.accelerator.num_processes == 1:
+            return now
+        return float(broadcast(torch.tensor([now], dtype=torch.float64, device=self.accelerator.device))[0])
+
+    def _row(self, result: dict[str, Any], tokens: int, seconds: float) -> dict[str, Any]:
+        p = self.progress
+        row = {
+            "step": p.step,
+            "done": round(p.done(self.config), 4),
+            "loss": round(float(result["loss"]), 4),
+            "losses": [round(x, 3) for x in result["losses"].tolist()],
+            "accuracy": [round(x, 3) for x in result["accuracy"].tolist()],
+            "norm": round(float(result["norm"]), 3),
+            "tokens_per_second": round(tokens / max(seconds, 1e-9)),
+        }
+        self._log(row)
+        return row
+
+    def _log(self, row: dict[str, Any]) -> None:
+        self.progress.history.append(row)
+        if self.accelerator.is_main_process:
+            with (self.folder / LOG).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def validate(self, texts: Texts | None = None) -> dict[str, Any]:
+        """Teacher-forced acceptance on held-out answers, see `acceptance`."""
+        texts = self.heldout if texts is None else _usable(texts, self.config.max_length)
+        with self.accelerator.autocast():
+            limit = self.config.heldout_texts
+            return acceptance(self.head, self.reader, texts, steps=self.config.ttt_steps, limit=limit)
+
+    def checkpoint(self) -> None:
+        """Write the head (bf16, with its card) and, beside it, what `resume` needs."""
+        if not self.accelerator.is_main_process:
+            return
+        row = next((r["validation"] for r in reversed(self.progress.history) if "validation" in r), None)
+        card = model_card(
+            self.config, self.head.config, steps=self.progress.step, processes=self.accelerator.num_processes,
+            coverage=self.coverage, texts=len(self.texts), validation=row,
+        )  # fmt: skip
+        save_head(self.head, self.folder, card)
+        state = {
+            "head": self.head.state_dict(),
+            "optimizer": self.optimizer.optimizer.state_dict(),
+            "vocabulary": self.vocabulary,
+            "coverage": self.coverage,
+            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
+            "identity": self.identity,
+            "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
+        }
+        torch.save(state, self.folder / (STATE + ".part"))
+        (self.folder / (STATE + ".part")).replace(self.folder / STATE)
+
+
+def _usable(texts: Texts, longest: int) -> Texts:
+    """The conversations that fit and hold an answer of at least three tokens."""
+    if not len(texts):
+        return texts
+    answers = np.add.reduceat(texts.answer.astype(np.int64), texts.offsets[:-1])
+    return texts.select((texts.lengths <= longest) & (answers >= 3))
