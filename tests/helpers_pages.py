@@ -14,7 +14,7 @@ from helpers_training import small_target
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     path.relative_to(ROOT)
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "fastspec").rglob("README.md"))
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "packages").rglob("README.md"))
 )
 NEEDS = ("hub", "gpu", "clients", "images", "own", "processes")
 """What a page may say that a snippet needs, in a comment before it: <!-- needs: hub, gpu -->. The hub and the GPU have stand-ins here;

@@ -32,7 +32,7 @@ from fastspec.programs.cli.app import app
 ALL = [snippet for page in PAGES for snippet in snippets(page)]
 PYTHON = [snippet for snippet in ALL if snippet.language == "python"]
 RUN = [snippet for snippet in PYTHON if snippet.needs <= STOOD_IN]
-BINDING = ("bench.run", "demo", "patches.cascade.stages", "training.entry")
+BINDING = ("programs.bench.run", "programs.demo", "patches.cascade.stages", "programs.training.entry")
 """Modules that take `load_model` when they are imported."""
 IN_ORDER = ("README.md", "docs/tutorial.md")
 """Pages whose snippets go on from each other; elsewhere each finds a patched model, unless it patches one itself."""
