@@ -40,7 +40,7 @@ from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.recurrent import commit as delta_commit
 from fastspec.kernels.recurrent import conv, delta
 from fastspec.kernels.recurrent import reference as recurrent_reference
-from fastspec.kernels.recurrent.reference import Rates
+from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.verification import posterior_eval
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.kernels.verification.reference import SamplingSettings
@@ -288,7 +288,7 @@ def recurrent_cases(sizes: tuple[int, int, int, int] = (16, 32, 128, 128), layer
     same over a part of a prompt, and what moves all layers' states behind the accepted path. The floor reads states and inputs once."""
     key_heads, heads, key_size, value_size = sizes
     channels, width, state_bytes = 2 * key_heads * key_size + heads * value_size, 4, 4 * heads * key_size * value_size
-    weight, rates = random(channels, width), Rates(random(heads), random(heads))
+    weight, rates = random(channels, width), DecayRates(random(heads), random(heads))
 
     def state_of(rows: int) -> Tensor:
         return random(rows, heads, key_size, value_size, dtype=torch.float32)

@@ -24,7 +24,7 @@ from peers import COMPILES, RUNS, write_configs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastspec.programs.bench.device import device_name, versions
-from fastspec.programs.bench.peers import Job, Peer, Way, answers, medians
+from fastspec.programs.bench.peers import Peer, PeerJob, Way, answers, medians
 
 
 def written(name: str, folder: Path, draft_vocab: int) -> tuple[str, str]:
@@ -43,7 +43,7 @@ def rows_of(peer: Peer, name: str, args: argparse.Namespace) -> list[dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         target, head = written(name, Path(folder), args.draft_vocab)
         for chain in (None, *args.chains):
-            job = Job(
+            job = PeerJob(
                 target, "bfloat16", [[ids], [ids]], (args.tokens, 1), exact_length=True, head=head, dummy=True, warmup=COMPILES, runs=RUNS,
                 memory=args.memory, processes=args.processes,
             )  # fmt: skip

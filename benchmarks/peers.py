@@ -43,8 +43,8 @@ from fastspec.errors import FastSpecError
 from fastspec.models import SMOLLM2, load_model
 from fastspec.patches.assistants.heads import find_head
 from fastspec.programs.bench.device import device_name, versions
-from fastspec.programs.bench.measure import Answer, left_padded, until_end
-from fastspec.programs.bench.peers import MEMORY, Job, Peer, Way, answers, medians
+from fastspec.programs.bench.measure import MeasuredAnswer, left_padded, until_end
+from fastspec.programs.bench.peers import MEMORY, Peer, PeerJob, Way, answers, medians
 from fastspec.programs.bench.prompts import encode_rows, read_rows
 from fastspec.programs.bench.run import saved
 from fastspec.programs.training.save import checkpoint_config
@@ -89,7 +89,7 @@ class Setup:
         leave()
         return []
 
-    def asked(self, job: Job, way: Way) -> tuple[Row, list[Answer]]:
+    def asked(self, job: PeerJob, way: Way) -> tuple[Row, list[MeasuredAnswer]]:
         """What vLLM says of itself, and its call of median time for every batch."""
         assert self.peer is not None
         left = self.budget.left
@@ -204,7 +204,7 @@ def their_rows(
     twice, eagle = method == "eagle3" or long, method == "eagle3"
     runs, counts = (LONG_RUNS if long else RUNS), (new, 1) if twice else (new,)
     batches = [batch for _, batch in cases for _ in counts]
-    job = Job(
+    job = PeerJob(
         target, dtype, batches, counts * len(cases), exact_length=True, head=head, dummy=True, warmup=COMPILES, runs=runs,
         memory=setup.memory, cache_bytes=setup.cache_bytes,
     )  # fmt: skip
@@ -297,7 +297,7 @@ def their_answers(
     parts = {rows: [found[at : at + rows] for at in range(0, len(found), rows)] for rows in sizes}
     batches = [batch for part in parts.values() for batch in part]
     dtype = str(model.dtype).removeprefix("torch.")
-    job = Job(folder, dtype, batches, new, ends, head=str(find_head(name)), memory=setup.memory, cache_bytes=setup.cache_bytes)
+    job = PeerJob(folder, dtype, batches, new, ends, head=str(find_head(name)), memory=setup.memory, cache_bytes=setup.cache_bytes)
     told, median = setup.asked(job, Way(f"{THEIRS}-{chain}", chain))
     made, calls = [], iter(median)
     for rows, part in parts.items():

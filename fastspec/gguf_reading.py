@@ -19,7 +19,7 @@ def fast_reader(reader: Any) -> Any:
     of a memory map makes another object of Python's."""
     from gguf import GGUFValueType
 
-    class Reader(reader):  # type: ignore[misc]
+    class FastReader(reader):  # type: ignore[misc]
         @property
         def data(self) -> Any:
             return self._bytes
@@ -57,7 +57,7 @@ def fast_reader(reader: Any) -> Any:
                 places = range(2, len(parts))
             return (at - begin, parts, list(places), [GGUFValueType.ARRAY, GGUFValueType(kind[0])]) if places and at <= end else None
 
-    return Reader
+    return FastReader
 
 
 def over_rows(func: Callable[[np.ndarray], np.ndarray], arr: np.ndarray, otype: Any, oshape: tuple[int, ...]) -> np.ndarray:

@@ -241,13 +241,13 @@ def recurrent_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], o
     """Those of a Gated DeltaNet layer of Qwen3.5-9B, and of its gated attention."""
     from fastspec.kernels.layer import gated, rope_cache
     from fastspec.kernels.recurrent import commit, conv, delta
-    from fastspec.kernels.recurrent.reference import Rates
+    from fastspec.kernels.recurrent.reference import DecayRates
 
     def few(*sizes: int) -> Tensor:
         return floats(*sizes, dtype=dtype)
 
     channels, heads, size = 8192, 32, 128
-    rates, state = Rates(few(heads), few(heads)), floats(1, heads, size, size, dtype=torch.float32)
+    rates, state = DecayRates(few(heads), few(heads)), floats(1, heads, size, size, dtype=torch.float32)
     weight, held, cache = few(channels, 4), few(1, 4, channels), few(1, 4, 4096, 256)
     for rows in (1, 8, 61, 512):
         wide, at, words = few(1, rows, 12352), whole(1, rows), whole(1, rows, (rows + 63) // 64)

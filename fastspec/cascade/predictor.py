@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastspec.cascade.calibration import Calibrator, Posterior
 from fastspec.cascade.features import NAMES
-from fastspec.cascade.stopping import Rates, Scores, Table
+from fastspec.cascade.stopping import QualityTable, Rates, Scores
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.reading import parse_json
 
@@ -129,13 +129,13 @@ class Predictor:
             raise Unsupported(f"score: the features of stage {stage} are not finite: {features.tolist()}")
         return self._scores(stage, self.heads[stage](features), risk)
 
-    def table(self, risk: float | None = None) -> Table:
+    def table(self, risk: float | None = None) -> QualityTable:
         """The training items as `fastspec.cascade.stopping.Solver` needs them; `risk` as for the scores that it will decide on."""
         quality = []
         for stage, points in enumerate(self.points):
             scored = [self._scores(stage, point, risk).quality for point in points.tolist()]
             quality.append(torch.tensor(scored, dtype=torch.float64))
-        return Table(tuple(quality), self.points, self.fresh, self.kept)
+        return QualityTable(tuple(quality), self.points, self.fresh, self.kept)
 
     def _scores(self, stage: int, point: list[float], risk: float | None) -> Scores:
         outlooks = self.outlooks[stage]

@@ -41,7 +41,7 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class QualityTable:
     """What is known of n training items, for stages 0 .. L - 1; all on the CPU.
 
     quality[k] [n, L - k]: what `Scores.quality` of stage k says of each item; points[k] [n, 2 (L - k) - 1]: its `Scores.point`;
@@ -140,7 +140,7 @@ class Solver:
     So for s <= t: G(s) >= (s / t) G(t), and where stage k stops at t, G(t) >= t (1 - q), hence G(s) >= s (1 - q): it stops at s.
     """
 
-    def __init__(self, table: Table, rates: Rates, *, neighbours: int | None = None) -> None:
+    def __init__(self, table: QualityTable, rates: Rates, *, neighbours: int | None = None) -> None:
         """Raises `Unsupported` where rates are for another number of stages, or `neighbours` is not in 1 .. n - 1 (None: sqrt(n))."""
         items, stages = table.fresh.shape
         if len(rates.token_ms) != stages:

@@ -16,7 +16,7 @@ from helpers_examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastspec.cascade.stopping import Rates, Scores, Solver, Table, solve_chain
+from fastspec.cascade.stopping import QualityTable, Rates, Scores, Solver, solve_chain
 from fastspec.errors import Unsupported
 
 STRATEGIES = ((1.0, 1.6, 4.2, 8.8), (0.6, 0.7, 0.82, 0.92))
@@ -86,12 +86,12 @@ def test_an_example_by_both_solvers(price, stage):
     assert stage_of(solver, scores, price) == stage
 
 
-def alike(quality) -> Table:
+def alike(quality) -> QualityTable:
     """A table whose items know the qualities of all stages at every stage."""
     known = torch.tensor(quality).double()
     count, stages = known.shape
     points = tuple(torch.zeros(count, 2 * (stages - k) - 1) for k in range(stages))
-    return Table(tuple(known[:, k:] for k in range(stages)), points, torch.ones(count, stages), torch.zeros(count, stages))
+    return QualityTable(tuple(known[:, k:] for k in range(stages)), points, torch.ones(count, stages), torch.zeros(count, stages))
 
 
 def stage_of(solver: Solver, scores, price: float) -> int:
@@ -108,7 +108,7 @@ def settings_of(draw: st.DrawFn):
         return torch.randint(most + 1, shape, generator=g).double()
 
     left = range(stages, 0, -1)
-    table = Table(
+    table = QualityTable(
         tuple(number(count, each) / 16 for each in left), tuple(number(count, 2 * each - 1, most=999) for each in left),
         number(count, stages, most=40), number(count, stages, most=9),
     )  # fmt: skip
@@ -205,7 +205,7 @@ def test_costs_are_generated_verified_and_start():
 def test_a_backward_pass_of_four_thousand_items_is_short_and_kept():
     g = torch.Generator().manual_seed(0)
     count, left = 4000, (3, 2, 1)
-    table = Table(
+    table = QualityTable(
         tuple(torch.rand(count, each, generator=g) for each in left), tuple(torch.randn(count, 2 * each - 1, generator=g) for each in left),
         torch.rand(count, 3, generator=g) * 90, torch.zeros(count, 3),
     )  # fmt: skip
@@ -243,6 +243,6 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(Unsupported, match="Scores: "):
         Scores((0.5, 0.6), ())
     with pytest.raises(Unsupported, match="Table: points"):
-        Table(table.quality, table.points[::-1], table.fresh, table.kept)
+        QualityTable(table.quality, table.points[::-1], table.fresh, table.kept)
     with pytest.raises(Unsupported, match=r"n >= 2"):
         alike([(0.5, 0.6)])

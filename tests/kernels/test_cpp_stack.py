@@ -18,7 +18,7 @@ from torch import Tensor
 import fastspec
 from fastspec.generation.layers.whole import WholeLayers
 from fastspec.kernels.layer import reference
-from fastspec.kernels.layer.reference import Place, PlainLayers
+from fastspec.kernels.layer.reference import LayerPlace, PlainLayers
 from fastspec.kernels.linear.reference import SILU
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import Native
@@ -42,7 +42,7 @@ def by_kernel(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.measured, "fastest", lambda rows, weight: native.by_kernel)
 
 
-def one_by_one(ops: Native, held: PlainLayers, places: list[Place], total: Tensor, positions: Tensor, taps: dict, x: Tensor | None) -> Any:
+def one_by_one(ops: Native, held: PlainLayers, places: list[LayerPlace], total: Tensor, positions: Tensor, taps: dict, x: Tensor | None) -> Any:
     """`reference.stack` by a backend's ops."""
     change = None
     for number, (layer, place) in enumerate(zip(held.rows, places, strict=True)):

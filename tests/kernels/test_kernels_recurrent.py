@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fastspec.generation.tree import TokenTree
 from fastspec.kernels.layer.reference import gate_heads as plain_gate_heads
 from fastspec.kernels.recurrent import reference
-from fastspec.kernels.recurrent.reference import Rates
+from fastspec.kernels.recurrent.reference import DecayRates
 
 pytest.importorskip("triton")
 
@@ -39,7 +39,7 @@ class Case:
     mixed: Tensor
     a: Tensor
     b: Tensor
-    rates: Rates
+    rates: DecayRates
     state: Tensor
     tree: TokenTree
 
@@ -50,7 +50,7 @@ class Case:
         channels = 2 * keys * key_size + values * value_size
         wide = torch.randn(2, nodes, channels + 2 * values + 3, generator=draw).to(dtype).to(device)
         mixed, a, b, _ = wide.split((channels, values, values, 3), -1)
-        rates = Rates(*(torch.randn(values, generator=draw).to(dtype).to(device) for _ in "ab"), scale=1.0 + seed % 2)
+        rates = DecayRates(*(torch.randn(values, generator=draw).to(dtype).to(device) for _ in "ab"), scale=1.0 + seed % 2)
         state = torch.randn(2, values, key_size, value_size, generator=draw).to(device)
         parents = random_parents(2, nodes, draw)
         tree = TokenTree.from_parents(parents * 0, (torch.arange(nodes) - 1).clamp(min=0).expand(2, -1) if chain else parents)

@@ -14,7 +14,7 @@ from helpers_serve import MARKS, openai, served, uvicorn
 from helpers_training import small_target, small_tokenizer
 
 import fastspec
-from fastspec.programs.serving.gate import Gate
+from fastspec.programs.serving.middleware import RequestMiddleware
 from fastspec.programs.training.save import save_head
 
 pytestmark = MARKS
@@ -44,7 +44,7 @@ def test_the_programs_snippet_makes_a_server(monkeypatch: pytest.MonkeyPatch) ->
     fastspec.patch(model, eagle3=tiny_head(model))
     monkeypatch.setattr(uvicorn, "run", ran.append)
     exec(compile(PROGRAM, "docs/serving.md", "exec"), {"fastspec": fastspec, "model": model, "tokenizer": small_tokenizer()})
-    assert [type(app) for app in ran] == [Gate]
+    assert [type(app) for app in ran] == [RequestMiddleware]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 import fastspec
 from fastspec.programs.serving import handlers
-from fastspec.programs.serving.manager import Ending
+from fastspec.programs.serving.manager import FinishReason
 from fastspec.programs.serving.requests import texts_of
 
 pytestmark = MARKS
@@ -213,10 +213,10 @@ def test_a_stop_string_at_the_end_of_the_room_ends_an_answer() -> None:
             return " ".join(map(str, tokens))
 
     config, models = GenerationConfig(max_new_tokens=3), GenerationConfig(eos_token_id=[7, 8])
-    ending = Ending(config, models, Words(), ("3 4",))
+    ending = FinishReason(config, models, Words(), ("3 4",))
     cut = {(1, 2, 5): True, (2, 3, 4): False, (1, 2, 8): False, (1, 2): False}
     assert all(ending.cut_off([*tokens]) is wanted for tokens, wanted in cut.items())
-    assert Ending(config, models, Words(), ()).cut_off([2, 3, 4])
+    assert FinishReason(config, models, Words(), ()).cut_off([2, 3, 4])
 
 
 def test_an_error_of_our_own_is_openais_json_too(server: Served, monkeypatch) -> None:

@@ -19,7 +19,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.session import session_of
 from fastspec.programs.bench import device, measure, run, run_bench
 from fastspec.programs.bench.methods import Method
-from fastspec.programs.bench.prompts import Prompt
+from fastspec.programs.bench.prompts import BenchPrompt
 from fastspec.programs.bench.report import print_differences, print_texts, quantiles, summarise
 from fastspec.programs.cli.app import app
 
@@ -235,12 +235,12 @@ def test_methods_that_compile_answer_before_they_are_timed(monkeypatch: pytest.M
     asked: list[str] = []
     made = [Method(name, None, {}, {}) for name in ("transformers", "prompt-lookup", "assisted", "static-compile", "eagle3", "nasd")]
 
-    def ask(method: Method, part: list[Prompt], tokens: int) -> measure.Answer:
+    def ask(method: Method, part: list[BenchPrompt], tokens: int) -> measure.MeasuredAnswer:
         asked.append(method.name)
-        return measure.Answer([[1]], float(len(asked)), Stats(), None)
+        return measure.MeasuredAnswer([[1]], float(len(asked)), Stats(), None)
 
     monkeypatch.setattr(measure, "ask", ask)
-    rows = list(measure.on_part([Prompt("a", "b", [1])], made, small_tokenizer(), 4, 0.0, untimed=2))
+    rows = list(measure.on_part([BenchPrompt("a", "b", [1])], made, small_tokenizer(), 4, 0.0, untimed=2))
     assert asked == ["transformers", "prompt-lookup", "assisted"] + 3 * ["static-compile"] + 3 * ["eagle3"] + 3 * ["nasd"]
     assert [row["seconds"] for row in rows] == [1, 2, 3, 6, 9, 12]
 
@@ -277,7 +277,7 @@ def test_the_loop_counts_accepted_lengths(pairs) -> None:
 
 
 def test_a_clock_counts_what_a_peer_hands_over() -> None:
-    clock = measure.Clock(rows=1)
+    clock = measure.TimedStreamer(rows=1)
     for width in (7, 1, 3, 1, 2):  # the prompt, the first token, three rounds
         clock.put(torch.zeros(1, width))
     clock.end()

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.programs.bench import run_bench
-from fastspec.programs.bench.peers import Job, Peer, PeerFailed, Way, answers
+from fastspec.programs.bench.peers import Peer, PeerFailed, PeerJob, Way, answers
 from fastspec.programs.bench.report import differing, summarise
 from fastspec.programs.cli.app import app
 from fastspec.programs.training.save import save_head
@@ -172,11 +172,11 @@ def test_an_engine_that_fails_costs_no_row_and_is_told(saved: Path, tmp_path: Pa
     assert "vllm-eagle3-3 ended with status 1 after 0 answers" in done.output and "no kernel for a chain of this length" in done.output
     assert [json.loads(line)["method"] for line in out.read_text().splitlines()] == ["transformers", "eagle3", "vllm"]
     with pytest.raises(PeerFailed, match="no kernel for a chain of this length"):
-        answers(Peer("vllm"), Job(str(saved / "model"), "float32", [[[1, 2]]], 3, head="somewhere"), Way("vllm-eagle3-3", 3))
+        answers(Peer("vllm"), PeerJob(str(saved / "model"), "float32", [[[1, 2]]], 3, head="somewhere"), Way("vllm-eagle3-3", 3))
 
 
 def test_shapes_with_random_weights_answer_at_their_length(engine: Path) -> None:
-    job = Job("shape", "bfloat16", [[[1, 2], [3]], [[4]]], 5, exact_length=True, dummy=True, warmup=0, runs=2)
+    job = PeerJob("shape", "bfloat16", [[[1, 2], [3]], [[4]]], 5, exact_length=True, dummy=True, warmup=0, runs=2)
     told, found = answers(Peer("vllm"), job, Way("vllm"))
     assert [[answer.tokens for answer in batch] for batch in found] == [[[[2] * 5, [3] * 5]] * 2, [[[4] * 5]] * 2]
     assert told["engine_settings"]["load_format"] == "dummy" and told["engine_settings"]["max_num_seqs"] == 2
@@ -194,7 +194,7 @@ def test_an_unknown_engine_is_refused(saved: Path) -> None:
 def test_an_engine_that_takes_too_long_is_ended(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text("import time; time.sleep(60)")
     with pytest.raises(PeerFailed, match="vllm was ended after 1 s"):
-        answers(Peer("vllm"), Job(str(saved / "model"), "float32", [[[1, 2]]], 3), Way("vllm"), timeout=1.0)
+        answers(Peer("vllm"), PeerJob(str(saved / "model"), "float32", [[[1, 2]]], 3), Way("vllm"), timeout=1.0)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.call import refusals
 from fastspec.programs.chat.commands import COMMANDS, execute
 from fastspec.programs.chat.loop import converse, respond
-from fastspec.programs.chat.session import BEAMS, Answer, Chat, Turn
+from fastspec.programs.chat.session import BEAMS, Answer, Chat, ChatTurn
 from fastspec.programs.chat.settings import PLAIN, Settings
 from fastspec.programs.chat.terminal import CommandCompleter, terminal_lines
 from fastspec.programs.chat.view import ACCEPTED, BONUS, OWN, RECOVERED, STYLES, AnswerStreamer, read_round, verdict_line
@@ -63,11 +63,11 @@ def test_two_turns_with_two_assistants_give_the_same_tokens(template: str | None
 
 def test_differing_answers_are_named() -> None:
     made = [Answer(name, tokens, "", 1.0) for name, tokens in (("a", [1, 2, 3]), ("b", [1, 9, 3]), ("c", [1, 2]))]
-    turn = Turn("", Settings(), made)
+    turn = ChatTurn("", Settings(), made)
     assert verdict_line(turn, "float32") == "b differs from a from token 2 on; c differs from a from token 3 on."
     assert "bfloat16" in (verdict_line(turn, "bfloat16") or "")
-    assert verdict_line(Turn("", Settings(processor="multinomial"), made), "float32") is None
-    assert verdict_line(Turn("", Settings(), made[:1]), "float32") is None
+    assert verdict_line(ChatTurn("", Settings(processor="multinomial"), made), "float32") is None
+    assert verdict_line(ChatTurn("", Settings(), made[:1]), "float32") is None
 
 
 @pytest.mark.parametrize("line", ["/cache off", "/chat off"])

@@ -99,17 +99,17 @@ def test_a_run_that_differs_is_not_hidden_by_the_median(saved: Path, monkeypatch
     from fastspec.generation.stats import Stats
     from fastspec.programs.bench import measure
     from fastspec.programs.bench.methods import Method
-    from fastspec.programs.bench.prompts import Prompt
+    from fastspec.programs.bench.prompts import BenchPrompt
 
     answers = iter([([1], 1.0), ([1], 2.0), ([1], 3.0), ([1], 1.0), ([1], 2.0), ([2], 9.0)])
 
-    def ask(*given: object) -> measure.Answer:
+    def ask(*given: object) -> measure.MeasuredAnswer:
         tokens, seconds = next(answers)
-        return measure.Answer([tokens], seconds, Stats(), None)
+        return measure.MeasuredAnswer([tokens], seconds, Stats(), None)
 
     monkeypatch.setattr(measure, "ask", ask)
     made = [Method(name, None, {}, {}) for name in ("transformers", "nasd")]
-    rows = list(measure.on_part([Prompt("a", "b", [1])], made, small_tokenizer(), 4, 0.0, runs=3))
+    rows = list(measure.on_part([BenchPrompt("a", "b", [1])], made, small_tokenizer(), 4, 0.0, runs=3))
     assert [(row["seconds"], row["identical"]) for row in rows] == [(2.0, True), (9.0, False)]
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fastspec.distribution import install_command
 from fastspec.programs.cli.app import app
-from fastspec.programs.serving.gate import DRAINED, LET_GO, Gate
+from fastspec.programs.serving.middleware import DRAINED, LET_GO, RequestMiddleware
 
 
 class Client:
@@ -34,7 +34,7 @@ class Client:
         self.got.append(message)
 
 
-def asked(gate: Gate, client: Client, path: str = "/v1/completions", **headers: str) -> tuple[int | None, bytes]:
+def asked(gate: RequestMiddleware, client: Client, path: str = "/v1/completions", **headers: str) -> tuple[int | None, bytes]:
     """Status and body of an answer; None where there is none."""
     scope = {"type": "http", "path": path, "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
     asyncio.run(asyncio.wait_for(gate(scope, client.receive, client.send), 10))
@@ -49,7 +49,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.mark.parametrize("parts", [[b"hello"], [b"he", b"", b"llo"], [b""]])
 def test_a_body_arrives_whole(parts):
-    assert asked(Gate(echo, ("/v1/completions",), 5, None), Client(parts)) == (200, b"".join(parts))
+    assert asked(RequestMiddleware(echo, ("/v1/completions",), 5, None), Client(parts)) == (200, b"".join(parts))
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -64,7 +64,7 @@ def test_what_nobody_waits_for_is_let_go(begins, leaves):
             await send({"type": "http.response.start", "status": 200, "headers": []})
         await asyncio.sleep(60 if leaves else 0)
 
-    client, gate = Client([b""], leaves), Gate(answering, ("/v1/completions",), 5, None)
+    client, gate = Client([b""], leaves), RequestMiddleware(answering, ("/v1/completions",), 5, None)
     scope = {"type": "http", "path": "/v1/completions", "headers": []}
     asyncio.run(asyncio.wait_for(gate(scope, client.receive, client.send), 10))
     assert let_go == [1] * leaves
@@ -72,7 +72,7 @@ def test_what_nobody_waits_for_is_let_go(begins, leaves):
 
 def test_who_is_not_let_in_is_told_why():
     def told(status: int, words: str, client: Client, **options: Any) -> None:
-        got, body = asked(Gate(echo, ("/v1/completions", "/health"), 5, "se cret"), client, **options)
+        got, body = asked(RequestMiddleware(echo, ("/v1/completions", "/health"), 5, "se cret"), client, **options)
         error = json.loads(body)["error"]
         assert got == error["code"] == status and words in error["message"]
 
@@ -89,7 +89,7 @@ def test_who_is_not_let_in_is_told_why():
     endless = Client([b"hello!"] * 99)
     told(413, "longer than 5 bytes", endless, **key)
     assert len(endless.parts) > 80
-    assert asked(Gate(echo, ("/health",), 5, "secret"), Client([b""]), path="/health")[0] == 200
+    assert asked(RequestMiddleware(echo, ("/health",), 5, "secret"), Client([b""]), path="/health")[0] == 200
 
 
 def test_half_a_body_is_no_request():
@@ -100,7 +100,7 @@ def test_half_a_body_is_no_request():
         return {"type": "http.request", "body": client.parts.pop(), "more_body": True} if client.parts else {"type": "http.disconnect"}
 
     client.receive = sends_half  # type: ignore[method-assign]
-    assert asked(Gate(echo, ("/v1/completions",), 5, None), client) == (None, b"")
+    assert asked(RequestMiddleware(echo, ("/v1/completions",), 5, None), client) == (None, b"")
 
 
 def test_a_request_whose_client_goes_away_is_cancelled():
@@ -117,8 +117,8 @@ def test_a_request_whose_client_goes_away_is_cancelled():
         await receive()
         seen.append((await receive())["type"])
 
-    assert asked(Gate(slow, ("/v1/completions",), 5, None), Client([b"hello"], leaves=True)) == (None, b"")
-    assert asked(Gate(asks_who_is_there, ("/v1/completions",), 5, None), Client([b"hello"], leaves=True)) == (None, b"")
+    assert asked(RequestMiddleware(slow, ("/v1/completions",), 5, None), Client([b"hello"], leaves=True)) == (None, b"")
+    assert asked(RequestMiddleware(asks_who_is_there, ("/v1/completions",), 5, None), Client([b"hello"], leaves=True)) == (None, b"")
     assert seen[0] == "cancelled"
 
 
@@ -137,7 +137,7 @@ def test_when_the_server_stops_a_client_is_told_or_its_stream_breaks_off(begun):
     async def stopped() -> Client:
         client = Client([b"hello"])
         scope = {"type": "http", "path": "/v1/completions", "headers": []}
-        task = asyncio.ensure_future(Gate(slow, ("/v1/completions",), 5, None)(scope, client.receive, client.send))
+        task = asyncio.ensure_future(RequestMiddleware(slow, ("/v1/completions",), 5, None)(scope, client.receive, client.send))
         await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait_for(task, 10)
@@ -153,7 +153,7 @@ def test_what_the_app_raises_is_not_swallowed():
         raise ArithmeticError("no")
 
     with pytest.raises(ArithmeticError):
-        asked(Gate(raising, ("/v1/completions",), 5, None), Client([b"hello"]))
+        asked(RequestMiddleware(raising, ("/v1/completions",), 5, None), Client([b"hello"]))
 
 
 def test_what_is_no_request_goes_through():
@@ -162,7 +162,7 @@ def test_what_is_no_request_goes_through():
     async def lifespan(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    asyncio.run(Gate(lifespan, (), 5, "key")({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+    asyncio.run(RequestMiddleware(lifespan, (), 5, "key")({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
     assert seen == ["lifespan"]
 
 

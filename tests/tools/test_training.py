@@ -20,7 +20,7 @@ from fastspec.errors import Unsupported
 from fastspec.programs.cli.app import app
 from fastspec.programs.training import TrainConfig, entry, train
 from fastspec.programs.training.data import Texts
-from fastspec.programs.training.shards import Clock, OutOfTime
+from fastspec.programs.training.shards import OutOfTime, TimeLimit
 from fastspec.programs.training.trainer import Trainer
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
@@ -131,7 +131,7 @@ def test_one_command_called_until_it_is_done_equals_one_call(tmp_path: Path, mon
     model, tokenizer = small_target(1, peak=0.08), small_tokenizer()
     assert train(whole_run(tmp_path, "one"), target=model, tokenizer=tokenizer) == tmp_path / "one"
 
-    class Stub(Clock):
+    class Stub(TimeLimit):
         """Ends a call after so many shards, or so many seconds of training."""
 
         def __init__(self, shards: int, seconds: float) -> None:
@@ -149,7 +149,7 @@ def test_one_command_called_until_it_is_done_equals_one_call(tmp_path: Path, mon
     config, rows = whole_run(tmp_path, "two"), []
     clocks = [Stub(2, 1e9), Stub(5, 1e9), Stub(99, 0.1), Stub(0, 1e9)]
     for clock in clocks:
-        monkeypatch.setattr(entry, "Clock", lambda minutes, clock=clock: clock)
+        monkeypatch.setattr(entry, "TimeLimit", lambda minutes, clock=clock: clock)
         done = train(config, target=model, tokenizer=tokenizer, report=rows.append)
         assert (done is None) == (clock is not clocks[-1])
     same_state(tmp_path / "one", tmp_path / "two")

@@ -28,7 +28,7 @@ from fastspec.generation.heads.load import read_checkpoint
 from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import load_head
 from fastspec.programs.cli.app import app
-from fastspec.programs.training.data import Batch, Texts, batches
+from fastspec.programs.training.data import TextBatch, Texts, batches
 from fastspec.programs.training.target import TargetReader, head_for, start_from_features
 from fastspec.programs.training.trainer import Trainer
 from fastspec.programs.training.ttt import FEATURE_LOSS, TrainingTimeTest
@@ -201,7 +201,7 @@ def test_start_is_the_best_linear_guess() -> None:
     ids = torch.randint(2, VOCAB, (40, 16))
     where = torch.arange(ids.numel()).view_as(ids)[:, 3:-1].flatten()
     head = made_head(model, 0)
-    start_from_features(head, model, [Batch(ids[:13], where[: 12 * 13]), Batch(ids[13:], where[12 * 13 :] - 13 * 16)])
+    start_from_features(head, model, [TextBatch(ids[:13], where[: 12 * 13]), TextBatch(ids[13:], where[12 * 13 :] - 13 * 16)])
     with torch.no_grad():
         features = model.model(ids).last_hidden_state
         known = torch.cat((model.model.embed_tokens(ids[:, 3:-1]), features[:, 2:-2]), -1).flatten(0, 1)

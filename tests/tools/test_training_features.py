@@ -29,7 +29,7 @@ from fastspec.patches.assistants.heads import inspect_head, load_head
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.run import readable
 from fastspec.programs.training import features, ttt
-from fastspec.programs.training.data import Batch, Texts, batches, plan_batches
+from fastspec.programs.training.data import TextBatch, Texts, batches, plan_batches
 from fastspec.programs.training.features import DEVICE, GIB, HOST, NOWHERE, KeptFeatures
 from fastspec.programs.training.target import TargetReader
 from fastspec.programs.training.trainer import Trainer
@@ -61,7 +61,7 @@ def counted(reader: TargetReader, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return passes
 
 
-def agree(one: Any, two: Any, batch: Batch, texts: Texts, **tolerance: float) -> None:
+def agree(one: Any, two: Any, batch: TextBatch, texts: Texts, **tolerance: float) -> None:
     """Two teachers of a batch say the same, of the padding too where a head could see it: nowhere."""
     assert batch.texts is not None
     for row, index in enumerate(batch.texts):
@@ -373,7 +373,7 @@ class RoundedAttention(UnrolledAttention):
         return super().__call__(layer, q.bfloat16(), k.bfloat16(), v.bfloat16())
 
 
-def step_of(module: TrainingTimeTest, batch: Batch, teacher: Teacher, first: int) -> tuple[torch.Tensor, ...]:
+def step_of(module: TrainingTimeTest, batch: TextBatch, teacher: Teacher, first: int) -> tuple[torch.Tensor, ...]:
     """A batch's losses and two gradients, on the CPU."""
     module.zero_grad()
     loss, losses, _ = module(batch.ids, teacher, 1, first)
@@ -382,7 +382,7 @@ def step_of(module: TrainingTimeTest, batch: Batch, teacher: Teacher, first: int
     return losses.cpu(), module.head.fc.weight.grad.cpu(), layer.self_attn.k_proj.weight.grad.cpu()
 
 
-def on_the_cpu(trainer: Trainer, batch: Batch, teacher: Teacher) -> tuple[TrainingTimeTest, Batch, Teacher]:
+def on_the_cpu(trainer: Trainer, batch: TextBatch, teacher: Teacher) -> tuple[TrainingTimeTest, TextBatch, Teacher]:
     """The same step on the CPU, where all of it is in fp32."""
     head, target = EagleHead(trainer.head.config), small_target()
     head.load_state_dict(trainer.head.state_dict())
@@ -391,7 +391,7 @@ def on_the_cpu(trainer: Trainer, batch: Batch, teacher: Teacher) -> tuple[Traini
     return TrainingTimeTest(head.float(), trainer.config.ttt_steps, trainer.config.decay), batch.to(torch.device("cpu")), teacher
 
 
-def rounded_step(trainer: Trainer, batch: Batch, teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, ...]:
+def rounded_step(trainer: Trainer, batch: TextBatch, teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, ...]:
     """The same step on the CPU, in bf16."""
     with monkeypatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
         patch.setattr(ttt, "UnrolledAttention", RoundedAttention)

@@ -18,14 +18,14 @@ from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import Texts, batches, draft_vocabulary, join_answers, plan_batches
 from fastspec.programs.training.enlarge import Enlarger, candidates, follow_up
 from fastspec.programs.training.regenerate import answer, answer_prompts, end_tokens
-from fastspec.programs.training.shards import Clock, OutOfTime, Shards
+from fastspec.programs.training.shards import OutOfTime, Shards, TimeLimit
 
 ROWS = [{"prompt": "w40 w41"}, {"turns": ["w50", "w60"]}]
 
 
 def enlarged(folder: Path, texts: Texts, **changes: object) -> Texts:
     config = settings(folder, prompts="none", shard_texts=16, **changes)
-    return Enlarger(target=small_target(), tokenizer=small_tokenizer(), ends=(END,), rows=ROWS, config=config, clock=Clock()).run(texts)
+    return Enlarger(target=small_target(), tokenizer=small_tokenizer(), ends=(END,), rows=ROWS, config=config, clock=TimeLimit()).run(texts)
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +88,12 @@ def test_a_target_is_patched_once_for_all_shards_and_unpatched_behind_them(
     config = settings(tmp_path, prompts="none", shard_texts=2, second_answers=True, sampled_share=1.0)
     for made in (1, 0):  # what is there asks nobody
         patches.clear()
-        found = answer_prompts(model, small_tokenizer(), rows, (END,), config, tmp_path / "answers", Clock())
+        found = answer_prompts(model, small_tokenizer(), rows, (END,), config, tmp_path / "answers", TimeLimit())
         assert len(patches) == made and len(found) == 6 and len(list((tmp_path / "answers").iterdir())) == 3
         assert session_of(model) is None and model.generation_config.temperature == own
     assert len(calls) == 3 and len(set(calls)) == 1
     patches.clear()
-    more = Enlarger(target=model, tokenizer=small_tokenizer(), ends=(END,), rows=rows, config=config, clock=Clock()).run(found)
+    more = Enlarger(target=model, tokenizer=small_tokenizer(), ends=(END,), rows=rows, config=config, clock=TimeLimit()).run(found)
     assert len(calls) == 6 and len(set(calls[3:])) == 1
     assert len(patches) == 1 and len(more) == 12 and session_of(model) is None and model.generation_config.temperature == own
 
@@ -186,7 +186,7 @@ def test_made_texts_are_kept_and_the_time_counts_over_calls(texts: Texts, tmp_pa
 
 
 def test_no_shard_is_started_that_would_end_too_late(tmp_path: Path) -> None:
-    clock = Clock(minutes=1.0)
+    clock = TimeLimit(minutes=1.0)
     shards = Shards(tmp_path, clock, seconds=[25.0])
     clock.began -= 40
     with pytest.raises(OutOfTime):

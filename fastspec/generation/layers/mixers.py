@@ -14,7 +14,7 @@ from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.recurrent import DeltaState
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.linear.reference import Addends, Parts
-from fastspec.kernels.recurrent.reference import Rates
+from fastspec.kernels.recurrent.reference import DecayRates
 
 Summed: TypeAlias = Tensor | Parts | Addends
 """A tensor, or the parts of a sum where a norm follows, which adds them up, those of other processes too."""
@@ -128,7 +128,7 @@ class GatedDelta(SequenceMixer):
     """x [..., H] -> the convolution's channels, the norm's gate, b and a, side by side [..., C + Hv * Dv + 2 * Hv]."""
     conv: Tensor
     """[C, K]."""
-    rates: Rates
+    rates: DecayRates
     norm: Tensor
     """[Dv]."""
     eps: float

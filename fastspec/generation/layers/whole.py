@@ -12,7 +12,7 @@ from fastspec.generation.layers.mixers import FullAttention, Nodes
 from fastspec.generation.ops import Ops
 from fastspec.generation.state.attention import FullAttentionState
 from fastspec.kernels.attention.reference import AttentionLayout
-from fastspec.kernels.layer.reference import Place, PlainLayer, PlainLayers, RootMeanSquare, Weighted
+from fastspec.kernels.layer.reference import LayerPlace, PlainLayer, PlainLayers, RootMeanSquare, Weighted
 from fastspec.kernels.linear.reference import SILU
 
 
@@ -56,7 +56,7 @@ class WholeLayers:
             if factor is not None:
                 return None
             layout = cast(AttentionLayout, nodes.layouts[mixer.sight])
-            places.append(Place(*caches[id(state)], mixer.index, cos, sin, nodes.slots[state.ring], layout))
+            places.append(LayerPlace(*caches[id(state)], mixer.index, cos, sin, nodes.slots[state.ring], layout))
         return self.run(self.layers, places, total, nodes.positions, taps or {}, x)
 
 

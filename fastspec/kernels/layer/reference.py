@@ -128,7 +128,7 @@ class PlainLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerPlace:
     """Where a layer stands in one pass: layer `index` of caches k, v [L, B, Hkv, C, D], its rotary tables, the slots [B, N] of its nodes,
     and what they see."""
 
@@ -142,7 +142,7 @@ class Place:
 
 
 def stack(
-    layers: PlainLayers, places: Sequence[Place], total: Tensor, positions: Tensor, taps: Mapping[int, Tensor], x: Tensor | None = None
+    layers: PlainLayers, places: Sequence[LayerPlace], total: Tensor, positions: Tensor, taps: Mapping[int, Tensor], x: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Layers one after another over hidden states total [B, N, H] of nodes at positions [B, N] -> what the last feed-forward adds, and the
     sum before it, [B, N, H] each; their sum is the hidden states behind the layers.

@@ -86,7 +86,7 @@ AnyLaunch = TypeVar("AnyLaunch", Launch, RowLaunch)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule(Generic[AnyLaunch]):
+class LaunchRule(Generic[AnyLaunch]):
     """A row of a table: the launch of products with SwiGLU or without, of at least so much depth and so many channels, at most so many
     weights, and where `wide`, of more channels than depth."""
 
@@ -103,7 +103,7 @@ class Rule(Generic[AnyLaunch]):
         return gated == self.gated and depth >= self.depth and channels >= self.channels and few and (depth < channels or not self.wide)
 
 
-def first_of(rules: Iterable[Rule[AnyLaunch]], channels: int, depth: int, gated: bool) -> AnyLaunch | None:
+def first_of(rules: Iterable[LaunchRule[AnyLaunch]], channels: int, depth: int, gated: bool) -> AnyLaunch | None:
     """The launch of the first rule that holds."""
     return next((rule.launch for rule in rules if rule.holds(channels, depth, gated)), None)
 
@@ -114,21 +114,24 @@ MOST_TUNED = 64
 """Rows of products whose launch may be tuned: what a Launch holds at once."""
 
 ROW = (
-    Rule(RowLaunch(2, 2048, 4), gated=True, depth=2049), Rule(RowLaunch(2, 512, 1), gated=True, depth=1025),
-    Rule(RowLaunch(4, 1024, 4), gated=True),
-    Rule(RowLaunch(4, 512, 2), channels=65536),
-    Rule(RowLaunch(4, 1024, 4), depth=2049, channels=2049), Rule(RowLaunch(4, 2048, 8), depth=2049),  # few programs: longer blocks
-    Rule(RowLaunch(4, 2048, 4), depth=1025), Rule(RowLaunch(4, 1024, 2), depth=513), Rule(RowLaunch(4, 512, 1)),  # a line at once
+    LaunchRule(RowLaunch(2, 2048, 4), gated=True, depth=2049), LaunchRule(RowLaunch(2, 512, 1), gated=True, depth=1025),
+    LaunchRule(RowLaunch(4, 1024, 4), gated=True),
+    LaunchRule(RowLaunch(4, 512, 2), channels=65536),
+    LaunchRule(RowLaunch(4, 1024, 4), depth=2049, channels=2049),
+    LaunchRule(RowLaunch(4, 2048, 8), depth=2049),  # few programs: longer blocks
+    LaunchRule(RowLaunch(4, 2048, 4), depth=1025),
+    LaunchRule(RowLaunch(4, 1024, 2), depth=513),
+    LaunchRule(RowLaunch(4, 512, 1)),  # a line at once
 )  # fmt: skip
-ROWS: tuple[tuple[int, tuple[Rule[Launch], ...]], ...] = (
+ROWS: tuple[tuple[int, tuple[LaunchRule[Launch], ...]], ...] = (
     (16, (
-        Rule(Launch(64, 128, 4, 3, tma=True), gated=True, depth=1025), Rule(Launch(32, 64, 4, 4), gated=True),
-        Rule(Launch(16, 128, 4, 4), weights=3 * 2**19), Rule(Launch(64, 128, 4, 4), channels=65536, depth=1025),
-        Rule(Launch(64, 128, 4, 6), depth=4096), Rule(Launch(64, 128, 4, 6), depth=1025, wide=True),
+        LaunchRule(Launch(64, 128, 4, 3, tma=True), gated=True, depth=1025), LaunchRule(Launch(32, 64, 4, 4), gated=True),
+        LaunchRule(Launch(16, 128, 4, 4), weights=3 * 2**19), LaunchRule(Launch(64, 128, 4, 4), channels=65536, depth=1025),
+        LaunchRule(Launch(64, 128, 4, 6), depth=4096), LaunchRule(Launch(64, 128, 4, 6), depth=1025, wide=True),
     )),
     (MOST_TUNED, (
-        Rule(Launch(128, 64, 4, 4, tma=True), gated=True, depth=4096), Rule(Launch(64, 64, 4, 4), gated=True, depth=1025),
-        Rule(Launch(32, 64, 4, 4), gated=True), Rule(Launch(128, 64, 4, 4), channels=65536, depth=4096),
+        LaunchRule(Launch(128, 64, 4, 4, tma=True), gated=True, depth=4096), LaunchRule(Launch(64, 64, 4, 4), gated=True, depth=1025),
+        LaunchRule(Launch(32, 64, 4, 4), gated=True), LaunchRule(Launch(128, 64, 4, 4), channels=65536, depth=4096),
     )),
 )  # fmt: skip
 """For at most so many rows in half precision; what no rule holds for is torch's."""

@@ -17,13 +17,13 @@ from fastspec.kernels.attention.reference import AttentionLayout
 from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.layer import reference as layer_reference
-from fastspec.kernels.layer.reference import Place, PlainLayers
+from fastspec.kernels.layer.reference import LayerPlace, PlainLayers
 from fastspec.kernels.linear import onednn
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.quickest import Measured, Way
 from fastspec.kernels.linear.reference import SILU, Addends, Gate, Parts, joined
 from fastspec.kernels.native import build
-from fastspec.kernels.native.stack import MOST_SIZE, Table, placed, run, table_of
+from fastspec.kernels.native.stack import MOST_SIZE, StackTable, placed, run, table_of
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.kernels.verification.reference import SamplingSettings
 
@@ -213,7 +213,7 @@ class Native:
         return out
 
     def stack(
-        self, layers: PlainLayers, places: Sequence[Place], total: Tensor, positions: Tensor, taps: Mapping[int, Tensor],
+        self, layers: PlainLayers, places: Sequence[LayerPlace], total: Tensor, positions: Tensor, taps: Mapping[int, Tensor],
         x: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """`reference.stack` by the same kernels as the ops above, bit for bit; None, and nothing has happened, for more than 64 rows,
@@ -234,7 +234,7 @@ class Native:
         kernel = self._kernels["stack" + (build.MIXED if mixed else ENDINGS[total.dtype])]
         return run(kernel, table, places, total, positions, taps, x, self.pairs)
 
-    def _multiplies(self, table: Table, rows: int) -> bool:
+    def _multiplies(self, table: StackTable, rows: int) -> bool:
         """Whether the kernel is what `linear` would take for every product of a table's layers."""
         if table.dtype is torch.bfloat16:
             return True

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels.layer.reference import Place, PlainLayer, PlainLayers, RootMeanSquare, Weighted
+from fastspec.kernels.layer.reference import LayerPlace, PlainLayer, PlainLayers, RootMeanSquare, Weighted
 
 P, N, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
 MOST_SIZE = 1024
@@ -48,7 +48,7 @@ def tensors_of(layer: PlainLayer) -> Iterator[Tensor]:
     yield from (norm for norm in norms if norm is not None)
 
 
-class Table:
+class StackTable:
     """What is the same in every pass over some layers. `fits` is false where the kernels do not compute them."""
 
     def __init__(self, layers: PlainLayers) -> None:
@@ -121,15 +121,15 @@ def _normed(norm: RootMeanSquare) -> tuple[int, float, float, bool]:
     return norm.weight.data_ptr(), norm.eps, norm.offset or 0.0, norm.offset is not None
 
 
-def table_of(layers: PlainLayers) -> Table | None:
+def table_of(layers: PlainLayers) -> StackTable | None:
     """The layers' table, made where there is none or a weight has moved; None where the kernels do not compute them."""
     table = layers.prepared
-    if not isinstance(table, Table) or table.seen != table.now():
-        table = layers.prepared = Table(layers)
+    if not isinstance(table, StackTable) or table.seen != table.now():
+        table = layers.prepared = StackTable(layers)
     return table if table.fits else None
 
 
-def placed(table: Table, layers: PlainLayers, places: Sequence[Place], taps: Mapping[int, Tensor]) -> list[Tensor] | None:
+def placed(table: StackTable, layers: PlainLayers, places: Sequence[LayerPlace], taps: Mapping[int, Tensor]) -> list[Tensor] | None:
     """Write into the table where the layers stand in a pass -> tensors that must outlive it; None where the kernels do not read them so."""
     kept: list[Tensor] = []
     seen: dict[int, Tensor] = {}
@@ -166,9 +166,15 @@ def placed(table: Table, layers: PlainLayers, places: Sequence[Place], taps: Map
 
 
 def run(
-    kernel: Callable[..., None], table: Table, places: Sequence[Place], total: Tensor, positions: Tensor, taps: Mapping[int, Tensor],
-    x: Tensor | None, pairs: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    kernel: Callable[..., None],
+    table: StackTable,
+    places: Sequence[LayerPlace],
+    total: Tensor,
+    positions: Tensor,
+    taps: Mapping[int, Tensor],
+    x: Tensor | None,
+    pairs: bool,
+) -> tuple[Tensor, Tensor]:
     """The pass itself."""
     batch, nodes, width = total.shape
     heads, size = places[0].k.shape[2], places[0].k.shape[4]

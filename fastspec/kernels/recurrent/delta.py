@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastspec.kernels.launch import dependent
 from fastspec.kernels.recurrent.blocks import add_updates, decay_of, pairs_of, rates_of, scale_of, seen_by, through
-from fastspec.kernels.recurrent.reference import Rates
+from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.recurrent.tree import wide_tree
 
 FEW = 16
@@ -143,7 +143,7 @@ def _delta_chain(
 
 
 def delta_tree(
-    mixed: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, words: Tensor, updates: Tensor, gates: Tensor
+    mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, words: Tensor, updates: Tensor, gates: Tensor
 ) -> Tensor:  # fmt: skip
     """`reference.delta_tree`. mixed [B, N, C], a, b [B, N, Hv], updates [B, N, Hv, Dv] and gates [B, N, Hv] are contiguous but for their
     rows' and nodes' strides; state [B, Hv, Dk, Dv] and `rates` are contiguous; words [B, N, W] with a contiguous last dimension."""
@@ -167,7 +167,7 @@ def delta_tree(
     return out
 
 
-def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, counts: Tensor) -> Tensor:
+def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, counts: Tensor) -> Tensor:
     """`reference.delta_chain`, with the layouts of `delta_tree`; counts [B] int64 contiguous."""
     sizes = _checked(mixed, a, b, rates, state)
     batch, tokens = mixed.shape[:2]
@@ -194,7 +194,7 @@ def _launch(mixed: Tensor, sizes: tuple[int, int, int, int]) -> tuple[dict[str, 
     return options, triton.cdiv(value_size, value_block)
 
 
-def _checked(mixed: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor) -> tuple[int, int, int, int]:
+def _checked(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor) -> tuple[int, int, int, int]:
     """(Hk, Hv, Dk, Dv). Raises ValueError for what the kernels do not accept."""
     batch, tokens, channels = mixed.shape
     _, value_heads, key_size, value_size = state.shape

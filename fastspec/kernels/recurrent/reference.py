@@ -32,7 +32,7 @@ CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class DecayRates:
     """What decay and rate of the nodes come from: a node's g is -e^log_decay softplus(a + bias), its beta `scale` times sigmoid(b).
 
     `log_decay` and `bias` are [Hv].
@@ -96,7 +96,7 @@ def sizes_of(mixed: Tensor, state: Tensor) -> tuple[int, int, int, int]:
 
 
 def delta_tree(
-    mixed: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, words: Tensor, updates: Tensor, gates: Tensor
+    mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, words: Tensor, updates: Tensor, gates: Tensor
 ) -> Tensor:  # fmt: skip
     """Outputs of a tree's nodes [B, N, Hv, Dv] in mixed's dtype; the state stays as it is.
 
@@ -115,7 +115,7 @@ def delta_tree(
     return out.to(mixed.dtype)
 
 
-def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, counts: Tensor) -> Tensor:
+def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, counts: Tensor) -> Tensor:
     """The same for a text that stands: outputs [B, T, Hv, Dv], and state [B, Hv, Dk, Dv] is moved behind its first counts [B] tokens."""
     g, beta = rates.of(a, b)
     real = torch.arange(mixed.shape[1], device=mixed.device) < counts[:, None]

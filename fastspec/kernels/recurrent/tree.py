@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastspec.kernels.launch import dependent
 from fastspec.kernels.recurrent.blocks import decay_of, pairs_of, rates_of, scale_of, seen_by, through_both
-from fastspec.kernels.recurrent.reference import Rates
+from fastspec.kernels.recurrent.reference import DecayRates
 
 SYSTEM = {32: (4, 32), 64: (8, 64)}
 """Nodes of a block -> warps of a program of the first launch, and channels of keys that it takes at a time (the fastest on an H200)."""
@@ -152,8 +152,16 @@ def _tree_updates(
 
 
 def wide_tree(
-    mixed: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, words: Tensor, updates: Tensor, gates: Tensor, sizes: dict[str, Any]
-) -> Tensor:  # fmt: skip
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rates: DecayRates,
+    state: Tensor,
+    words: Tensor,
+    updates: Tensor,
+    gates: Tensor,
+    sizes: dict[str, Any],
+) -> Tensor:
     """`delta.delta_tree` of checked arguments, and of sizes HK, HV, DK, DV, DV_BLOCK and DOT."""
     batch, nodes = mixed.shape[:2]
     block = 32 if nodes <= 32 else 64

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from fastspec.kernels.attention.reference import attention_layout
-from fastspec.kernels.layer.reference import Place, PlainLayer, PlainLayers, RootMeanSquare, Weighted
+from fastspec.kernels.layer.reference import LayerPlace, PlainLayer, PlainLayers, RootMeanSquare, Weighted
 from fastspec.patches.checks.inputs import Draw, tree
 
-Stacked = tuple[PlainLayers, Sequence[Place], Tensor, Tensor, Mapping[int, Tensor], Tensor | None]
+Stacked = tuple[PlainLayers, Sequence[LayerPlace], Tensor, Tensor, Mapping[int, Tensor], Tensor | None]
 KEYS, QUERIES, SIZE, SLOTS = 2, 4, 16, 24
 
 
@@ -44,7 +44,7 @@ def layers(
         slots = prefix[:, None] + draw.fixed([list(range(nodes))])
         k, v = (draw.floats(2, rows, KEYS, 2 * SLOTS, SIZE) for _ in "kv")
         layout = attention_layout(prefix, words, nodes, nodes, SLOTS + nodes, QUERIES // KEYS)
-        places = [Place(k, v, index, cos, sin, slots, layout) for index in range(2)]
+        places = [LayerPlace(k, v, index, cos, sin, slots, layout) for index in range(2)]
         taps = {1: draw.floats(rows, nodes, 3 * width)[..., width : 2 * width]} if tapped else {}
         x = draw.floats(rows, nodes, 2 * width) if given else None
         rows_of = PlainLayers((layer(True), layer(False)))

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Expert, Gate, Routing
-from fastspec.kernels.recurrent.reference import Rates
+from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.checks.inputs import Draw, Laid, tree
 from fastspec.patches.checks.layers import layers
@@ -265,7 +265,7 @@ CHANNELS = 2 * SIZES["keys"] * SIZES["key"] + SIZES["values"] * SIZES["value"]
 def recurrent(draw: Draw, nodes: int) -> tuple[Any, ...]:
     """mixed, a, b, rates, state."""
     values = SIZES["values"]
-    rates = Rates(draw.floats(values), draw.floats(values))
+    rates = DecayRates(draw.floats(values), draw.floats(values))
     state = draw.single(2, values, SIZES["key"], SIZES["value"])
     return draw.floats(2, nodes, CHANNELS), draw.floats(2, nodes, values), draw.floats(2, nodes, values), rates, state
 

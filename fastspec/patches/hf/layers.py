@@ -17,7 +17,7 @@ from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.base import LayerState
 from fastspec.generation.state.recurrent import DeltaState
 from fastspec.kernels.linear.reference import joined
-from fastspec.kernels.recurrent.reference import Rates
+from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
@@ -130,7 +130,7 @@ def _gated_delta(parts: Adapter, net: Any, ops: Ops, state: LayerState, index: i
     norm, most = getattr(net, parts.recurrent_norm), 2.0 if parts.doubles and getattr(net, parts.doubles) else 1.0
     return GatedDelta(
         ops, state, index, project=project if order is None else lambda x: project(x).index_select(-1, order),
-        conv=net.conv1d.weight.squeeze(1), rates=Rates(net.A_log, net.dt_bias, most), norm=norm.weight, eps=norm.variance_epsilon,
+        conv=net.conv1d.weight.squeeze(1), rates=DecayRates(net.A_log, net.dt_bias, most), norm=norm.weight, eps=norm.variance_epsilon,
         out=product_of((getattr(net, parts.recurrent_out),), ops, parts=True),
         activation=None if net.activation in ("silu", "swish") else ACT2FN[net.activation],
     )  # fmt: skip

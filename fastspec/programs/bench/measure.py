@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import fastspec
 from fastspec.models import prompt_width
 from fastspec.programs.bench.methods import Method
-from fastspec.programs.bench.prompts import Prompt, Row
+from fastspec.programs.bench.prompts import BenchPrompt, Row
 
 if TYPE_CHECKING:
     from fastspec.generation.stats import Stats
 
 @dataclass(slots=True)
-class Answer:
+class MeasuredAnswer:
     """What one call gave: new tokens of each row up to the end token, seconds, counts and phases, peak memory in MiB on CUDA."""
 
     tokens: list[list[int]]
@@ -26,8 +26,8 @@ class Answer:
 
 
 def on_part(
-    part: list[Prompt], methods: list[Method], tokenizer: Any, max_new_tokens: int, floor_ms: float, untimed: int = 0,
-    warmup: int | None = None, runs: int = 1, bases: list[Answer] | None = None,
+    part: list[BenchPrompt], methods: list[Method], tokenizer: Any, max_new_tokens: int, floor_ms: float, untimed: int = 0,
+    warmup: int | None = None, runs: int = 1, bases: list[MeasuredAnswer] | None = None,
 ) -> Iterator[Row]:  # fmt: skip
     """The rows of one batch of prompts; the first method is the baseline that the others are compared with, and its answer is put behind
     `bases`.
@@ -35,7 +35,7 @@ def on_part(
     Every method answers `warmup` times before it is measured (None: `untimed` times where it compiles or captures), then `runs` times, of
     which the call of median time makes the row.
     """
-    base: Answer | None = None
+    base: MeasuredAnswer | None = None
     for method in methods:
         for _ in range(warmup if warmup is not None else untimed if method.compiles else 0):
             ask(method, part, max_new_tokens)
@@ -50,8 +50,15 @@ def on_part(
 
 
 def row_of(
-    part: list[Prompt], name: str, drafted_by: Row, answer: Answer, base: Answer, floor_ms: float, tokenizer: Any, runs: int
-) -> Row:  # fmt: skip
+    part: list[BenchPrompt],
+    name: str,
+    drafted_by: Row,
+    answer: MeasuredAnswer,
+    base: MeasuredAnswer,
+    floor_ms: float,
+    tokenizer: Any,
+    runs: int,
+) -> Row:
     """The row of a method's answer to a batch of prompts, beside the baseline's."""
     return {
         "category": part[0].category, "ids": [prompt.id for prompt in part], "method": name, **drafted_by,
@@ -60,7 +67,7 @@ def row_of(
     }  # fmt: skip
 
 
-def figures(answer: Answer, base: Answer, floor_ms: float) -> Row:
+def figures(answer: MeasuredAnswer, base: MeasuredAnswer, floor_ms: float) -> Row:
     """What a row says of an answer, beside the baseline's answer to the same prompts."""
     stats, new = answer.stats, sum(map(len, answer.tokens))
     speed, base_speed = new / answer.seconds, sum(map(len, base.tokens)) / base.seconds
@@ -100,7 +107,7 @@ def left_padded(batch: Sequence[list[int]], config: Any, device: Any) -> dict[st
     return {"input_ids": ids, "attention_mask": mask, "pad_token_id": pad}
 
 
-def ask(method: Method, part: list[Prompt], max_new_tokens: int) -> Answer:
+def ask(method: Method, part: list[BenchPrompt], max_new_tokens: int) -> MeasuredAnswer:
     """One timed call on a left-padded batch."""
     import torch
 
@@ -113,7 +120,7 @@ def ask(method: Method, part: list[Prompt], max_new_tokens: int) -> Answer:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
-    clock = Clock(len(part))
+    clock = TimedStreamer(len(part))
     extra = {"streamer": clock} if method.peer else {}
     out = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **method.options, **extra)
     if cuda:
@@ -122,7 +129,7 @@ def ask(method: Method, part: list[Prompt], max_new_tokens: int) -> Answer:
     last = clock.stats if method.peer else fastspec.report(model).last
     assert last is not None
     tokens = [until_end(row, ends) for row in out[:, prompt_width(model, ids) :].tolist()]
-    return Answer(tokens, seconds, last, round(torch.cuda.max_memory_allocated() / 2**20, 1) if cuda else None)
+    return MeasuredAnswer(tokens, seconds, last, round(torch.cuda.max_memory_allocated() / 2**20, 1) if cuda else None)
 
 
 def until_end(tokens: list[int], ends: Sequence[int | None]) -> list[int]:
@@ -130,7 +137,7 @@ def until_end(tokens: list[int], ends: Sequence[int | None]) -> list[int]:
     return tokens[: next((at for at, token in enumerate(tokens) if token in ends), len(tokens)) + 1]
 
 
-class Clock:
+class TimedStreamer:
     """A streamer that only counts and takes the time: what a peer's `generate` did, in the form in which the loop tells of an assistant.
 
     The first tokens end the prefill; every later hand-over is one round, in which all tokens of a row but one were drafted.

@@ -16,7 +16,7 @@ from typing import Any
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.stats import Stats
-from fastspec.programs.bench.measure import Answer
+from fastspec.programs.bench.measure import MeasuredAnswer
 from fastspec.programs.bench.methods import ENGINES
 from fastspec.programs.bench.prompts import Row
 
@@ -72,7 +72,7 @@ def ways(peer: Peer, head: str | None) -> list[Way]:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PeerJob:
     """What an engine is asked. `batches` are prompts as token ids, `max_new_tokens` one number for all batches or one for each; with
     `dummy` weights the model is a configuration alone."""
 
@@ -117,7 +117,7 @@ class Job:
         return options
 
 
-def answers(peer: Peer, job: Job, way: Way, timeout: float | None = None) -> tuple[Row, list[list[Answer]]]:
+def answers(peer: Peer, job: PeerJob, way: Way, timeout: float | None = None) -> tuple[Row, list[list[MeasuredAnswer]]]:
     """What an engine says of itself, and its timed answers to every batch. Raises PeerFailed, also when `timeout` seconds have passed."""
     asked: dict[str, Any] = {
         "options": job.options(way), "batches": [[list(ids) for ids in batch] for batch in job.batches], "ends": list(job.ends),
@@ -138,9 +138,9 @@ def answers(peer: Peer, job: Job, way: Way, timeout: float | None = None) -> tup
         if status or len(said) != 1 + len(job.batches) * job.runs:
             last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TOLD:])
             raise PeerFailed(f"{way.name} ended with status {status} after {max(0, len(said) - 1)} answers:\n{last}")
-    found: list[list[Answer]] = [[] for _ in job.batches]
+    found: list[list[MeasuredAnswer]] = [[] for _ in job.batches]
     for answer in said[1:]:
-        found[answer["batch"]].append(Answer(answer["tokens"], answer["seconds"], _stats(answer), None))
+        found[answer["batch"]].append(MeasuredAnswer(answer["tokens"], answer["seconds"], _stats(answer), None))
     settings = {name: value for name, value in asked["options"].items() if name != "model"}
     if way.chain is not None:  # where the head lay is nobody's concern
         settings["speculative_config"] = settings["speculative_config"] | {"model": Path(str(job.head)).name}
@@ -163,7 +163,7 @@ def ids_of(part: Sequence[Any]) -> list[list[int]]:
     return [prompt.ids for prompt in part]
 
 
-def medians(found: Sequence[Sequence[Answer]]) -> Iterator[Answer]:
+def medians(found: Sequence[Sequence[MeasuredAnswer]]) -> Iterator[MeasuredAnswer]:
     """Of every batch the call of median time."""
     for each in found:
         yield sorted(each, key=lambda answer: answer.seconds)[(len(each) - 1) // 2]

@@ -18,7 +18,7 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BenchPrompt:
     """One prompt as token ids, with the category that it is counted in."""
 
     category: str
@@ -44,10 +44,10 @@ def rows_of(texts: Sequence[str]) -> list[Row]:
     return [{"category": "prompt", "id": str(number), "text": text} for number, text in enumerate(texts, 1)]
 
 
-def encode_rows(rows: list[Row], tokenizer: Any, model: Any, each: int | None, max_new_tokens: int, say: Say) -> list[Prompt]:
+def encode_rows(rows: list[Row], tokenizer: Any, model: Any, each: int | None, max_new_tokens: int, say: Say) -> list[BenchPrompt]:
     """The first `each` prompts of every category that the model has positions for, categories in the order of their first prompt."""
     bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    found: dict[str, list[Prompt]] = {}
+    found: dict[str, list[BenchPrompt]] = {}
     left = 0
     for row in rows:
         group = found.setdefault(row["category"], [])
@@ -56,7 +56,7 @@ def encode_rows(rows: list[Row], tokenizer: Any, model: Any, each: int | None, m
         ids = encode(tokenizer, row["text"], "cpu")["input_ids"][0].tolist()
         most = max(len(ids), max_new_tokens) if model.config.is_encoder_decoder else len(ids) + max_new_tokens
         if ids and (bound is None or most <= bound):
-            group.append(Prompt(row["category"], row["id"], ids))
+            group.append(BenchPrompt(row["category"], row["id"], ids))
         else:
             left += 1
     if left:
@@ -66,9 +66,9 @@ def encode_rows(rows: list[Row], tokenizer: Any, model: Any, each: int | None, m
     return [prompt for group in found.values() for prompt in group]
 
 
-def make_batches(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
+def make_batches(prompts: list[BenchPrompt], size: int) -> list[list[BenchPrompt]]:
     """At most `size` prompts of one category at a time."""
-    groups: dict[str, list[Prompt]] = {}
+    groups: dict[str, list[BenchPrompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.category, []).append(prompt)
     return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]

@@ -16,10 +16,10 @@ from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
 from fastspec.programs.bench.device import Floor, environment
-from fastspec.programs.bench.measure import Answer, ask, on_part, row_of
+from fastspec.programs.bench.measure import MeasuredAnswer, ask, on_part, row_of
 from fastspec.programs.bench.methods import Drafters, Method, check_names, choose, read_drafters, twin
-from fastspec.programs.bench.peers import Job, Peer, PeerFailed, answers, ids_of, medians, ways
-from fastspec.programs.bench.prompts import BUNDLED, Prompt, Row, Say, encode_rows, make_batches, read_rows, rows_of
+from fastspec.programs.bench.peers import Peer, PeerFailed, PeerJob, answers, ids_of, medians, ways
+from fastspec.programs.bench.prompts import BUNDLED, BenchPrompt, Row, Say, encode_rows, make_batches, read_rows, rows_of
 
 if TYPE_CHECKING:
     from fastspec.generation.heads.module import EagleHead
@@ -98,7 +98,7 @@ def run_bench(
     encoded = encode_rows(asked, tokenizer, target, each, max_new_tokens, say)
     parts = {size: make_batches(encoded, size) for size in sizes}
     fastspec.patch(target, **drafters.resources, backend=backend)
-    bases: list[Answer] = []
+    bases: list[MeasuredAnswer] = []
     try:
         chosen = {size: choose(methods, plain, target, drafters, size, say) for size in sizes}
         floor = Floor.of(target)
@@ -139,9 +139,17 @@ def run_bench(
 
 
 def by_peer(
-    peer: Peer, name: str, target: Any, tokenizer: Any, drafters: Drafters, sized: dict[int, list[list[Prompt]]], bases: list[Answer],
-    max_new_tokens: int, runs: int, say: Say,
-) -> Iterator[Row]:  # fmt: skip
+    peer: Peer,
+    name: str,
+    target: Any,
+    tokenizer: Any,
+    drafters: Drafters,
+    sized: dict[int, list[list[BenchPrompt]]],
+    bases: list[MeasuredAnswer],
+    max_new_tokens: int,
+    runs: int,
+    say: Say,
+) -> Iterator[Row]:
     """The rows of an engine, which has the device to itself: the model goes to the CPU. `sized` are the batches of each size."""
     import torch
 
@@ -157,7 +165,7 @@ def by_peer(
     parts = [(size, part) for size, group in sized.items() for part in group]
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     with saved(name, target, tokenizer) as folder, tempfile.TemporaryDirectory() as place:
-        job = Job(
+        job = PeerJob(
             folder, str(target.dtype).removeprefix("torch."), [ids_of(part) for _, part in parts], max_new_tokens,
             ends=[token for token in ends if token is not None], runs=runs,
             head=None if head is None else readable(load_head(head, target), head, place),
@@ -195,7 +203,7 @@ def saved(name: str, target: Any, tokenizer: Any) -> Iterator[str]:
         yield folder
 
 
-def warm_up(methods: list[Method], parts: list[list[Prompt]], tokens: int, say: Say) -> None:
+def warm_up(methods: list[Method], parts: list[list[BenchPrompt]], tokens: int, say: Say) -> None:
     """One call of every method on the longest prompts, so that libraries and buffers are there."""
     longest = max(parts, key=lambda part: max(len(prompt.ids) for prompt in part))
     for method in methods:

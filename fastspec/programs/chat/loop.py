@@ -12,7 +12,7 @@ from rich.tree import Tree
 from fastspec.errors import FastSpecError
 from fastspec.programs.chat.columns import Columns, fits
 from fastspec.programs.chat.commands import execute
-from fastspec.programs.chat.session import BEAMS, Answer, Chat, Turn
+from fastspec.programs.chat.session import BEAMS, Answer, Chat, ChatTurn
 from fastspec.programs.chat.view import AnswerStreamer, legend, round_tree, stage_tree, turn_table, verdict_line
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def take(chat: Chat, line: str, console: Console) -> None:
         console.print(shown)
 
 
-def respond(chat: Chat, prompt: str, console: Console) -> Turn:
+def respond(chat: Chat, prompt: str, console: Console) -> ChatTurn:
     """Answer a prompt with every strategy in turn, and compare them. An interrupt ends the answer at hand and drops the ones after it."""
-    turn, names = Turn(prompt, chat.settings), chat.strategies()
+    turn, names = ChatTurn(prompt, chat.settings), chat.strategies()
     below: list[str | Tree] = []
     beside = chat.settings.columns and fits(console, names)
     with Columns(console, names) if beside else nullcontext() as columns:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastspec.cascade.explain import Explanation, Visit
 from fastspec.errors import Unsupported
-from fastspec.programs.chat.session import Answer, Turn
+from fastspec.programs.chat.session import Answer, ChatTurn
 from fastspec.programs.chat.settings import Settings
 from fastspec.reading import parse_json
 
@@ -22,7 +22,7 @@ class SavedChat:
 
     settings: Settings
     conversation: list[dict[str, str]]
-    turns: list[Turn]
+    turns: list[ChatTurn]
 
 
 def read_saved(path: str | Path) -> SavedChat:
@@ -48,8 +48,8 @@ def _settings(read: dict[str, Any]) -> Settings:
     return Settings(**given)
 
 
-def _turn(read: dict[str, Any]) -> Turn:
-    return Turn(str(read["prompt"]), _settings(read["settings"]), [_answer(answer) for answer in read["answers"]])
+def _turn(read: dict[str, Any]) -> ChatTurn:
+    return ChatTurn(str(read["prompt"]), _settings(read["settings"]), [_answer(answer) for answer in read["answers"]])
 
 
 def _answer(read: dict[str, Any]) -> Answer:

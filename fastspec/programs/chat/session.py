@@ -56,7 +56,7 @@ class Answer:
 
 
 @dataclass
-class Turn:
+class ChatTurn:
     """One prompt and its answers. `settings` are those that it was answered with."""
 
     prompt: str
@@ -90,7 +90,7 @@ class Chat:
 
     def __init__(self, model: Any, tokenizer: Any, settings: Settings, own: dict[str, Any] | None = None) -> None:
         self.model, self.tokenizer, self._settings, self.own = model, tokenizer, settings, own or {}
-        self.turns: list[Turn] = []
+        self.turns: list[ChatTurn] = []
         self.conversation: list[dict[str, str]] = []
         self.over = False
         self._caches: dict[str, tuple[list[int], Any]] = {}  # strategy -> the tokens in its cache, the cache
@@ -232,14 +232,14 @@ class Chat:
             _judge(answer, cascade, () if stopped else output.fastspec.explanations)
         return answer
 
-    def keep(self, turn: Turn) -> None:
+    def keep(self, turn: ChatTurn) -> None:
         """Make a turn part of the conversation, which goes on from its first answer. A turn stopped before its first token is dropped."""
         if not turn.answers or not turn.answers[0].tokens:
             return
         self.turns.append(turn)
         self.conversation += [{"role": "user", "content": turn.prompt}, {"role": "assistant", "content": turn.answers[0].text}]
 
-    def restore(self, settings: Settings, conversation: list[dict[str, str]], turns: list[Turn]) -> dict[str, str]:
+    def restore(self, settings: Settings, conversation: list[dict[str, str]], turns: list[ChatTurn]) -> dict[str, str]:
         """Go on with a chat that was saved, with its model and settings; returns the assistants that cannot answer here, and why.
 
         Where loading or patching fails, everything is as it was.

@@ -11,7 +11,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from fastspec.cascade.explain import Explanation
-from fastspec.programs.chat.session import Answer, Turn
+from fastspec.programs.chat.session import Answer, ChatTurn
 from fastspec.programs.demo import MarkedStreamer
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ STYLES: dict[str, str | None] = {ACCEPTED: "bold green", RECOVERED: "bold yellow
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundTree:
     """One round's draft tree on the host: tokens and parents of the nodes, the accepted path as node ids, the token that the target added.
 
     `notes[i]` says how probable node i's token is given its parent, p by the target and q by the drafter where drafts were drawn at random;
@@ -53,7 +53,7 @@ class AnswerStreamer(MarkedStreamer):
 
     def __init__(self, tokenizer: Any, console: Console, *, trees: bool = False) -> None:
         super().__init__(tokenizer, console)
-        self.trees: list[Round] | None = [] if trees else None
+        self.trees: list[RoundTree] | None = [] if trees else None
         self.marks: list[str] = []
         self.spent = 0.0
         self.rounds = self.drafted = self.accepted = 0
@@ -88,7 +88,7 @@ class AnswerStreamer(MarkedStreamer):
         self.spent += time.perf_counter() - start
 
 
-def read_round(tree: Any, verdict: Any, logits: Any = None) -> Round:
+def read_round(tree: Any, verdict: Any, logits: Any = None) -> RoundTree:
     """The round of row 0 on the host, with probabilities where the target's raw logits [B, N, V] are given. Of equal siblings the first
     stands for all, which are copies that fill a tree up."""
     tokens, parents = tree.tokens[0], tree.parents[0]
@@ -100,10 +100,10 @@ def read_round(tree: Any, verdict: Any, logits: Any = None) -> Round:
         p = [*scores[parents, tokens].exp().tolist(), float(scores[path[-1], last].exp())]
         q = [] if tree.q is None else tree.q[0].gather(1, tokens[:, None])[:, 0].tolist()
         notes = [f"p={x:.2f}" + (f" q={q[i]:.2f}" if i < len(q) else "") for i, x in enumerate(p)]
-    return _without_copies(Round(tokens.tolist(), parents.tolist(), path, last, notes))
+    return _without_copies(RoundTree(tokens.tolist(), parents.tolist(), path, last, notes))
 
 
-def _without_copies(found: Round) -> Round:
+def _without_copies(found: RoundTree) -> RoundTree:
     """The round without nodes that are equal to an earlier sibling, or below one; a node on the path stays."""
     number, seen = {0: 0}, set()  # node -> its number without copies
     for node in range(1, len(found.tokens)):
@@ -112,7 +112,7 @@ def _without_copies(found: Round) -> Round:
             seen.add((parent, token))
             number[node] = len(number)
     kept, notes = list(number), found.notes
-    return Round(
+    return RoundTree(
         [found.tokens[node] for node in kept], [number[found.parents[node]] for node in kept], [number[node] for node in found.path],
         found.last, None if notes is None else [notes[node] for node in (*kept, -1)],
     )  # fmt: skip
@@ -130,7 +130,7 @@ def legend() -> Text:
     )
 
 
-def turn_table(turn: Turn) -> Table:
+def turn_table(turn: ChatTurn) -> Table:
     """One row per strategy. Where several answered greedily, whether they said the same."""
     same = [_agreement(turn, answer) for answer in turn.answers]
     table = Table(box=None, pad_edge=False)  # eight columns in a terminal of eighty
@@ -151,7 +151,7 @@ def turn_table(turn: Turn) -> Table:
     return table
 
 
-def _agreement(turn: Turn, answer: Answer) -> str:
+def _agreement(turn: ChatTurn, answer: Answer) -> str:
     """A cell of the column `identical`."""
     same = turn.identical(answer)
     if same is not None:
@@ -161,7 +161,7 @@ def _agreement(turn: Turn, answer: Answer) -> str:
     return "mixture" if answer.explanation is None else f"stage {answer.explanation.stage}"
 
 
-def verdict_line(turn: Turn, dtype: str) -> str | None:
+def verdict_line(turn: ChatTurn, dtype: str) -> str | None:
     """Whether the answers of greedy strategies agree, where not, and which ones need not; None where there is nothing to compare."""
     first, others = turn.reference, [answer for answer in turn.answers if turn.identical(answer) is not None]
     told = [_why_not_compared(answer) for answer in turn.answers if not answer.exact and _agreement(turn, answer)]
@@ -170,7 +170,7 @@ def verdict_line(turn: Turn, dtype: str) -> str | None:
     return " ".join(told) or None
 
 
-def _verdict(turn: Turn, first: Answer, others: list[Answer], dtype: str, *, named: bool) -> str:
+def _verdict(turn: ChatTurn, first: Answer, others: list[Answer], dtype: str, *, named: bool) -> str:
     if all(turn.identical(answer) for answer in others):
         names = ", ".join(answer.strategy for answer in [first, *others])
         return f"The {len(others) + 1} greedy answers{f' of {names}' if named else ''} are identical, token for token."
@@ -200,7 +200,7 @@ def stage_tree(explanation: Explanation) -> Tree:
     return tree
 
 
-def round_tree(tokenizer: Any, number: int, found: Round) -> Tree:
+def round_tree(tokenizer: Any, number: int, found: RoundTree) -> Tree:
     """A round's draft tree: tokens with the target's probability p (q the drafter's, where known), the accepted path marked, and the
     target's own token under the node that it follows."""
 

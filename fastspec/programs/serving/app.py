@@ -24,10 +24,10 @@ from transformers.utils import logging as transformers_logging
 from fastspec.errors import Unsupported
 from fastspec.patches.continuous import Continuous
 from fastspec.programs.serving.batch import Here, Served
-from fastspec.programs.serving.gate import Gate, error_body
 from fastspec.programs.serving.handlers import Chats, Completions, Responses, handler
 from fastspec.programs.serving.manager import BatchManager, BatchState
 from fastspec.programs.serving.metrics import Metrics
+from fastspec.programs.serving.middleware import RequestMiddleware, error_body
 from fastspec.programs.serving.remote import Remote
 from fastspec.programs.serving.requests import Limits
 
@@ -75,7 +75,7 @@ def _later_handlers(manager: ModelManager, state: BatchState) -> dict[str, Any]:
 
 def build_app(
     batch: Continuous | Remote, tokenizer: Any, name: str, *, limits: Limits | None = None, api_key: str | None = None
-) -> Gate:  # fmt: skip
+) -> RequestMiddleware:  # fmt: skip
     """An ASGI application that answers OpenAI's routes for one model by an open batch, and closes the batch at its shutdown.
 
     `batch` is an open batch of this process, or one in a process of its own, whose process it ends. `name` is what requests call the model,
@@ -114,7 +114,7 @@ def build_app(
         said = "; ".join(str(each.get("msg", each)) for each in error.errors())
         return JSONResponse(error_body(f"the body is not a JSON object: {said}", 400), 400)
 
-    return Gate(app, PATHS, limits.body, api_key)
+    return RequestMiddleware(app, PATHS, limits.body, api_key)
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -129,7 +129,7 @@ def bound(host: str, port: int) -> socket.socket:
     return made
 
 
-def run_server(app: Gate, listener: socket.socket, *, log_level: str = "info", grace: int = 10) -> None:
+def run_server(app: RequestMiddleware, listener: socket.socket, *, log_level: str = "info", grace: int = 10) -> None:
     """Serve on a socket of `bound` until SIGINT or SIGTERM; requests that run then have `grace` seconds to end."""
     _log_to_stderr(log_level)
     transformers_logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request

@@ -16,7 +16,7 @@ REFUSALS = (Unsupported, ValueError, FastSpecError)
 """What a batch raises for a prompt that it does not take; FastSpecError where it takes none any more."""
 
 
-class Reader(Protocol):
+class TokenReader(Protocol):
     """Who gets an answer's tokens."""
 
     def put(self, value: Tensor) -> None:
@@ -66,7 +66,7 @@ class Served(Protocol):
     def alive(self) -> bool:
         """Whether it takes prompts."""
 
-    def send(self, ids: Tensor, mask: Tensor | None, config: Any, reader: Reader, seed: int | None) -> Sent:
+    def send(self, ids: Tensor, mask: Tensor | None, config: Any, reader: TokenReader, seed: int | None) -> Sent:
         """Ask for the answer to one prompt, ids and mask [1, T], with a GenerationConfig of its own."""
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
@@ -103,7 +103,7 @@ class Here:
         """See `Served`."""
         return self.batch.alive
 
-    def send(self, ids: Tensor, mask: Tensor | None, config: Any, reader: Reader, seed: int | None) -> Sent:
+    def send(self, ids: Tensor, mask: Tensor | None, config: Any, reader: TokenReader, seed: int | None) -> Sent:
         """See `Served`."""
         taken: Future[None] = Future()
         try:

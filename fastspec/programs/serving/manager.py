@@ -16,16 +16,16 @@ from transformers.cli.serving.utils import BaseGenerateManager, CBWorkerDeadErro
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.programs.serving.batch import Sent, Served
-from fastspec.programs.serving.gate import LET_GO
 from fastspec.programs.serving.metrics import Metrics
-from fastspec.programs.serving.requests import ASKED, Asked, Limits, refuse, too_many
+from fastspec.programs.serving.middleware import LET_GO
+from fastspec.programs.serving.requests import ASKED, Limits, RequestSettings, refuse, too_many
 
 DEFAULT = 1024
 """New tokens at most where a request does not say how many, as transformers' server has it."""
 log = logging.getLogger("fastspec.serve")
 
 
-class Ending:
+class FinishReason:
     """Why an answer ended, of the configuration that it was asked with."""
 
     def __init__(self, config: Any, models: Any, tokenizer: Any, stop: tuple[str, ...]) -> None:
@@ -40,10 +40,10 @@ class Ending:
         return not any(string in text for string in self.stop)
 
 
-class Watch:
+class MeasuredStreamer:
     """A streamer that measures, and hands on what it is given."""
 
-    def __init__(self, asked: Asked, metrics: Metrics, inner: DirectStreamer | None, ending: Ending) -> None:
+    def __init__(self, asked: RequestSettings, metrics: Metrics, inner: DirectStreamer | None, ending: FinishReason) -> None:
         self.asked, self.metrics, self.inner, self.ending = asked, metrics, inner, ending
         self.tokens: list[int] = []
         """Of the answer."""
@@ -195,7 +195,10 @@ class BatchManager(BaseGenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Stream]:  # fmt: skip
-        """See `BaseGenerateManager`; `Asked.sent` tells whether the batch takes the prompt. Raises HTTPException where too many wait."""
+        """Stream of an answer, as `BaseGenerateManager` has it; `RequestSettings.sent` tells whether the batch takes the prompt.
+
+        Raises HTTPException where too many wait.
+        """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         if self.mail is None or self.mail.loop is not loop:
             self.mail = Mail(loop)
@@ -227,7 +230,7 @@ class BatchManager(BaseGenerateManager):
         tokens = watch.tokens  # the answer's own lies on the model's device, which is busy
         return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], torch.tensor(tokens)
 
-    def _submit(self, inputs: Any, gen_config: Any, stream: Stream | None) -> tuple[Sent, Watch]:
+    def _submit(self, inputs: Any, gen_config: Any, stream: Stream | None) -> tuple[Sent, MeasuredStreamer]:
         """Hand a request to the batch. Raises HTTPException: 400 for one that has no room, 429 where too many wait."""
         asked, batch = ASKED.get(), self.batch
         length = inputs["input_ids"].shape[-1]
@@ -245,7 +248,8 @@ class BatchManager(BaseGenerateManager):
             error = refuse(f"{batch.waiting} requests are waiting already: try again later", 429)
             error.headers = {"Retry-After": "1"}
             raise error
-        watch = Watch(asked, self.metrics, stream, Ending(gen_config, batch.model.generation_config, self.tokenizer, asked.stop))
+        reason = FinishReason(gen_config, batch.model.generation_config, self.tokenizer, asked.stop)
+        watch = MeasuredStreamer(asked, self.metrics, stream, reason)
         if asked.criterion is not None:
             batch.know(asked.stop, asked.criterion)
         sent = asked.sent = batch.send(inputs["input_ids"], inputs.get("attention_mask"), gen_config, watch, asked.seed)

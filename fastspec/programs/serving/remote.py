@@ -21,8 +21,19 @@ from torch import Tensor
 from fastspec.errors import FastSpecError
 from fastspec.generation.stats import Stats
 from fastspec.patches.hf.stop_strings import KEPT
-from fastspec.programs.serving.batch import Reader, Sent
-from fastspec.programs.serving.rounds_process import Cancelled, Close, Criterion, Ended, Opened, Prompt, Ready, Taken, Tokens, run_rounds
+from fastspec.programs.serving.batch import Sent, TokenReader
+from fastspec.programs.serving.rounds_process import (
+    Cancelled,
+    Close,
+    Criterion,
+    Ended,
+    Opened,
+    PromptMessage,
+    Ready,
+    Taken,
+    Tokens,
+    run_rounds,
+)
 from fastspec.programs.serving.wire import Failure, Packed, Wire
 
 PATIENCE = 6.0
@@ -56,7 +67,7 @@ class Remote:
         theirs.close()
         self.wire = Wire(ours)
         self._numbers = itertools.count()
-        self._asked: dict[int, tuple[Sent, Reader]] = {}
+        self._asked: dict[int, tuple[Sent, TokenReader]] = {}
         self._told: dict[tuple[str, ...], bool] = {}
         """The sets of stop strings that the process knows, by their last use."""
         self._lock = threading.Lock()
@@ -98,11 +109,11 @@ class Remote:
         """See `Served`."""
         return self._gone is None and self._lives
 
-    def send(self, ids: Tensor, mask: Tensor | None, config: Any, reader: Reader, seed: int | None) -> Sent:
+    def send(self, ids: Tensor, mask: Tensor | None, config: Any, reader: TokenReader, seed: int | None) -> Sent:
         """See `Served`."""
         sent, number = Sent(), next(self._numbers)
         try:
-            prompt = Packed.of(Prompt(number, ids[0].tolist(), None if mask is None else mask[0].tolist(), config, seed))
+            prompt = Packed.of(PromptMessage(number, ids[0].tolist(), None if mask is None else mask[0].tolist(), config, seed))
         except ValueError as error:
             sent.taken.set_exception(error)
             return sent
@@ -171,7 +182,7 @@ class Remote:
         stats = self.stats
         stats.assistant, stats.rows, stats.rounds, stats.row_rounds, stats.round_tokens, stats.drafted, stats.accepted = counts
 
-    def _take(self, message: Any, sent: Sent, reader: Reader) -> None:
+    def _take(self, message: Any, sent: Sent, reader: TokenReader) -> None:
         if isinstance(message, Tokens):
             try:
                 reader.put_tokens(message.tokens)

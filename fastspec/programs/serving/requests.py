@@ -35,7 +35,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Asked:
+class RequestSettings:
     """What a request asks for beside its generation_config."""
 
     request_id: str
@@ -50,7 +50,7 @@ class Asked:
     """Once the batch has the prompt."""
 
 
-ASKED: ContextVar[Asked] = ContextVar("fastspec_asked")
+ASKED: ContextVar[RequestSettings] = ContextVar("fastspec_asked")
 """Of the request that is being answered."""
 
 
@@ -168,7 +168,7 @@ PROMPT = {
 """What `prompt` may hold beside the field that a route needs."""
 
 
-def read(body: Body, request_id: str, limits: Limits, needs: str) -> Asked:
+def read(body: Body, request_id: str, limits: Limits, needs: str) -> RequestSettings:
     """Check a request's body, which must have the field `needs`, and no field that is null. Raises HTTPException (400) that names it."""
     if needs not in body:
         raise refuse(f"{needs} is missing")
@@ -181,7 +181,7 @@ def read(body: Body, request_id: str, limits: Limits, needs: str) -> Asked:
         raise too_many(max(counts), limits)
     limited = bool(counts) or own.get("max_new_tokens", own.get("max_length")) is not None
     stop = body.get("stop", own.get("stop_strings")) or ()
-    return Asked(request_id, body.get("seed"), limited, (stop,) if isinstance(stop, str) else tuple(stop))
+    return RequestSettings(request_id, body.get("seed"), limited, (stop,) if isinstance(stop, str) else tuple(stop))
 
 
 def texts_of(body: Body) -> list[str]:

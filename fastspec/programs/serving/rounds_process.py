@@ -26,7 +26,7 @@ Opened = tuple[Continuous, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptMessage:
     """A prompt that is asked for: ids and mask as lists, a GenerationConfig, and a seed."""
 
     number: int
@@ -178,14 +178,14 @@ class BatchEnd:
                 self._take(message)
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Prompt):
+        if isinstance(message, PromptMessage):
             self._submit(message)
         elif isinstance(message, Cancelled) and message.number in self.answers:
             self.answers[message.number].cancel()
         elif isinstance(message, Criterion):
             keep_criterion(self.tokenizer, message.strings, message.made)
 
-    def _submit(self, prompt: Prompt) -> None:
+    def _submit(self, prompt: PromptMessage) -> None:
         """Hand a prompt to the batch, and say what became of it."""
         ids = torch.tensor([prompt.ids])
         mask = None if prompt.mask is None else torch.tensor([prompt.mask])

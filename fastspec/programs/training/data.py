@@ -146,7 +146,7 @@ def coverage_of(texts: Texts, vocabulary: Tensor) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TextBatch:
     """ids [B, T] int64, right-padded with 0, and where [M], the flat positions b * T + u (u >= 1) that carry a loss.
 
     Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer. `texts` [B] are the rows'
@@ -158,11 +158,11 @@ class Batch:
     texts: np.ndarray | None = None
     first: int = 0
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> TextBatch:
         """The batch on `device`; through pinned memory, so that the host does not wait for the device."""
         pinned = device.type == "cuda"
         ids, where = ((x.pin_memory() if pinned else x).to(device, non_blocking=pinned) for x in (self.ids, self.where))
-        return Batch(ids, where, self.texts, self.first)
+        return TextBatch(ids, where, self.texts, self.first)
 
 
 def plan_batches(
@@ -192,7 +192,7 @@ def plan_batches(
     return groups
 
 
-def batches(texts: Texts, groups: Sequence[np.ndarray], multiple: int) -> Iterator[Batch]:
+def batches(texts: Texts, groups: Sequence[np.ndarray], multiple: int) -> Iterator[TextBatch]:
     """The batches of a plan, one after another."""
     offsets = texts.offsets
     for group in groups:
@@ -205,4 +205,4 @@ def batches(texts: Texts, groups: Sequence[np.ndarray], multiple: int) -> Iterat
         judged = np.zeros_like(answer)
         judged[:, 1:-1] = answer[:, 2:]
         first = int(judged.any(0).argmax()) if judged.any() else 0
-        yield Batch(torch.from_numpy(ids), torch.from_numpy(np.flatnonzero(judged)), texts=group, first=first)
+        yield TextBatch(torch.from_numpy(ids), torch.from_numpy(np.flatnonzero(judged)), texts=group, first=first)

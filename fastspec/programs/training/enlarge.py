@@ -16,7 +16,7 @@ from fastspec.errors import Unsupported
 from fastspec.programs.training.config import ENLARGEMENTS, TrainConfig
 from fastspec.programs.training.data import Row, Texts, first_turn
 from fastspec.programs.training.regenerate import answer, answering
-from fastspec.programs.training.shards import Clock, Shards
+from fastspec.programs.training.shards import Shards, TimeLimit
 
 Pair = tuple[list[int], list[bool]]
 MARK = "\u241e"
@@ -35,7 +35,7 @@ class Enlarger:
     ends: Sequence[int]
     rows: Sequence[Row]
     config: TrainConfig
-    clock: Clock
+    clock: TimeLimit
     report: Callable[[dict[str, Any]], None] | None = None
     patches: ExitStack = field(default_factory=ExitStack, init=False)
 

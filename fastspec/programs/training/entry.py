@@ -22,7 +22,7 @@ from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import Row, Texts, join_answers, read_prompts
 from fastspec.programs.training.enlarge import Enlarger, follow_up
 from fastspec.programs.training.regenerate import answer_prompts, end_tokens
-from fastspec.programs.training.shards import Clock, OutOfTime
+from fastspec.programs.training.shards import OutOfTime, TimeLimit
 from fastspec.programs.training.target import freeze
 from fastspec.programs.training.trainer import Trainer
 
@@ -44,7 +44,7 @@ def train(
     draft step, tokens per second. Without it, all but the first are printed where `config.progress` is set. `tick` is called with the
     share of the training that is done, 0 to 1, after every step.
     """
-    clock = Clock(config.stop_after)
+    clock = TimeLimit(config.stop_after)
     if Path(config.output).exists() and not Path(config.output).is_dir():
         raise Unsupported(f"{config.output} is no folder: a head is one")
     accelerator = Accelerator(
@@ -95,7 +95,7 @@ def _shared(accelerator: Accelerator, make: Callable[[], tuple[Texts, Texts]]) -
     return made or (make() if there else None)
 
 
-def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: Clock, report: Report) -> tuple[Texts, Texts]:
+def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: TimeLimit, report: Report) -> tuple[Texts, Texts]:
     """(the texts to train on, held-out texts): read from `config.answers` or made by the target, then enlarged.
 
     What is made is kept in `config.output`. Raises `OutOfTime` where `clock` ends first, and `Unsupported` for input that does not fit.
@@ -152,7 +152,7 @@ def _read_answers(path: Path, rows: list[Row], tokenizer: Any) -> Texts:
 
 
 def _heldout(
-    config: TrainConfig, texts: Texts, target: Any, tokenizer: Any, ends: tuple[int, ...], clock: Clock, report: Report
+    config: TrainConfig, texts: Texts, target: Any, tokenizer: Any, ends: tuple[int, ...], clock: TimeLimit, report: Report
 ) -> tuple[Texts, Texts]:
     """(held-out texts, the texts left for training)."""
     if config.heldout.endswith(".npz"):

@@ -1,9 +1,9 @@
 """What the target says of texts, kept in its device's memory and in the host's: a text that comes again is not read again. Of several
 processes each keeps what it needs.
 
-Of a text of L tokens, J of them judged (see `Batch`), are kept: the features that the head reads [L, F], the states that the LM head reads
-[J, H], and of the LM head's logits the logarithm of their sum of exponentials and the most likely token. Distributions over the draft
-vocabulary are computed from the states anew.
+Of a text of L tokens, J of them judged (see `TextBatch`), are kept: the features that the head reads [L, F], the states that the LM
+head reads [J, H], and of the LM head's logits the logarithm of their sum of exponentials and the most likely token. Distributions over
+the draft vocabulary are computed from the states anew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.programs.training.data import Batch, Texts
+from fastspec.programs.training.data import TextBatch, Texts
 from fastspec.programs.training.target import TargetReader
 from fastspec.programs.training.ttt import Teacher
 
@@ -109,7 +109,7 @@ class KeptFeatures:
             raise Unsupported(f"{name} is {gib:g} GiB, more than {where} has free: {error}") from error
         return Shelf(*parts)
 
-    def read(self, batch: Batch) -> Teacher:
+    def read(self, batch: TextBatch) -> Teacher:
         """What the target says of a batch on its device, as `TargetReader.read` of its ids and its positions."""
         if batch.texts is None:
             raise ValueError("the batch does not say which texts it holds")
@@ -198,7 +198,7 @@ def _bounds(counts: np.ndarray) -> np.ndarray:
 
 
 def _judged(texts: Texts) -> np.ndarray:
-    """[N] int64: how many positions of each text carry a loss: those whose token two further on is the target's, see `Batch`."""
+    """[N] int64: how many positions of each text carry a loss: those whose token two further on is the target's, see `TextBatch`."""
     before = np.concatenate(([0], np.cumsum(texts.answer, dtype=np.int64)))
     start, end = texts.offsets[:-1], texts.offsets[1:]
     found: np.ndarray = before[end] - before[np.minimum(start + 2, end)]

@@ -22,7 +22,7 @@ from fastspec.patches.inspection import is_patched
 from fastspec.programs.bench.measure import left_padded, until_end
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import Row, Texts, encode_prompts
-from fastspec.programs.training.shards import Clock, Shards
+from fastspec.programs.training.shards import Shards, TimeLimit
 
 ROWS = {"cuda": 128, "cpu": 16}
 """Rows that are decoded at a time, where their cache takes no more than a quarter of the free memory."""
@@ -48,7 +48,7 @@ def answer_prompts(
     ends: Sequence[int],
     config: TrainConfig,
     folder: Path,
-    clock: Clock,
+    clock: TimeLimit,
     *,
     greedy: bool = False,
     tell: Callable[[int, int], None] = lambda done, of: None,

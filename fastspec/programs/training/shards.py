@@ -21,7 +21,7 @@ class OutOfTime(Exception):
 
 
 @dataclass(slots=True)
-class Clock:
+class TimeLimit:
     """Counts `minutes` of wall-clock time from its making; 0 means no end."""
 
     minutes: float = 0.0
@@ -42,7 +42,7 @@ class Shards:
     """Numbered npz files of texts in one folder; each records the `seconds` that it took."""
 
     folder: Path
-    clock: Clock
+    clock: TimeLimit
     seconds: list[float] = field(default_factory=list)
 
     def path(self, number: int) -> Path:

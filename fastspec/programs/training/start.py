@@ -13,12 +13,12 @@ from fastspec.errors import Unsupported
 from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import load_head
 from fastspec.programs.training.config import TrainConfig
-from fastspec.programs.training.data import Batch
+from fastspec.programs.training.data import TextBatch
 from fastspec.programs.training.save import checkpoint_tensors
 from fastspec.programs.training.target import head_for, start_from_features, start_from_target
 
 
-def started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterable[Batch] | None) -> EagleHead:
+def started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterable[TextBatch] | None) -> EagleHead:
     """A head made of the target's parts and bound to it. `first` are batches that an EAGLE-1/2 head starts from, None for a head whose
     weights are loaded next."""
     shape = head_for(

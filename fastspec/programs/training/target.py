@@ -13,7 +13,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.generation.layers.decoder import is_plain
 from fastspec.patches.hf.compat import stack_of
-from fastspec.programs.training.data import Batch
+from fastspec.programs.training.data import TextBatch
 from fastspec.programs.training.ttt import Teacher
 
 SOFTEN = 0.3
@@ -107,7 +107,7 @@ def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
 
 
 @torch.no_grad()
-def start_from_features(head: EagleHead, target: Any, texts: Iterable[Batch]) -> None:
+def start_from_features(head: EagleHead, target: Any, texts: Iterable[TextBatch]) -> None:
     """Start an EAGLE-1/2 head as the best linear guess of the next feature, from a few batches; docs/training.md has the loss measured.
 
     `fc` solves the least squares of a position's feature on its token's embedding and the feature before, over the positions with a
@@ -132,7 +132,7 @@ def _random(head: EagleHead) -> None:
             nn.init.normal_(parameter, std=(0.1 if small else 1.0) * parameter.shape[1] ** -0.5)
 
 
-class Judged(NamedTuple):
+class TeacherLogits(NamedTuple):
     """The LM head's say of M states: `probs` [M, V_d] and `inside` [M] as in `Teacher`, `whole` [M] fp32 the log-sum-exp of all logits, and
     `best` [M] the most likely token's id."""
 
@@ -158,12 +158,12 @@ class TargetReader:
 
     @torch.no_grad()
     def read(self, ids: Tensor, where: Tensor) -> Teacher:
-        """ids [B, T] right-padded, where [M] flat positions (see `Batch`) -> what the target says there."""
+        """ids [B, T] right-padded, where [M] flat positions (see `TextBatch`) -> what the target says there."""
         features, _, judged = self.said(ids, where)
         return self.teacher(features, where, judged)
 
     @torch.no_grad()
-    def said(self, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Judged]:
+    def said(self, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor, TeacherLogits]:
         """One pass of the target over ids [B, T]: the features [B, T, F], the states at `where` that the LM head reads [M, H],
         and what it says of these."""
         if not len(where):
@@ -174,7 +174,7 @@ class TargetReader:
         return features, states, self.judged(states)
 
     @torch.no_grad()
-    def judged(self, states: Tensor, known: tuple[Tensor, Tensor] | None = None) -> Judged:
+    def judged(self, states: Tensor, known: tuple[Tensor, Tensor] | None = None) -> TeacherLogits:
         """What the LM head says of states [M, H]. `known` are `whole` and `best` of before, which spare the logits outside the draft
         vocabulary."""
         size = self.lm_head.weight.shape[0]
@@ -189,8 +189,8 @@ class TargetReader:
                 whole, best = (each[start : start + self.chunk] for each in known)
                 kept = self._drafted(rows)
             share = torch.zeros_like(whole) if len(self.vocabulary) == size else kept.float().logsumexp(-1) - whole
-            parts.append(Judged(kept.float().softmax(-1).to(rows.dtype), share.clamp(max=0).exp(), whole, best))
-        return Judged(*(torch.cat(each) for each in zip(*parts, strict=True)))
+            parts.append(TeacherLogits(kept.float().softmax(-1).to(rows.dtype), share.clamp(max=0).exp(), whole, best))
+        return TeacherLogits(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
     @property
     def drafted_bytes(self) -> int:
@@ -206,7 +206,7 @@ class TargetReader:
             self._rows = self.lm_head.weight[self.vocabulary], None if bias is None else bias[self.vocabulary]
         return F.linear(rows, *self._rows)
 
-    def teacher(self, features: Tensor, where: Tensor, judged: Judged) -> Teacher:
+    def teacher(self, features: Tensor, where: Tensor, judged: TeacherLogits) -> Teacher:
         """What the target says of a batch, from its features and what its LM head says."""
         best = self.draft_id[judged.best]
         return Teacher(features=features, where=where, probs=judged.probs, inside=judged.inside, best=best)

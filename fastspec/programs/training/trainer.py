@@ -19,7 +19,7 @@ from fastspec.errors import Unsupported
 from fastspec.programs.training.acceptance import acceptance
 from fastspec.programs.training.card import model_card
 from fastspec.programs.training.config import TrainConfig
-from fastspec.programs.training.data import Batch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
+from fastspec.programs.training.data import TextBatch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
 from fastspec.programs.training.features import DEVICE, HOST, NOWHERE, KeptFeatures
 from fastspec.programs.training.save import save_head
 from fastspec.programs.training.start import opened, started, vocabulary_of, with_sizes_of
@@ -172,7 +172,7 @@ class Trainer:
         counts = gather(torch.tensor([len(groups)], device=self.accelerator.device))
         return groups[: int(counts.min())]
 
-    def step(self, batch: Batch) -> dict[str, Any]:
+    def step(self, batch: TextBatch) -> dict[str, Any]:
         """One optimiser step; returns tensors, so that nothing waits for the device."""
         teacher = self.reader.read(batch.ids, batch.where) if self.features is None else self.features.read(batch)
         for group in self.optimizer.param_groups:

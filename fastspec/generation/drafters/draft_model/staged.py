@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Drafter, Process, Traits
-from fastspec.generation.drafters.draft_model.tree_scores import Scores
+from fastspec.generation.drafters.draft_model.tree_scores import TreeScores
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
@@ -49,7 +49,7 @@ class StagedDrafter(Drafter):
     ) -> None:
         self.models, self.gamma, self.vocab, self.vocabs, self.ops, self.process = list(models), gamma, vocab, list(vocabs), ops, process
         self.traits = replace(self.traits, draws=process is not None)
-        self.scores = [Scores(model) for model in self.models]
+        self.scores = [TreeScores(model) for model in self.models]
         self.stages = len(self.models)
         self.kept = self.stages + 1
         """Tokens of the text that the tape begins with."""

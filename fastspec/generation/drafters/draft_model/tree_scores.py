@@ -11,7 +11,7 @@ from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree
 
 
-class Scores:
+class TreeScores:
     """`Target.score` with room made for it. A captured result lies in memory that the next pass over a tree of that shape writes again."""
 
     def __init__(self, target: Target) -> None:

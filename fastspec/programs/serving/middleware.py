@@ -33,7 +33,7 @@ class ClientGone(Exception):
     """The client has gone before its request was there."""
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware around `app`, outside all else. A request whose client goes away is cancelled, streamed or not."""
 
     def __init__(self, app: App, paths: tuple[str, ...], body: int, key: str | None) -> None:
