@@ -42,7 +42,9 @@ def by_kernel(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.measured, "fastest", lambda rows, weight: native.by_kernel)
 
 
-def one_by_one(ops: Native, held: PlainLayers, places: list[LayerPlace], total: Tensor, positions: Tensor, taps: dict, x: Tensor | None) -> Any:
+def one_by_one(
+    ops: Native, held: PlainLayers, places: list[LayerPlace], total: Tensor, positions: Tensor, taps: dict, x: Tensor | None
+) -> Any:
     """`reference.stack` by a backend's ops."""
     change = None
     for number, (layer, place) in enumerate(zip(held.rows, places, strict=True)):
