@@ -20,6 +20,7 @@ from fastspec.generation.drafters.policy import Length
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree
+from fastspec.generation.verify import pick_draft
 
 Blend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(p, q, p_raw, q_raw), each [..., V] fp32 probabilities -> pi [..., V]; p and q are processed, and one-hot in greedy calls."""
@@ -87,7 +88,7 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
 
     def _drawn(self, probs: Tensor) -> Tensor:
         """Drafts [B, 1] of distributions [B, V]."""
-        return self.ops.pick(probs.log(), None if self.process is None else torch.rand(len(probs), device=probs.device))[:, None]
+        return pick_draft(probs.log(), None if self.process is None else torch.rand(len(probs), device=probs.device), self.ops)[:, None]
 
 
 def _untouched(scores: Tensor) -> Tensor:
