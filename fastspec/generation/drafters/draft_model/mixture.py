@@ -74,7 +74,9 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         return self._mixed(logits, scores, self.q, self.q_raw)
 
     def _mixed(self, logits: Tensor, scores: Tensor, q: Tensor, q_raw: Tensor) -> Tensor:
-        return self.blend(self._probs(scores), q, torch.softmax(logits.float(), -1), q_raw).log()
+        p = self._probs(scores)
+        blended = self.blend(p, q, torch.softmax(logits.float(), -1), q_raw)
+        return (blended + 0 * p).log()  # a rule that compares may pass by a p that is NaN, and nothing may be drawn there
 
     def _all_probs(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The draft model's scores [B, V] -> its distributions, processed and not."""
