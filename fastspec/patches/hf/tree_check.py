@@ -136,8 +136,8 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
             found = before if math.isnan(before) else _apart(*_after_texts(model, reads_source, adapter, draw), dtype)
             if math.isnan(found):
                 return _Verdict(
-                    f"{name} gives logits that are NaN or infinite for random texts in {str(dtype).removeprefix('torch.')}: look for NaN in "
-                    "its weights, and for a dtype that overflows",
+                    f"{name} gives logits that are NaN or infinite for random texts in {str(dtype).removeprefix('torch.')}: look for NaN "
+                    "in its weights, and for a dtype that overflows",
                     passing=True,
                 )
             if found <= _bound(dtype):
