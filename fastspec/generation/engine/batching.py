@@ -38,6 +38,8 @@ class Batch:
         """Whether `stop` ends an answer by itself. Otherwise all answers go on until each of them was stopped once, as in transformers."""
         self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens of its answer) -> what `stop` answered
         self.stops: dict[int, int] = {}  # prompt -> length of its answer when it was stopped, where they go on
+        self.uncounted: list[tuple[Stats, int, int, int, int, int, bool]] = []
+        """Rounds of answers that go on until each of them was stopped, whose common end is not known yet: what `count` was called with."""
         self.measures: list[list[Tensor]] = [[] for _ in range(rows)]
         self.reads_together = True
         """Whether one pass may read several of the prompts that wait; not where one could not."""
@@ -163,8 +165,19 @@ class Batch:
             self.limits = [common] * len(self.limits)
             self.active = [len(answer) < common for answer in self.out.tokens]
 
+    def count(self, prompt: int, begin: int, accepted: int, drafted: int, has_drafts: bool) -> None:
+        """Count a round, which found `begin` tokens in a prompt's answer, and which `take` has taken."""
+        end = len(self.out.tokens[prompt])
+        if self.alone:
+            self.stats.count_round(end - begin, accepted, drafted, has_drafts)
+        else:
+            self.uncounted.append((self.stats, prompt, begin, end, accepted, drafted, has_drafts))
+
     def finish(self) -> None:
         """Cut what a row emitted beyond the common end, and count."""
+        for stats, prompt, begin, end, accepted, drafted, has_drafts in self.uncounted:
+            if begin < self.limits[prompt]:
+                stats.count_round(min(end, self.limits[prompt]) - begin, accepted, drafted, has_drafts)
         for prompt, limit in enumerate(self.limits):
             del self.out.tokens[prompt][limit:], self.out.scores[prompt][limit:], self.out.logits[prompt][limit:]
         self.stats.emitted = sum(map(len, self.out.tokens))

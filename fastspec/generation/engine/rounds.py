@@ -259,11 +259,12 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
         if engine.state.padded[row]:
             batch.take(prompt, tokens[: accepted + 1], accepted, None, None)
             continue
-        stats.count_round(accepted, nodes if drafted is None else drafted[row], nodes > 0)
         logits = last.logits[row, paths[row]].float() if request.keep_logits else None
         if measures is not None:
             batch.measures[prompt].append(measures[row, : accepted + 1])
+        begin = len(batch.out.tokens[prompt])
         batch.take(prompt, tokens[: accepted + 1], accepted, scores[row], logits)
+        batch.count(prompt, begin, accepted, nodes if drafted is None else drafted[row], nodes > 0)
     follows = engine.main.longest if engine.in_flight else 0
     batch.grow([accepted + 1 for accepted, *_ in emitted], engine.state.running, follows)
     stats.rounds += 1
