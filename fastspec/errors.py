@@ -1,5 +1,7 @@
 """The errors that fastspec raises on purpose: each says what was wrong, where, and what to do."""
 
+from __future__ import annotations
+
 
 class FastSpecError(RuntimeError):
     """Base of all errors that fastspec raises on purpose."""
@@ -11,6 +13,26 @@ class PatchConflict(FastSpecError):
 
 class Unsupported(FastSpecError, ValueError):
     """A model, an assistant or a combination of `generate` arguments that cannot work together."""
+
+
+class NoDistribution(FastSpecError):
+    """A row that cannot be sampled further: one of its scores is NaN or +inf, or all are -inf. `row` is its number in the batch of the
+    call, None where the prompt was submitted by itself."""
+
+    def __init__(self, message: str, row: int | None = None) -> None:
+        super().__init__(message)
+        self.row = row
+
+    @classmethod
+    def after(cls, tokens: int, row: int | None) -> NoDistribution:
+        """The error of a row with so many new tokens."""
+        return cls(
+            f"{'this prompt' if row is None else f'row {row} of the batch'} cannot be sampled after {tokens} new tokens: its scores hold "
+            "NaN or +inf, or the processors have left no token. Plain generate raises here, too (\"probability tensor contains either "
+            "`inf`, `nan` or element < 0\"). Look for NaN in the weights, such as those of a training run that diverged, for a dtype that "
+            "overflows, and at the logits processors",
+            row,
+        )
 
 
 class CheckpointError(FastSpecError):

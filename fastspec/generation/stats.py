@@ -23,13 +23,14 @@ class Stats:
     emitted: int = 0
     """New tokens returned, after trimming at the end token and at the length limit."""
     round_tokens: int = 0
-    """Tokens produced by rounds, bonus included and before trimming; the first token comes from the prefill."""
+    """Tokens that rounds emitted, bonus included, none behind an answer's end; the first token comes from the prefill."""
     accepted: int = 0
+    """Draft tokens among these."""
     drafted: int = 0
     draft_rounds: int = 0
     """Rounds that had drafts, summed over the rows that were still running."""
     lengths: list[int] = field(default_factory=list)
-    """`lengths[i]` counts the rounds, summed over the rows, in which exactly i draft tokens were accepted."""
+    """`lengths[i]` counts the rounds, summed over the rows, that emitted exactly i draft tokens."""
     fused: bool = False
     """Whether a head's draft phases were one launch each, rather than one kernel after another."""
     replays: int = 0
@@ -51,24 +52,27 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens per round and row, the bonus token counted (1.0 without any accepted draft)."""
+        """Mean tokens that a round emits for a row, the bonus token counted (1.0 without any accepted draft). An answer that ends within
+        its drafts has nothing behind its end, nor a bonus token."""
         return self.round_tokens / self.row_rounds if self.row_rounds else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """For draft position 1, 2, ...: the share of rounds, over all rows, that accepted a draft token there. Their sum is the
-        acceptance length less the bonus token."""
+        """For draft position 1, 2, ...: the share of rounds, over all rows, that emitted a draft token there. Their sum is the
+        acceptance length less the share of rounds with a bonus token."""
         rounds = sum(self.lengths)
         return [sum(self.lengths[position:]) / rounds for position in range(1, len(self.lengths))]
 
-    def count_round(self, accepted: int, drafted: int, has_drafts: bool) -> None:
-        """Count one round of one row that was still running; `has_drafts` says whether any row of it had."""
+    def count_round(self, emitted: int, accepted: int, drafted: int, has_drafts: bool) -> None:
+        """Count one round of one row that was still running, of whose `accepted` drafts and bonus token it `emitted` so many before its
+        answer ended; `has_drafts` says whether any row of it had drafts."""
+        accepted = min(accepted, emitted)
         self.row_rounds += 1
         self.drafted += drafted
         self.draft_rounds += has_drafts
         self.accepted += accepted
         self.count_accepted(accepted)
-        self.round_tokens += accepted + 1
+        self.round_tokens += emitted
 
     def count_accepted(self, accepted: int) -> None:
         """Count how many drafts a round of one row accepted."""

@@ -22,10 +22,17 @@ RowProcessor = Callable[[list[int], Tensor, Tensor], Tensor]
 
 def choose(scores: Tensor, uniform: Tensor | None, ops: Ops, settings: SamplingSettings | None = None) -> Tensor:
     """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N], under settings where some are given -> [B,
-    N]. Scores of int64 [B, N, 1] are these tokens, see `Target.score`."""
+    N], `NO_TOKEN` where there is no distribution. Scores of int64 [B, N, 1] are these tokens, see `Target.score`."""
     if scores.dtype == torch.int64:
         return scores[..., 0]
     return ops.pick(scores, uniform) if settings is None else ops.pick(scores, uniform, settings)
+
+
+def pick_draft(scores: Tensor, uniform: Tensor | None, ops: Ops) -> Tensor:
+    """A draft [...] of a draft model's scores [..., V], as `Ops.pick` does. A row without a distribution takes token 0, like any other
+    guess: `walk_drawn` accepts no draft of a q that is NaN."""
+    picked: Tensor = ops.pick(scores, uniform)
+    return picked if uniform is None else picked.clamp(min=0)
 
 
 def walk(tree: TokenTree, picks: Tensor, ops: Ops) -> Verdict:

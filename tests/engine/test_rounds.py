@@ -201,10 +201,12 @@ class Kept(Batch):
 
     def __init__(self, request: Request, rows: int) -> None:
         super().__init__(request, Stats())
+        self.alone = True
         self.places, self.log, self.grown = list(range(rows)), [], []  # type: tuple[list[int], list[Any], list[Any]]
 
     def take(self, prompt: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
         self.log.append((prompt, tokens, accepted, scores, logits))
+        self.out.tokens[prompt] += tokens
 
     def grow(self, more: list[int], ran: list[bool], follows: int) -> None:
         self.grown.append((more, list(ran), follows))

@@ -96,6 +96,26 @@ def test_emit(device, rows, steps, nodes, apart, seed):
 
 
 @EVERYWHERE
+@given(ROWS, PATHS, NODES, st.booleans(), SEEDS)
+@DRAWN
+def test_emit_says_which_rows_have_no_token(device, rows, steps, nodes, apart, seed):
+    """The host reads it; what goes on upon the device is token 0."""
+    drawn = Round(device, rows, steps, nodes, apart, seed)
+    missing = torch.arange(rows, device=device) % 2 == seed % 2
+    drawn.bonus.masked_fill_(missing, -1)
+    bonus, root = drawn.bonus.clone(), drawn.root.clone()
+    wanted = cache_reference.emit(drawn.tokens, drawn.path, drawn.accepted, bonus, drawn.active, root)
+    got = emit(drawn.tokens, drawn.path, drawn.accepted, drawn.bonus, drawn.active, drawn.root)
+    for each in (got, wanted):
+        assert torch.equal(each[:, 0], torch.where(missing, -1 - drawn.accepted, drawn.accepted))
+        assert (each[:, 1:] >= 0).all()
+    same(got, wanted)
+    same(drawn.bonus, bonus)
+    same(drawn.root, root)
+    assert (drawn.bonus >= 0).all() and (drawn.root[missing & drawn.active] == 0).all()
+
+
+@EVERYWHERE
 def test_emit_of_trees_of_roots_alone(device):
     """Whose tokens are the memory that the next roots are written to."""
     drawn = Round(device, 3, 1, 1, False, 0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastspec.kernels.verification import reference
 from fastspec.kernels.verification.posterior_eval import CHUNK, pick, posterior_walk
+from fastspec.kernels.verification.reference import SamplingSettings
 
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
@@ -80,6 +81,44 @@ def test_pick_draws_by_inversion(device, leading, vocab, scale, lost, dtype, wid
     uniform = torch.where(kind == 0, 0.0, torch.where(kind == 1, 1 - 2**-24, uniform))
     got = picked(strided(scores) if wide else scores, uniform, device)
     check_draws(scores, uniform, got)
+
+
+NAN_BELOW_ZERO = torch.tensor(-(2**22), dtype=torch.int32).view(torch.float32).item()
+"""What x86 makes of inf - inf: NaN with its sign set."""
+SETTINGS = st.sampled_from(
+    [None, SamplingSettings(0.7), SamplingSettings(0.7, 5), SamplingSettings(top_p=0.8), SamplingSettings(1.3, 7, 0.9, 0.02)]
+)
+
+
+def spoiled(scores: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Scores [..., V], some rows of which have NaN or +inf at a few places or are -inf throughout, and which rows these are [...]."""
+    generator = torch.Generator().manual_seed(seed)
+    kind = torch.randint(0, 5, scores.shape[:-1], generator=generator)
+    value = torch.tensor([0, torch.nan, torch.inf, NAN_BELOW_ZERO, 0])[kind][..., None].to(scores.dtype)
+    at = torch.rand(scores.shape, generator=generator) < 0.1
+    at |= torch.arange(scores.shape[-1]) == torch.randint(0, scores.shape[-1], (*scores.shape[:-1], 1), generator=generator)
+    odd = torch.where((kind == 4)[..., None], -torch.inf, torch.where(at, value, scores))
+    return torch.where((kind > 0)[..., None], odd, scores), kind > 0
+
+
+@EVERYWHERE
+@given(LEADING, VOCABS, FLOATS, SETTINGS, SEEDS)
+@DRAWN
+def test_pick_draws_no_token_where_there_is_no_distribution(device, leading, vocab, dtype, settings, seed):
+    """NaN, +inf, or -inf alone: the reference and the kernel say so of the same rows, and of no others."""
+    scores, wanted = spoiled(torch.randn(*leading, vocab, generator=torch.Generator().manual_seed(seed)).to(dtype), seed)
+    uniform = torch.rand(leading, generator=torch.Generator().manual_seed(seed))
+    got = pick(moved_as_is(scores, device), moved_as_is(uniform, device), settings).cpu()
+    for each in (got, reference.pick(scores, uniform, settings)):
+        assert torch.equal(each == reference.NO_TOKEN, wanted) and (each[~wanted] >= 0).all()
+
+
+@EVERYWHERE
+@given(LEADING, VOCABS, FLOATS, SEEDS)
+@DRAWN
+def test_the_likeliest_of_nan_is_its_first_place(device, leading, vocab, dtype, seed):
+    scores, _ = spoiled(torch.randn(*leading, vocab, generator=torch.Generator().manual_seed(seed)).to(dtype), seed)
+    assert torch.equal(picked(scores, None, device), scores.argmax(-1)) and torch.equal(scores.argmax(-1), reference.pick(scores, None))
 
 
 @EVERYWHERE

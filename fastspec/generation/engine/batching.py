@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastspec.errors import NoDistribution
 from fastspec.generation.engine.call import Outcome, Request
 from fastspec.generation.lockstep import Steps, until_end
 from fastspec.generation.stats import Stats
 from fastspec.generation.verify import measure
+from fastspec.kernels.verification.reference import NO_TOKEN
 
 ASYNCHRONOUS_AFTER = 8
 """Rounds of a call before its rounds are asynchronous: each is launched before the one in front of it is read."""
@@ -36,6 +38,8 @@ class Batch:
         """Whether `stop` ends an answer by itself. Otherwise all answers go on until each of them was stopped once, as in transformers."""
         self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens of its answer) -> what `stop` answered
         self.stops: dict[int, int] = {}  # prompt -> length of its answer when it was stopped, where they go on
+        self.uncounted: list[tuple[Stats, int, int, int, int, int, bool]] = []
+        """Rounds of answers that go on until each of them was stopped, whose common end is not known yet: what `count` was called with."""
         self.measures: list[list[Tensor]] = [[] for _ in range(rows)]
         self.reads_together = True
         """Whether one pass may read several of the prompts that wait; not where one could not."""
@@ -77,13 +81,16 @@ class Batch:
         self.take(prompt, tokens, 0, scores if self.request.keep_scores else None, logits if self.request.keep_logits else None)
 
     def take(self, prompt: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
-        """Append tokens to a prompt's answer until it ends; scores and logits are [len(tokens), V]."""
+        """Append tokens to a prompt's answer until it ends; scores and logits are [len(tokens), V]. Raises NoDistribution where it goes
+        on behind the last of them, and that is `NO_TOKEN`."""
         request, answer = self.request, self.out.tokens[prompt]
         if request.steps is not None:
             self._take_steps(request.steps, prompt, tokens, accepted)
             return
         count = 0
         for token in tokens:
+            if token == NO_TOKEN:
+                break
             answer.append(token)
             count += 1
             stopped = self.stopped(prompt, answer)
@@ -97,8 +104,15 @@ class Batch:
             self.out.scores[prompt] += list(scores[:count])
         if logits is not None:
             self.out.logits[prompt] += list(logits[:count])
-        if request.emit is not None:
+        fails = self.active[prompt] and count < len(tokens)
+        if request.emit is not None and not (fails and count == 0):
             request.emit(prompt, tokens[:count], min(accepted, count), not self.active[prompt])
+        if fails:
+            raise NoDistribution.after(len(answer), self.row_of(prompt))
+
+    def row_of(self, prompt: int) -> int | None:
+        """The number by which the caller knows a prompt, if any."""
+        return prompt
 
     def _take_steps(self, steps: Steps, prompt: int, tokens: list[int], accepted: int) -> None:
         """`take` in lockstep: `steps` has ended rows and call already, and rows that have ended stay in the batch."""
@@ -151,8 +165,19 @@ class Batch:
             self.limits = [common] * len(self.limits)
             self.active = [len(answer) < common for answer in self.out.tokens]
 
+    def count(self, prompt: int, begin: int, accepted: int, drafted: int, has_drafts: bool) -> None:
+        """Count a round, which found `begin` tokens in a prompt's answer, and which `take` has taken."""
+        end = len(self.out.tokens[prompt])
+        if self.alone:
+            self.stats.count_round(end - begin, accepted, drafted, has_drafts)
+        else:
+            self.uncounted.append((self.stats, prompt, begin, end, accepted, drafted, has_drafts))
+
     def finish(self) -> None:
         """Cut what a row emitted beyond the common end, and count."""
+        for stats, prompt, begin, end, accepted, drafted, has_drafts in self.uncounted:
+            if begin < self.limits[prompt]:
+                stats.count_round(min(end, self.limits[prompt]) - begin, accepted, drafted, has_drafts)
         for prompt, limit in enumerate(self.limits):
             del self.out.tokens[prompt][limit:], self.out.scores[prompt][limit:], self.out.logits[prompt][limit:]
         self.stats.emitted = sum(map(len, self.out.tokens))

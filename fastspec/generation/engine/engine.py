@@ -82,7 +82,7 @@ class Engine(Generic[TargetT]):
         self, row: int, target: Target, drafter: Drafter | None, root: Tensor, count: int, source: int | None = None
     ) -> None:  # fmt: skip
         """Give a row another prompt, of `count` tokens, which row `source` of this target and this drafter has read (None: their only one).
-        root [1] is the first token of its answer. No round may be in flight."""
+        root [1] is the first token of its answer, or NO_TOKEN: then the prompt is about to leave. No round may be in flight."""
         self.fallback.tell(self.drafter)
         self.target.copy_row(row, target, count, source or 0)
         if drafter is not None and self.drafter is not None:
@@ -90,7 +90,7 @@ class Engine(Generic[TargetT]):
                 self.drafter.copy_row(row, drafter, count)
             else:
                 self.drafter.move_row(row, drafter, source, count)
-        self.state.root[row] = root[0]
+        self.state.root[row] = root[0].clamp(min=0)
 
     def take_rows(self, other: Engine[TargetT], rows: Sequence[int]) -> list[int]:
         """Copy these rows of another engine into the first rows of this one -> how many committed tokens each of this one's rows has then.

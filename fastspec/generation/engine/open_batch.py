@@ -131,6 +131,10 @@ class OpenBatch(Batch):
         if prompt in self.errors or not self.active[prompt]:
             self._leave(prompt, self.errors.pop(prompt, None))
 
+    def row_of(self, prompt: int) -> int | None:
+        """See `Batch.row_of`: prompts are submitted one by one."""
+        return None
+
     def stopped(self, prompt: int, answer: list[int]) -> bool:
         """See `Batch.stopped`; an answer whose criteria raise is over."""
         held = self.prompts[prompt]

@@ -62,7 +62,8 @@ class Judged:
 class Committed:
     """What a round leaves behind: the tokens that it emitted, and what else the call asks for.
 
-    `emitted` [B, 1 + P] int64 is what the host reads back: how many drafts each row accepted, then its tokens. Behind them stand the
+    `emitted` [B, 1 + P] int64 is what the host reads back: how many drafts each row accepted, or -1 - so many where no token could be
+    drawn behind them, then its tokens. Behind them stand the
     integers that a `HostDrafter` learns from, where the round was captured together with them. `verdict` has its tokens at hand, and
     `measures` [B, P, 3] are those of `fastspec.generation.verify.measure`, where the call asks for them.
     """

@@ -17,6 +17,7 @@ from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.verifier import Verifier
 from fastspec.generation.stats import timed
 from fastspec.generation.target import Target
+from fastspec.kernels.verification.reference import NO_TOKEN
 
 TOGETHER = 8
 """Prompts at most that one pass reads."""
@@ -68,11 +69,13 @@ class Joining:
             self.features.append(features)
 
     def begin(self, verifier: Verifier, first: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Begin behind the whole prompt -> its first new token [1], and the processed scores [1, V]: `first`, where they are known."""
+        """Begin behind the whole prompt -> its first new token [1], NO_TOKEN where there is none, and the processed scores [1, V]: `first`,
+        where they are known."""
         text = self.ids, torch.tensor([self.done], device=self.ids.device)
         root, scores = first or verifier.first(self.logits, text, [self.prompt])
         if self.drafter is not None:
-            self.drafter.begin(*text, self.features[0] if len(self.features) == 1 else torch.cat(self.features, 1), root)
+            features = self.features[0] if len(self.features) == 1 else torch.cat(self.features, 1)
+            self.drafter.begin(*text, features, root.clamp(min=0))
         return root, scores
 
 
@@ -185,7 +188,7 @@ class Rounds(Generic[TargetT]):
         roots = torch.cat([counts.new_zeros(1) if first is None else first[0] for first in firsts])
         if drafter is not None:
             try:
-                drafter.begin(ids, counts, features, roots)
+                drafter.begin(ids, counts, features, roots.clamp(min=0))
             except Exception as error:
                 return self._one_by_one([pair for pair in zip(taken, firsts, strict=True) if pair[1] is not None], error)
         tokens = roots.tolist()
@@ -231,9 +234,18 @@ class Rounds(Generic[TargetT]):
         self.batch.read(prompt, tokens, scores, logits)
 
 
+def read_row(row: list[int]) -> list[int]:
+    """What a row emitted, as `Ops.emit` tells of it, with NO_TOKEN where none could be drawn behind the accepted drafts."""
+    if row[0] >= 0:
+        return row
+    accepted = -1 - row[0]
+    return [accepted, *row[1 : 1 + accepted], NO_TOKEN, *row[2 + accepted :]]
+
+
 def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> None:
     """Hand a round's tokens to the prompts that its rows hold."""
     request, stats, last = batch.request, batch.stats, engine.last
+    emitted = [read_row(row) for row in emitted]
     if request.watch is not None:
         request.watch(last.tree, last.verdict, last.logits)
     measures = None if last.committed.measures is None else last.committed.measures.clone()  # the next replay writes over them
@@ -247,11 +259,12 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
         if engine.state.padded[row]:
             batch.take(prompt, tokens[: accepted + 1], accepted, None, None)
             continue
-        stats.count_round(accepted, nodes if drafted is None else drafted[row], nodes > 0)
         logits = last.logits[row, paths[row]].float() if request.keep_logits else None
         if measures is not None:
             batch.measures[prompt].append(measures[row, : accepted + 1])
+        begin = len(batch.out.tokens[prompt])
         batch.take(prompt, tokens[: accepted + 1], accepted, scores[row], logits)
+        batch.count(prompt, begin, accepted, nodes if drafted is None else drafted[row], nodes > 0)
     follows = engine.main.longest if engine.in_flight else 0
     batch.grow([accepted + 1 for accepted, *_ in emitted], engine.state.running, follows)
     stats.rounds += 1

@@ -61,19 +61,22 @@ def _emit_kernel(
     o_p = tl.arange(0, SP)
     m_p = o_p < steps
     accepted = tl.load(p_accepted + row * s_accepted)
-    bonus = tl.load(p_bonus + row * s_bonus)
+    drawn = tl.load(p_bonus + row * s_bonus)
+    bonus = tl.maximum(drawn, 0)
     active = tl.load(p_active + row * s_active)
     b_next = tl.load(p_path + row * s_path_b + tl.minimum(o_p + 1, steps - 1) * s_path_p, mask=m_p, other=0)
     b_token = tl.load(p_tokens + row * s_tokens_b + b_next * s_tokens_n, mask=m_p, other=0)
     p_out = p_packed + row * (steps + 1)
-    tl.store(p_out, accepted)
+    tl.store(p_out, tl.where(drawn < 0, -1 - accepted, accepted))
     tl.store(p_out + 1 + o_p, tl.where(o_p == accepted, bonus, b_token), mask=m_p)
-    tl.debug_barrier()  # the tokens of a tree of roots alone are the root's own memory
+    tl.debug_barrier()  # the tokens of a tree of roots alone are the root's own memory, and other threads may be about to read the bonus
+    tl.store(p_bonus + row * s_bonus, bonus)
     tl.store(p_root + row * s_root, bonus, mask=active != 0)
 
 
 def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor) -> Tensor:
-    """`reference.emit`: tokens [B, N], path [B, P], accepted, bonus, root [B] int64, active [B] bool, any strides -> [B, 1 + P]."""
+    """`reference.emit`: tokens [B, N], path [B, P], accepted, bonus, root [B] int64, active [B] bool, any strides -> [B, 1 + P].
+    A bonus below 0 becomes 0 in place."""
     batch, steps = path.shape
     _check("emit", batch, active, tokens=tokens[:, 0], path=path[:, 0], accepted=accepted, bonus=bonus, root=root)
     packed = torch.empty(batch, 1 + steps, dtype=torch.int64, device=path.device)

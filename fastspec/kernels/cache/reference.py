@@ -49,7 +49,13 @@ def emitted(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor) -> Te
 
 def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor) -> Tensor:
     """What the host reads of a round, [B, 1 + P]: accepted [B], then `emitted`. root [B] becomes the bonus token where active [B] is
-    true."""
-    packed = torch.cat((accepted[:, None], emitted(tokens, path, accepted, bonus)), 1)
+    true.
+
+    A bonus below 0 says that there was no token to draw behind the accepted ones. The host then reads -1 - accepted, and all that goes on
+    upon the device gets token 0: `bonus` itself becomes that.
+    """
+    missing = bonus >> 63  # -1 or 0
+    bonus.clamp_(min=0)
+    packed = torch.cat(((accepted ^ missing)[:, None], emitted(tokens, path, accepted, bonus)), 1)
     root.copy_(torch.where(active, bonus, root))
     return packed

@@ -33,9 +33,9 @@ LOGITS = (1, 2048, 0, 1, 4)  # the same for logits that are there: one node at a
 
 @triton.jit
 def order_bits(b_x):
-    """int32 of fp32 that orders as the values do; both zeros are one."""
+    """int32 of fp32 that orders as the values do; both zeros are one, and so are all NaN, above the numbers."""
     b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
-    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+    return tl.where(b_x == b_x, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
 
 @triton.jit

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed, sort_key, tile_mass
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.verification.reference import SamplingSettings
+from fastspec.kernels.verification.reference import NO_TOKEN, SamplingSettings
 from fastspec.kernels.verification.sampling import CHUNK, CHUNK_WARPS, cut, first_above, inverse_of, kept_chunk, row_chunk
 
 DRAW_WARPS = 8
 MAX_NODES = 4096
+NONE = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit(do_not_specialize=["nodes"])
@@ -74,7 +75,8 @@ def _draw_kernel(
     top = tl.max(b_peak, 0)
     b_scale = tl.where(b_mass > 0.0, tl.exp(b_peak - top), 0.0)
     b_chunk = b_mass.to(tl.float64) * b_scale.to(tl.float64)  # exact, so that all threads get one sum whether it is fused or not
-    level = uniform * tl.sum(b_chunk, 0)
+    total = tl.sum(b_chunk, 0)  # NaN where a score is NaN or +inf, 0 where all are -inf
+    level = uniform * total
     chunk, before = first_above(b_chunk, o_t, level, TP)
 
     # Within its chunk the mass is relative to the chunk's own maximum, which therefore has mass 1: some place is always found.
@@ -84,7 +86,7 @@ def _draw_kernel(
     o_v, b_x = kept_chunk(p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV, WARP, CUT)
     b_mass_v = tl.where((o_v < vocab) & (b_x > float("-inf")), tl.exp(b_x - peak), 0.0).to(tl.float64)
     place, _ = first_above(b_mass_v, tl.arange(0, BV), rest, BV)
-    tl.store(p_ids + row, (chunk * BV + place).to(tl.int64))
+    tl.store(p_ids + row, tl.where(total > 0.0, (chunk * BV + place).to(tl.int64), NONE))
 
 
 @triton.jit(do_not_specialize=["nodes", "steps", "s_tokens", "s_parents", "s_picks"])

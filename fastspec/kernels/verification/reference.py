@@ -42,7 +42,8 @@ def best_key(scores: Tensor, best: Tensor, first: int) -> Tensor:
 
     The highest of all parts' keys is that of the highest score, and of equal ones that of the lowest token: `key_token` reads it.
     """
-    bits = (scores.gather(-1, best[..., None])[..., 0].float() + 0.0).view(torch.int32)  # -0.0 is 0.0
+    value = scores.gather(-1, best[..., None])[..., 0].float() + 0.0  # -0.0 is 0.0
+    bits = value.view(torch.int32).masked_fill(value.isnan(), LAST_ID)  # above all, whatever its sign
     ordered = bits ^ ((bits >> 31) & LAST_ID)
     return (ordered.long() << 32) | (LAST_ID - first - best)
 
@@ -52,13 +53,19 @@ def key_token(keys: Tensor) -> Tensor:
     return LAST_ID - (keys.amax(-1) & LAST_ID)
 
 
+NO_TOKEN = -1
+"""The draw of a row without a distribution: one of its scores is NaN or +inf, or all are -inf."""
+
+
 def categorical(logits: Tensor, uniform: Tensor) -> Tensor:
-    """One draw per row of logits [..., V] by inversion with uniform [...] in [0, 1): never a token of probability 0."""
+    """One draw per row of logits [..., V] by inversion with uniform [...] in [0, 1): never a token of probability 0, and `NO_TOKEN` of a
+    row without a distribution."""
     mass = torch.softmax(logits.float(), dim=-1).double().cumsum(-1)
-    level = uniform.double()[..., None] * mass[..., -1:]
+    total = mass[..., -1:]  # NaN where there is no distribution
+    level = uniform.double()[..., None] * total
     index = torch.searchsorted(mass, level.contiguous(), right=True).squeeze(-1)
     last = logits.shape[-1] - 1 - torch.isfinite(logits).int().flip(-1).argmax(-1)
-    return torch.minimum(index, last)
+    return torch.where(total[..., 0] > 0, torch.minimum(index, last), NO_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +109,7 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
     """One token per row of scores [..., V] -> [...] int64: the argmax, the lowest id among equals, or a draw by uniform [...] in [0, 1).
 
     A draw is from the softmax of the scores, with settings from that of what these leave of them (`under_settings`); the argmax is the same
-    under all settings.
+    under all settings. NaN is above all numbers for the argmax, and leaves nothing to draw from: see `NO_TOKEN`.
     """
     if uniform is None:
         return scores.argmax(-1)

@@ -40,13 +40,14 @@ def row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV: tl.constexpr):
 def kept_chunk(
     p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV: tl.constexpr, WARP: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """The same under settings: times the inverse temperature, and -inf below the row's cut."""
+    """The same under settings: times the inverse temperature, and -inf below the row's cut. NaN and +inf stay, wherever that is."""
     o_v, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
     if WARP:
         b_x *= inverse
     if CUT:
         low, first = tl.load(p_low + row), tl.load(p_first + row)
-        b_x = tl.where((b_x > low) | ((b_x == low) & (o_v >= first)), b_x, float("-inf"))
+        m_odd = (b_x != b_x) | (b_x == float("inf"))
+        b_x = tl.where(m_odd | (b_x > low) | ((b_x == low) & (o_v >= first)), b_x, float("-inf"))
     return o_v, b_x
 
 

@@ -67,8 +67,23 @@ def make_processors(processors: lp.LogitsProcessorList, ids: Tensor) -> tuple[Ca
     if not processors or not are_known(processors, ()):
         return None, None
     if all(type(p) in BLIND for p in processors):
-        return (lambda scores: processors(ids[:1], scores)), None
+        return _over_any(processors, ids[:1]), None
     return None, lambda rows, texts, scores: process_rows(processors, rows, texts, scores)
+
+
+def _over_any(processors: lp.LogitsProcessorList, ids: Tensor) -> Callable[[Tensor], Tensor]:
+    """Processors over scores [R, V] of any nodes. The one that raises an error over NaN and +inf is not shown rows with these: a draft that
+    is not accepted may have them, and who draws from one is told."""
+
+    def process(scores: Tensor) -> Tensor:
+        processed: Tensor = processors(ids, scores)
+        return processed
+
+    def process_sound(scores: Tensor) -> Tensor:
+        odd = scores.softmax(-1)[:, :1].isnan()
+        return torch.where(odd, scores, process(scores.masked_fill(odd, 0.0)))
+
+    return process_sound if any(type(each) is lp.EtaLogitsWarper for each in processors) else process
 
 
 def process_rows(processors: Iterable[Any], rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastspec.errors import NoDistribution
+
 
 class PlainSteps:
     """What plain `generate` does with a step's logits, in its order: processors, choice, padding, criteria, streamer.
@@ -39,7 +41,7 @@ class PlainSteps:
             self.scores += (processed,)
         if self.logits is not None:
             self.logits += (raw,)
-        tokens = torch.multinomial(torch.softmax(processed, -1), num_samples=1)[:, 0] if self.sample else processed.argmax(-1)
+        tokens = self._drawn(torch.softmax(processed, -1)) if self.sample else processed.argmax(-1)
         if self.pads:
             tokens = tokens * self.unfinished + self.pad_token * (1 - self.unfinished)
         self.ids = torch.cat((self.ids, tokens[:, None]), -1)
@@ -53,3 +55,11 @@ class PlainSteps:
             here = self.ids.shape[1] - self.width
             self.lengths = [here if length is None and not on else length for length, on in zip(self.lengths, going, strict=True)]
         return chosen
+
+    def _drawn(self, probs: Tensor) -> Tensor:
+        """Tokens [B] of probabilities [B, V]. Raises NoDistribution where plain decoding's own draw would raise or, on CUDA, end the
+        process."""
+        for row, fails in enumerate(probs[:, 0].isnan().tolist()):  # then all of the row are
+            if fails:
+                raise NoDistribution.after(self.ids.shape[1] - self.width, row)
+        return torch.multinomial(probs, num_samples=1)[:, 0]

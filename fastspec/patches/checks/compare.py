@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ ROUNDINGS = {torch.float32: 256, torch.float16: 16, torch.bfloat16: 16}
 reference does, a few times; sums of 4,096 products in fp32 are off by the square root of their number."""
 
 
+class Problem(NamedTuple):
+    """A check that a backend fails: its name, and what differs. One that `raised` an error may have met a fault that passes, such as a
+    device that an earlier kernel has broken."""
+
+    check: str
+    what: str
+    raised: bool = False
+
+
 def has_kernel(ops: Ops, op: str) -> bool:
     """Whether a backend has something of its own for an op."""
     return getattr(ops, op) is not None and getattr(ops, op) is not getattr(TORCH, op)
@@ -35,9 +44,8 @@ def has_kernel(ops: Ops, op: str) -> bool:
 
 def problems(
     ops: Ops, dtype: torch.dtype, device: torch.device, checks: Sequence[Check] = CHECKS
-) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """(name, what differs) of every check that a backend fails on a device. An error ends the checks: what follows one on a device says
-    nothing."""
+) -> Iterator[Problem]:  # fmt: skip
+    """Every check that a backend fails on a device. An error ends the checks: what follows one on a device says nothing."""
     for check in checks:
         if has_kernel(ops, check.op):
             try:
@@ -46,20 +54,22 @@ def problems(
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                yield check.name, f"{type(error).__name__}: {error}"
+                yield Problem(check.name, f"{type(error).__name__}: {error}", raised=True)
                 return
             if found is not None:
-                yield check.name, found
+                yield Problem(check.name, found)
     if ops.fused is not None:
+        name = "fused (a small head)"
         try:
             with exact_products():
                 found = fused_drafting(ops, dtype, device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
+            yield Problem(name, f"{type(error).__name__}: {error}", raised=True)
+            return
         if found is not None:
-            yield "fused (a small head)", found
+            yield Problem(name, found)
 
 
 @contextmanager

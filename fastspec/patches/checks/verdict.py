@@ -2,7 +2,8 @@
 C++, which the machine's own compiler made, are on every machine.
 
 Once for a device's name, a dtype and the versions of torch, triton and fastspec, and for a compiled library: the verdict is kept in the
-cache folder. The environment's FASTSPEC_SELF_CHECK says "auto" (that), "always" (on every device, in every process) or "never".
+cache folder, but for one that an error has ended, which may pass. The environment's FASTSPEC_SELF_CHECK says "auto" (that), "always" (on
+every device, in every process) or "never".
 """
 
 from __future__ import annotations
@@ -62,16 +63,22 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
     about = {"device": name, "dtype": str(dtype).removeprefix("torch."), **made, **cache_folder.versions()}
     key, path = tuple(about.values()), cache_folder.cache_folder() / FOLDER / cache_folder.file_name(*about.values())
     with _turn:
-        if key not in _known:
-            kept = None if wanted == "always" else _read(path, about)
-            _known[key] = _run(ops, dtype, device, about, path) if kept is None else kept
-    if _known[key]:
-        told = "; ".join(f"{check}: {what}" for check, what in _known[key])
+        failures = _known.get(key)
+        if failures is None:
+            failures = None if wanted == "always" else _read(path, about)
+            lasting = True
+            if failures is None:
+                failures, lasting = _run(ops, dtype, device, about, path)
+            if lasting:
+                _known[key] = failures
+    if failures:
+        told = "; ".join(f"{check}: {what}" for check, what in failures)
+        kept = f"The verdict is kept in {path}; {SETTING}=always in the environment checks again"
         versions = ", ".join(f"{name} {value}" for name, value in cache_folder.versions().items())
         raise FastSpecError(
             f"kernels of backend {ops.name!r} do not compute on {name} in {about['dtype']} what their references do: {told}. "
             f'fastspec.patch(model, backend="torch") runs without them. Please report this with the versions {versions}. '
-            f"The verdict is kept in {path}; {SETTING}=always in the environment checks again"
+            f"{kept if key in _known else 'An error may pass: nothing of it is kept, and the next patch checks again'}"
         )
 
 
@@ -87,7 +94,8 @@ def _read(path: Path, about: dict[str, str]) -> list[list[str]] | None:
     return failures
 
 
-def _run(ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, str], path: Path) -> list[list[str]]:
+def _run(ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, str], path: Path) -> tuple[list[list[str]], bool]:
+    """Check -> the failures, and whether they are to be kept."""
     from fastspec.patches.checks.compare import launcher, problems
 
     new = "" if device.type == "cpu" else ", which they were not tested on"
@@ -99,7 +107,10 @@ def _run(ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, st
 
             with suppress(Exception):  # a kernel that does not compile is met, and named, by its own check
                 compile_ahead(launcher(ops, dtype, device), notice)
-        failures = [[check, what] for check, what in problems(ops, dtype, device)]
+        found = list(problems(ops, dtype, device))
+    failures = [[problem.check, problem.what] for problem in found]
+    if any(problem.raised for problem in found):
+        return failures, False
     row: dict[str, Any] = {"about": about, "failures": failures, "seconds": round(time.perf_counter() - began, 2)}
     cache_folder.write(path, row | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")})
-    return failures
+    return failures, True

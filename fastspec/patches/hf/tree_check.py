@@ -7,6 +7,7 @@ transformers' convention has it. What goes wrong then is no error but another te
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,14 +59,17 @@ _VERDICTS: dict[Any, _Verdict] = {}
 
 
 class _Verdict(NamedTuple):
-    """Why a model cannot be relied on, or None, and whether it reads a prompt without padding as fastspec does."""
+    """Why a model cannot be relied on, or None, and whether it reads a prompt without padding as fastspec does. One that is no more than
+    `passing` says nothing of other models of its class: weights that are NaN, or an error."""
 
     reason: str | None
     alike: bool = True
+    passing: bool = False
 
 
 def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | None = None) -> None:
-    """Raise Unsupported unless fastspec scores trees as the model scores texts: once per class, configuration, dtype and versions.
+    """Raise Unsupported unless fastspec scores trees as the model scores texts: once per class, configuration, dtype and versions, and
+    anew where an error or NaN has kept the last check from saying so.
 
     With `reads_source` the model has an encoder, and its decoder is checked; `adapter` is that of a decoder inside the model. The model,
     its modes and hooks, and the global generators of random numbers are left as they were.
@@ -97,10 +101,13 @@ def check_states(model: Any) -> None:
 
 def _verdict(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
     key = adapter is not None, _key(model)
-    if key not in _VERDICTS:
-        with _undisturbed(model), torch.no_grad():
-            _VERDICTS[key] = _judge(model, reads_source, adapter)
-    return _VERDICTS[key]
+    if key in _VERDICTS:
+        return _VERDICTS[key]
+    with _undisturbed(model), torch.no_grad():
+        found = _judge(model, reads_source, adapter)
+    if not found.passing:
+        _VERDICTS[key] = found
+    return found
 
 
 def _key(model: Any) -> Any:
@@ -122,13 +129,19 @@ def _computed(model: Any) -> torch.dtype:
 
 
 def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
-    name = type(model).__name__
+    name, dtype = type(model).__name__, _computed(model)
     try:
-        alike = reads_source or _apart(*_after_prompt(model, adapter), _computed(model)) <= _bound(_computed(model))
+        before = 0.0 if reads_source else _apart(*_after_prompt(model, adapter), dtype)
         for draw in DRAWS:
-            found = _apart(*_after_texts(model, reads_source, adapter, draw), _computed(model))
-            if found <= _bound(_computed(model)):
-                return _Verdict(None, alike)
+            found = before if math.isnan(before) else _apart(*_after_texts(model, reads_source, adapter, draw), dtype)
+            if math.isnan(found):
+                return _Verdict(
+                    f"{name} gives logits that are NaN or infinite for random texts in {str(dtype).removeprefix('torch.')}: look for NaN "
+                    "in its weights, and for a dtype that overflows",
+                    passing=True,
+                )
+            if found <= _bound(dtype):
+                return _Verdict(None, before <= _bound(dtype))
     except Unsupported as error:
         return _Verdict(str(error))
     except Exception as error:
@@ -136,7 +149,8 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
             raise
         return _Verdict(
             f"{name} does not run as fastspec has to run it, with a position for every node and a 4-D mask "
-            f"({type(error).__name__}: {error}): it cannot be combined with assistant="
+            f"({type(error).__name__}: {error}): it cannot be combined with assistant=",
+            passing=True,
         )
     return _Verdict(
         f"{name} scores the nodes of a draft tree otherwise than the same tokens in a text of their own (its logits are {found:.2g} "
@@ -156,7 +170,7 @@ def _after_texts(model: Any, reads_source: bool, adapter: Adapter | None, draw: 
 
 
 def _apart(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
-    """How far logits [n, V] are apart, in standard deviations."""
+    """How far logits [n, V] are apart, in standard deviations; NaN where one of them is NaN or infinite."""
     apart = (got.float() - want.float()).pow(2).mean(-1).sqrt() / want.float().std(-1).clamp(min=1e-30)
     return float(apart.max() if dtype in WHOLE else apart.median())
 

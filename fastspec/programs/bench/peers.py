@@ -149,11 +149,13 @@ def answers(peer: Peer, job: PeerJob, way: Way, timeout: float | None = None) ->
 
 def _stats(answer: Row) -> Stats:
     """An engine's counts in the form in which the loop tells of an assistant. It does not say how many rounds its batches shared, nor how
-    long a prompt took."""
+    long a prompt took, and counts drafts that were accepted behind an answer's end, which are left out of the tokens of rounds."""
     drafts, accepted, at = answer["drafts"], answer["accepted"], answer["accepted_at"]
     lengths = [more - less for more, less in zip([drafts, *at], [*at, 0], strict=True)] if drafts else []
+    rows = len(answer["tokens"])
+    emitted = min(drafts + accepted, max(0, sum(map(len, answer["tokens"])) - rows))  # the first token of each comes from its prompt
     return Stats(
-        rows=len(answer["tokens"]), row_rounds=drafts, draft_rounds=drafts, accepted=accepted, round_tokens=drafts + accepted,
+        rows=rows, row_rounds=drafts, draft_rounds=drafts, accepted=accepted, round_tokens=emitted,
         lengths=lengths, seconds=answer["seconds"],
     )  # fmt: skip
 

@@ -56,13 +56,13 @@ class AnswerStreamer(MarkedStreamer):
         self.trees: list[RoundTree] | None = [] if trees else None
         self.marks: list[str] = []
         self.spent = 0.0
-        self.rounds = self.drafted = self.accepted = 0
+        self.rounds = self.drafted = self.accepted = self.emitted = 0
         self._mark = OWN
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens per round, the target's own counted."""
-        return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+        """Mean tokens that a round emits, the target's own counted."""
+        return self.emitted / self.rounds if self.rounds else 0.0
 
     def on_tree(self, tree: Any, verdict: Any, logits: Any) -> None:
         """One round's tree, verdict and target logits [1, N, V], before its tokens come."""
@@ -71,13 +71,14 @@ class AnswerStreamer(MarkedStreamer):
         self._mark = found.mark
         self.rounds += 1
         self.drafted += len(found.tokens) - 1
-        self.accepted += len(found.path) - 1
         if self.trees is not None:
             self.trees.append(found)
         self.spent += time.perf_counter() - start
 
     def on_round(self, tokens: list[int], accepted: int) -> None:
-        """`tokens` of one round, the first `accepted` of them drafted."""
+        """`tokens` of one round, the first `accepted` of them drafted, or the first token, before any round."""
+        if self.rounds:
+            self.accepted, self.emitted = self.accepted + accepted, self.emitted + len(tokens)
         marks = [ACCEPTED if index < accepted else self._mark for index in range(len(tokens))]
         self.marks += marks
         self.styles.extend(STYLES[mark] for mark in marks)

@@ -59,7 +59,7 @@ class Metrics:
         gauges = {
             "fastspec_rows": ("Rows of a round.", stats.rows), "fastspec_rows_running": ("Rows that hold a request.", batch.running),
             "fastspec_queue": ("Requests that wait for a row.", batch.waiting),
-            "fastspec_acceptance_length": ("Mean tokens per round and row, the bonus token counted.", stats.acceptance_length),
+            "fastspec_acceptance_length": ("Mean tokens that a round emits for a row, the bonus token counted.", stats.acceptance_length),
             "fastspec_tokens_per_second": (f"New tokens a second over the last {WINDOW:g} seconds.", self.rate.value()),
         }  # fmt: skip
         for name, (said, value) in gauges.items():

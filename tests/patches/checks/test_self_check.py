@@ -131,14 +131,14 @@ def test_references_are_exact_whatever_the_user_has_set(monkeypatch):
     assert seen == ["ieee"]
 
 
-def test_an_error_ends_the_checks_and_is_the_verdict():
+def test_an_error_ends_the_checks():
     def broken(*args: Any) -> Any:
         raise RuntimeError("no such instruction")
 
     ops = replace(triton_ops(), linear=broken, emit=broken, fused=None)
     few = [check for check in CHECKS if check.op in ("linear", "emit")]
     found = list(compare.problems(ops, torch.float16, torch.device("cpu"), few))
-    assert found == [("linear (one row)", "RuntimeError: no such instruction")]
+    assert found == [("linear (one row)", "RuntimeError: no such instruction", True)]
 
     def full(*args: Any) -> Any:
         raise torch.OutOfMemoryError("full")
@@ -213,7 +213,7 @@ def test_measured_devices_and_other_backends_are_not_checked(runs, monkeypatch):
 
 def test_a_failure_is_kept_and_names_the_kernel_and_the_way_out(runs, monkeypatch):
     device = unmeasured(monkeypatch)
-    runs["found"] = [("linear (one row)", "3 of 96 values are off")]
+    runs["found"] = [compare.Problem("linear (one row)", "3 of 96 values are off")]
     for _ in range(2):
         with pytest.raises(FastSpecError, match=r'on NVIDIA A100 in bfloat16.*linear \(one row\): 3 of 96.*backend="torch"'):
             verdict.self_check(triton_ops(), torch.bfloat16, device)
@@ -223,6 +223,18 @@ def test_a_failure_is_kept_and_names_the_kernel_and_the_way_out(runs, monkeypatc
     monkeypatch.setenv(verdict.SETTING, "always")
     verdict.self_check(triton_ops(), torch.bfloat16, device)
     assert runs["count"] == 2
+
+
+def test_an_error_is_not_kept(runs, folder, monkeypatch):
+    """A device that an earlier kernel has broken fails every check; the next process finds it whole."""
+    device = unmeasured(monkeypatch)
+    runs["found"] = [compare.Problem("linear (one row)", "RuntimeError: CUDA error: device-side assert triggered", raised=True)]
+    with pytest.raises(FastSpecError, match=r"device-side assert.*nothing of it is kept"):
+        verdict.self_check(triton_ops(), torch.bfloat16, device)
+    assert not list(folder.rglob("*.json"))
+    runs["found"] = []
+    verdict.self_check(triton_ops(), torch.bfloat16, device)
+    assert runs["count"] == 2 and len(list(folder.rglob("*.json"))) == 1
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"about": {}, "failures": []}', '{"failures": [1]}'])
@@ -260,7 +272,7 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
 
 
 def test_a_model_is_not_patched_on_a_device_whose_kernels_fail(runs):
-    runs["found"] = [("rms_norm (alone)", "wrong")]
+    runs["found"] = [compare.Problem("rms_norm (alone)", "wrong")]
     model = tiny_model(num_hidden_layers=1)
     before = set(vars(model))
     with pytest.raises(FastSpecError, match=r"rms_norm \(alone\)"):

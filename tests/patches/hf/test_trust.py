@@ -109,6 +109,26 @@ def test_an_error_of_the_model_becomes_a_refusal_by_name() -> None:
         model.generate(**prompts(5), max_new_tokens=8, assistant="autoregressive")
 
 
+@pytest.mark.parametrize("spoiled", ["weights", "forward"])
+def test_a_refusal_that_says_nothing_of_the_class_is_not_kept(spoiled: str, monkeypatch) -> None:
+    """NaN in one model's weights, or an error that passes: a sound model of the class is decoded with, and so is that one once it is
+    whole."""
+    broken, sound = (fastspec.patch(tiny_model("gpt2")) for _ in range(2))
+    call = {**prompts(5), "max_new_tokens": 4, "assistant": "autoregressive"}
+    norm = broken.transformer.ln_f
+    with monkeypatch.context() as during:
+        if spoiled == "weights":
+            norm.weight.data[3] = torch.nan
+        else:
+            during.setattr("fastspec.patches.hf.model.SlotCache", lambda *_: (_ for _ in ()).throw(RuntimeError("a passing fault")))
+        with pytest.raises(fastspec.Unsupported, match={"weights": "GPT2LMHeadModel gives logits that are NaN"}.get(spoiled, "a passing")):
+            broken.generate(**call)
+        if spoiled == "weights":
+            sound.generate(**call)
+    norm.weight.data[3] = 1.0
+    assert torch.equal(broken.generate(**call), sound.generate(**call))
+
+
 def test_the_check_leaves_no_trace() -> None:
     model = fastspec.patch(tiny_model("gpt2"))
     seen: list[Any] = []

@@ -19,6 +19,7 @@ from fastspec.generation.drafters.policy import Credit, Length, Pace, Trust, mea
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.verify import pick_draft
 
 
 class Passes:
@@ -168,7 +169,7 @@ class ChainDrafter(Drafter):
         """Drafts [B, branches] of scores [B, V]: the best, or one drawn."""
         if self.process is None:
             return scores.topk(self.branches, -1).indices
-        return self.ops.pick(scores, torch.rand(len(scores), device=scores.device))[:, None]
+        return pick_draft(scores, torch.rand(len(scores), device=scores.device), self.ops)[:, None]
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens that the draft model has no embedding for are shown to it as another: its drafts are judged all the same."""

@@ -20,6 +20,7 @@ from fastspec.generation.drafters.policy import Length
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree
+from fastspec.generation.verify import pick_draft
 
 Blend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(p, q, p_raw, q_raw), each [..., V] fp32 probabilities -> pi [..., V]; p and q are processed, and one-hot in greedy calls."""
@@ -73,7 +74,9 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         return self._mixed(logits, scores, self.q, self.q_raw)
 
     def _mixed(self, logits: Tensor, scores: Tensor, q: Tensor, q_raw: Tensor) -> Tensor:
-        return self.blend(self._probs(scores), q, torch.softmax(logits.float(), -1), q_raw).log()
+        p = self._probs(scores)
+        blended = self.blend(p, q, torch.softmax(logits.float(), -1), q_raw)
+        return (blended + 0 * p).log()  # a rule that compares may pass by a p that is NaN, and nothing may be drawn there
 
     def _all_probs(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The draft model's scores [B, V] -> its distributions, processed and not."""
@@ -87,7 +90,7 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
 
     def _drawn(self, probs: Tensor) -> Tensor:
         """Drafts [B, 1] of distributions [B, V]."""
-        return self.ops.pick(probs.log(), None if self.process is None else torch.rand(len(probs), device=probs.device))[:, None]
+        return pick_draft(probs.log(), None if self.process is None else torch.rand(len(probs), device=probs.device), self.ops)[:, None]
 
 
 def _untouched(scores: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from fastspec.generation.drafters.policy import Length, Pace
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree
+from fastspec.generation.verify import pick_draft
 
 SHARE = 0.1
 """A row is drafted for no further where the shared tokens hold less of the draft model's probability than this."""
@@ -65,7 +66,7 @@ class SharedDrafter(RetokenizingDrafter):
                 survival = survival * probs.amax(-1) * share
             if not pace.allows(survival) or not bool(going.any()):
                 break
-            token = torch.where(going, self.ops.pick(scores, torch.rand(len(scores), device=self.device)), 0)
+            token = torch.where(going, pick_draft(scores, torch.rand(len(scores), device=self.device), self.ops), 0)
             tokens.append(token)
             q.append(probs)
             if not pace.take():

@@ -18,7 +18,7 @@ from fastspec.generation.drafters.draft_model.tree_scores import TreeScores
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import choose, walk, walk_drawn
+from fastspec.generation.verify import choose, pick_draft, walk, walk_drawn
 
 
 def drafted(stages: int, gamma: int) -> list[int]:
@@ -129,7 +129,7 @@ class StagedDrafter(Drafter):
                 scores = self.process(scores)
                 uniform = torch.rand(len(scores), device=scores.device)
                 q.append(torch.softmax(scores, -1))
-            self.tape.scatter_(1, (at + drawn)[:, None], self.ops.pick(scores, uniform)[:, None])
+            self.tape.scatter_(1, (at + drawn)[:, None], pick_draft(scores, uniform, self.ops)[:, None])
         return torch.stack(q, 1) if q else None
 
     def _feed(self, stage: int, at: Tensor, more: int, extent: int, first: bool = True) -> Tensor:
@@ -164,7 +164,7 @@ class StagedDrafter(Drafter):
 
     def _set(self, at: Tensor, verdict: Verdict) -> None:
         """Put a verdict's own token behind what it accepted of the drafts at slots at [B]."""
-        self.tape.scatter_(1, (at + verdict.accepted)[:, None], verdict.bonus[:, None])
+        self.tape.scatter_(1, (at + verdict.accepted)[:, None], verdict.bonus.clamp(min=0)[:, None])
 
     def _cut(self, stage: int, at: Tensor) -> None:
         """Make the stages up to this one forget what they hold of the tape from the last token before slots at [B] on: a verdict has just
