@@ -13,8 +13,8 @@ from test_stop_strings import worded
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TemperatureLogitsWarper
 
 import fastspec
-from fastspec.bench.peers import _stats
-from fastspec.chat.view import AnswerStreamer
+from fastspec.programs.bench.peers import _stats
+from fastspec.programs.chat.view import AnswerStreamer
 
 INPUTS = prompts(4, 6, 5)
 LIMIT = 17
