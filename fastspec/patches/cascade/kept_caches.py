@@ -23,7 +23,7 @@ def check_kept(model: Any) -> None:
         raise Unsupported(f"the cache of {name}, an encoder-decoder model, belongs to its source: {instead}")
     check_present(model)
     wanted = model.generation_config.cache_implementation
-    if wanted not in (None, "dynamic"):
+    if wanted not in (None, "hybrid"):  # beside a cache that is handed in transformers takes none, and this one is its own to unset
         raise Unsupported(f"{name} asks for cache_implementation={wanted!r}: set it to None in its generation_config, or {instead}")
     if rope_bound(model.config) is not None:
         raise Unsupported(f"the keys of {name} depend on the length of the text, by its rope_parameters: {instead}")
