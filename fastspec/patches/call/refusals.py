@@ -31,9 +31,10 @@ _CONFIG: dict[str, tuple[Any, ...]] = {
     "cache_implementation": (None, "hybrid", "paged", "dynamic"), "use_cache": (None, True),
     "output_attentions": (None, False), "output_hidden_states": (None, False), "use_mtp": (None, False), "token_healing": (None, False),
 }  # fmt: skip
-"""Settings by name -> the values under which plain `generate` decodes token by token over a growing cache. transformers makes that cache for
-"hybrid", which Gemma 2 and 3 are published with, and, where it is a configuration's and no argument, for "paged". Healing needs the tokenizer,
-which it does not hand on to a custom loop."""
+"""Settings by name -> the values under which plain `generate` decodes token by token over a growing cache.
+
+transformers makes that cache for "hybrid", which Gemma 2 and 3 are published with, and, where it is a configuration's and no argument, for
+"paged". Healing needs the tokenizer, which it does not hand on to a custom loop."""
 _READ_BESIDE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "penalty_alpha": ("do_sample", (None, False)), "output_attentions": ("return_dict_in_generate", (True,)),
     "output_hidden_states": ("return_dict_in_generate", (True,)),

@@ -36,7 +36,7 @@ def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
     """Raise `Unsupported`, before anything is computed, where the keys and values of a text of so many tokens exceed the budget."""
     shapes = layer_shapes(model.config)
     numbers = sum(heads * (key + value) for heads, key, value in (shapes[layer] for layer in set(kept_by(model.config)))) * tokens
-    need = numbers * torch.empty((), dtype=model.dtype).element_size()
+    need = numbers * torch.empty((), dtype=model.dtype, device="cpu").element_size()
     if need > manager.budget:
         raise Unsupported(
             f"a request of up to {tokens} tokens needs {need} bytes of keys and values in {type(model).__name__}, and the cascade's memory "

@@ -195,7 +195,7 @@ def _words(model: Any) -> Tensor:
             if name.endswith(("token_id", "token_index")):
                 special |= set(value if isinstance(value, list) else [value])
     plain = [token for token in range(min(count, 4096)) if token not in special]
-    return torch.tensor(plain or range(count))
+    return torch.tensor(plain or range(count), device="cpu")
 
 
 def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tens
 def _after_prompt(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
     """What fastspec and the model give after a prompt in a batch without padding, logits [1, V] each."""
     target, words = HFModel(model, adapter, rows=1, capacity=ROOM, tail=1, taps=None, ops=TORCH), _words(model)
-    text = words[torch.randint(len(words), (LENGTHS[0],), generator=torch.Generator().manual_seed(2))]
+    text = words[torch.randint(len(words), (LENGTHS[0],), generator=torch.Generator().manual_seed(2), device="cpu")]
     got, _ = target.prefill(text[None].to(device_of(model)), torch.tensor([len(text)], device=device_of(model)))
     return got, _own(model, [text.tolist()])[0][:, 0]
 
@@ -223,7 +223,7 @@ def _as_trees(target: HFModel, words: Tensor, draw: int) -> tuple[list[list[int]
     device, generator = device_of(target.model), torch.Generator().manual_seed(draw)
 
     def drawn(*shape: int) -> Tensor:
-        return words[torch.randint(len(words), shape, generator=generator)].to(device)
+        return words[torch.randint(len(words), shape, generator=generator, device="cpu")].to(device)
 
     prompts = drawn(2, LENGTHS[0])
     logits, _ = target.prefill(prompts, torch.tensor(LENGTHS, device=device))
@@ -266,7 +266,7 @@ def _after_source(model: Any, draw: int) -> tuple[Tensor, Tensor]:
     """As `_after_prompts`, for a model that reads a source. Its own texts come one by one: its decoder gives padding positions."""
     words = _words(model)
     device, known = device_of(model), words[words < model.get_encoder().get_input_embeddings().weight.shape[0]]
-    ids = known[torch.randint(len(known), (1, 9), generator=torch.Generator().manual_seed(1))].to(device)
+    ids = known[torch.randint(len(known), (1, 9), generator=torch.Generator().manual_seed(1), device="cpu")].to(device)
     mask = torch.ones_like(ids)
     states = model.get_encoder()(input_ids=ids, attention_mask=mask, return_dict=True)[0]
     source = Source(states.expand(2, -1, -1), mask.expand(2, -1), ids.expand(2, -1))

@@ -1,5 +1,5 @@
-"""Settings that published generation configurations have: what plain `generate` heeds an assistant heeds or refuses by name, what it ignores
-an assistant ignores. Each is read from a saved `generation_config.json`."""
+"""Settings of published generation configurations, read from saved files: an assistant heeds, or refuses by name, those that plain `generate`
+heeds, and ignores those that it ignores."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ EQUAL: dict[str, dict[str, Any]] = {
     "two lengths": {"max_length": 4096},
     "a least length": {"min_length": 14, "eos_token_id": list(range(50)), "max_time": 100.0},
     "least new tokens": {"min_new_tokens": 6, "eos_token_id": list(range(50))},
-    "suppressed": {"suppress_tokens": [7, 8, 9], "begin_suppress_tokens": [10, 20], "renormalize_logits": True, "remove_invalid_values": True},
+    "suppressed and cleaned": {
+        "suppress_tokens": [7, 8, 9], "begin_suppress_tokens": [10, 20], "renormalize_logits": True, "remove_invalid_values": True,
+    },
     "nothing suppressed": {"suppress_tokens": [], "begin_suppress_tokens": []},
     "forced": {"forced_bos_token_id": 3, "forced_eos_token_id": 2, "forced_decoder_ids": [[1, 2]]},
     "bad words": {"bad_words_ids": [[7], [8, 9]]},
@@ -198,14 +200,15 @@ def test_every_setting_of_transformers_is_tried():
 
 
 def test_paged_as_an_argument_is_transformers_own_continuous_batching(models):
-    with pytest.raises(Unsupported, match="cache_implementation='paged'.*continuous batching"):
+    with pytest.raises(Unsupported, match=r"cache_implementation='paged'.*continuous batching"):
         models[1].generate(**prompts(9), assistant="nasd", cache_implementation="paged")
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
 def test_gemma_as_it_is_published(kind, tmp_path: Path):
     shallow_model(kind).save_pretrained(tmp_path)
-    shipped = {"cache_implementation": "hybrid", "bos_token_id": 2, "eos_token_id": [1, 90], "pad_token_id": 0, "do_sample": True, "top_k": 1}
+    shipped = {"cache_implementation": "hybrid", "bos_token_id": 2, "eos_token_id": [1, 90], "pad_token_id": 0, "top_p": 0.95}
+    shipped |= {"do_sample": True, "top_k": 1}
     (tmp_path / "generation_config.json").write_text(json.dumps(shipped))
     model, plain = (AutoModelForCausalLM.from_pretrained(tmp_path) for _ in range(2))
     fastspec.patch(model, assistant="nasd")

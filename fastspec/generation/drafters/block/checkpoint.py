@@ -129,8 +129,8 @@ def tensors_of(head: BlockHead) -> dict[str, Tensor]:
     if not c.own_lm_head:
         return tensors
     d2t = head.d2t.cpu()
-    t2d = torch.zeros(c.vocab_size, dtype=torch.bool)
-    t2d[torch.arange(c.draft_vocab_size) + d2t] = True
+    t2d = torch.zeros(c.vocab_size, dtype=torch.bool, device="cpu")
+    t2d[torch.arange(c.draft_vocab_size, device="cpu") + d2t] = True
     return {**tensors, "d2t": d2t.contiguous(), "t2d": t2d}
 
 
@@ -144,7 +144,8 @@ def load_block_head(directory: str | Path) -> BlockHead:
         raise CheckpointError(f"{folder}: a block head is config.json and model.safetensors in one folder: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{folder}: config.json holds no object")
-    head = BlockHead(from_json(raw, str(folder)))
+    with torch.device("cpu"):  # where the weights are, whatever device is the default
+        head = BlockHead(from_json(raw, str(folder)))
     wanted = head.state_dict()
     found = {_published(name): value for name, value in found.items() if name not in ("t2d", "embed_tokens.weight")}
     missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
@@ -159,7 +160,7 @@ def load_block_head(directory: str | Path) -> BlockHead:
         raise CheckpointError(f"{folder}: {broken[0]} holds values that are not finite")
     head.load_state_dict(found)
     if head.config.own_lm_head:
-        ids = head.to_target(torch.arange(head.config.draft_vocab_size))
+        ids = head.to_target(torch.arange(head.config.draft_vocab_size, device="cpu"))
         if int(ids.min()) < 0 or int(ids.max()) >= head.config.vocab_size or len(ids.unique()) < len(ids):
             raise CheckpointError(f"{folder}: d2t is no map into a vocabulary of {head.config.vocab_size}")
     return head.eval().requires_grad_(False)

@@ -321,7 +321,7 @@ class EagleHead(nn.Module):
         if made is None or between is None or no_rows(lm_head, self.d2t, self.config.hidden_size) is not None:
             return
         if not exactly:
-            probe = torch.randn(made.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(made.weight)
+            probe = torch.randn(made.weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu").to(made.weight)
             mapped, whole = between.weight.float() @ probe.to(between.weight.device).float(), lm_head.weight.detach()
             if whole.dtype is torch.float32 and not isinstance(whole, DTensor):  # rows are gathered in three times the time of a product
                 now = (whole @ mapped.to(whole.device))[self._drafted().to(whole.device)]
