@@ -1,5 +1,5 @@
-"""Settings of published generation configurations, read from saved files: an assistant heeds, or refuses by name, what plain `generate` heeds,
-and ignores what it ignores."""
+"""Settings of published generation configurations, read from saved files: an assistant heeds, or refuses by name, what plain `generate`
+heeds, and ignores what it ignores."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from fastspec import Unsupported
 from fastspec.patches.assistants.speculative import vocabulary
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:the draft model reads", "ignore:torch.quantize_per_tensor"),
+    pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
+    pytest.mark.filterwarnings("ignore:the draft model reads", "ignore:torch.quantize_per_tensor"),
     pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch's x86 engine"),
 ]
 TABLES = {nn.Linear: torch.ao.quantization.default_dynamic_qconfig, nn.Embedding: float_qparams_weight_only_qconfig}
