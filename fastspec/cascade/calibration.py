@@ -48,7 +48,7 @@ def expected_calibration_error(
     probabilities [n] and labels [n] lie in [0, 1]. The bins have equal width, ((b - 1) / bins, b / bins], or with `equal_mass` equally
     many items each, in the order of their probabilities. Raises `Unsupported` for sizes that do not agree and for no items.
     """
-    p, y = (torch.as_tensor(each, dtype=torch.float64) for each in (probabilities, labels))
+    p, y = (torch.as_tensor(each, dtype=torch.float64, device="cpu") for each in (probabilities, labels))
     if p.dim() != 1 or p.shape != y.shape or not len(p) or bins < 1:
         raise Unsupported(f"calibration error: probabilities {tuple(p.shape)} and labels {tuple(y.shape)} must be [n], n >= 1; bins={bins}")
     if equal_mass:
@@ -56,7 +56,7 @@ def expected_calibration_error(
         sums = [float((y[part] - p[part]).sum()) for part in order.tensor_split(bins)]
     else:
         bucket = ((p * bins).ceil().long() - 1).clamp(0, bins - 1)
-        sums = torch.zeros(bins, dtype=torch.float64).index_add(0, bucket, y - p).tolist()
+        sums = torch.zeros(bins, dtype=torch.float64, device="cpu").index_add(0, bucket, y - p).tolist()
     return sum(map(abs, sums)) / len(p)
 
 
@@ -97,7 +97,7 @@ class Calibrator:
     @classmethod
     def scaled(cls, logits: Sequence[float], labels: Sequence[float]) -> Calibrator:
         """The temperature of least cross entropy (Guo et al., ICML 2017): convex in its inverse, so its derivative is bisected."""
-        z, y = torch.tensor(logits, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
+        z, y = torch.tensor(logits, dtype=torch.float64, device="cpu"), torch.tensor(labels, dtype=torch.float64, device="cpu")
         low, high = -math.log(SHARPEST), math.log(SHARPEST)
         for _ in range(50):
             middle = (low + high) / 2

@@ -181,7 +181,7 @@ def oracle_curve(labels: Tensor, costs: Tensor) -> Curve:
             steps.append((totals[rise] - totals[at], quality[rise] - quality[at]))
             at = rise
     steps.sort(key=lambda step: -step[1] / max(step[0], 1e-12))
-    taken = torch.tensor([(0.0, 0.0), *steps], dtype=torch.float64) / len(labels)
+    taken = torch.tensor([(0.0, 0.0), *steps], dtype=torch.float64, device="cpu") / len(labels)
     cost, quality_ = (taken.cumsum(0) + torch.stack((costs[:, 0].mean(), labels[:, 0].mean()))).T
     return _curve(cost, quality_)
 
@@ -191,7 +191,7 @@ def _curve(cost: Tensor, quality: Tensor) -> Curve:
     best: dict[float, float] = {}
     for x, y in zip(cost.tolist(), quality.tolist(), strict=True):
         best[x] = max(y, best.get(x, y))
-    x, y = torch.tensor(sorted(best.items()), dtype=torch.float64).T
+    x, y = torch.tensor(sorted(best.items()), dtype=torch.float64, device="cpu").T
     return Curve(x.contiguous(), y.contiguous())
 
 
@@ -243,10 +243,10 @@ def bootstrap(
 
     generator, found = torch.Generator().manual_seed(seed), []
     for _ in range(draws):
-        drawn = torch.randint(items, (items,), generator=generator)
+        drawn = torch.randint(items, (items,), generator=generator, device="cpu")
         weights = torch.bincount(drawn, minlength=items).double() / items
         found.append(weights @ values)
-    tail = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
+    tail = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64, device="cpu")
     low, high = torch.quantile(gain(torch.stack(found)), tail, dim=0)
     return Gains(gain(values.mean(0)), low, high)
 
@@ -274,7 +274,7 @@ def summary(
     singles = single_stages(labels, alone)
     points = frontier(labels, costs, prices, stops)
     gains = bootstrap(labels, costs, stops, alone=alone, seed=seed, draws=draws, confidence=confidence)
-    reached_cost = torch.tensor([point.cost for point in points], dtype=torch.float64)
+    reached_cost = torch.tensor([point.cost for point in points], dtype=torch.float64, device="cpu")
     # Costs that agree up to the rounding of their sums are equal.
     slack = 1e-9 * float(singles[0].amax())
     inside = (reached_cost > singles[0].amin() + slack) & (reached_cost < singles[0].amax() - slack)
@@ -290,7 +290,7 @@ def summary(
     oracle = oracle_stops(labels, costs, prices)
     rows += [{"kind": "oracle", **asdict(point)} for point in frontier(labels, costs, prices, oracle)]
     curve = oracle_curve(labels, costs)
-    at = torch.linspace(float(curve.cost[0]), float(curve.cost[-1]), KNOTS, dtype=torch.float64)
+    at = torch.linspace(float(curve.cost[0]), float(curve.cost[-1]), KNOTS, dtype=torch.float64, device="cpu")
     rows.append({"kind": "oracle_curve", "cost": at.tolist(), "quality": curve.at(at).tolist()})
     counts = {"inside": int(inside.sum()), "inside_gaining": int((inside & (gains.gain > 0)).sum())}
     settings = {"items": len(labels), "seed": seed, "draws": draws, "confidence": confidence}

@@ -74,6 +74,7 @@ def features(
             stage / max(1, stages - 1),
         ],
         dtype=torch.float32,
+        device="cpu",
     )
 
 

@@ -134,7 +134,7 @@ class Predictor:
         quality = []
         for stage, points in enumerate(self.points):
             scored = [self._scores(stage, point, risk).quality for point in points.tolist()]
-            quality.append(torch.tensor(scored, dtype=torch.float64))
+            quality.append(torch.tensor(scored, dtype=torch.float64, device="cpu"))
         return QualityTable(tuple(quality), self.points, self.fresh, self.kept)
 
     def _scores(self, stage: int, point: list[float], risk: float | None) -> Scores:
@@ -159,17 +159,17 @@ class Predictor:
         tensors = {"fresh": self.fresh, "kept": self.kept}
         for k, head in enumerate(self.heads):
             tensors |= {f"{k}.{each.name}": getattr(head, each.name) for each in fields(Head)}
-            tensors |= {f"{k}.points": self.points[k], f"{k}.factors": torch.tensor(self.factors[k], dtype=torch.float64)}
+            tensors |= {f"{k}.points": self.points[k], f"{k}.factors": torch.tensor(self.factors[k], dtype=torch.float64, device="cpu")}
             for m, outlook in enumerate(self.outlooks[k], k):
                 calibrator, posterior = outlook.calibrator, outlook.posterior
                 numbers = {
                     "temperature": (calibrator.temperature,), "knots": calibrator.knots, "values": calibrator.values,
                     "edges": posterior.edges, "prior": (posterior.a, posterior.b),
                 }  # fmt: skip
-                tensors |= {f"{k}.{m}.{name}": torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
-                tensors[f"{k}.{m}.counts"] = torch.tensor(posterior.counts)
+                tensors |= {f"{k}.{m}.{name}": torch.tensor(each, dtype=torch.float64, device="cpu") for name, each in numbers.items()}
+                tensors[f"{k}.{m}.counts"] = torch.tensor(posterior.counts, device="cpu")
         if self.rates is not None:
-            tensors["rates"] = torch.tensor([getattr(self.rates, each.name) for each in fields(Rates)], dtype=torch.float64)
+            tensors["rates"] = torch.tensor([getattr(self.rates, each.name) for each in fields(Rates)], dtype=torch.float64, device="cpu")
         texts = {"stages": self.stages, "features": self.names, "place": dict(self.place)}
         header = {"format": FORMAT, "version": VERSION, **{name: json.dumps(text) for name, text in texts.items()}}
         try:
@@ -208,13 +208,13 @@ def train(x: Tensor, labels: Tensor, logs: Tensor, folds: Tensor, generator: tor
         centre = logs.mean(0)
         spread = (logs - centre).square().mean(0).sqrt().clamp(min=1e-3)
         wanted = (logs - centre) / spread
-        items, goods, networks = torch.arange(len(x)), labels.shape[1], int(folds.max()) + 1
+        items, goods, networks = torch.arange(len(x), device="cpu"), labels.shape[1], int(folds.max()) + 1
         held = torch.nn.functional.one_hot(folds, networks).T.float()
         seen = (1 - held) / (1 - held).sum(1, keepdim=True)
         rates = labels.mean(0).clamp(0.01, 0.99)
-        weights = _initial(networks, inputs.shape[1], torch.cat((rates.logit(), torch.zeros(goods - 1))), generator)
+        weights = _initial(networks, inputs.shape[1], torch.cat((rates.logit(), torch.zeros(goods - 1, device="cpu"))), generator)
         optimiser = torch.optim.AdamW(weights, lr=LEARNING_RATE, weight_decay=DECAY)
-        best, best_step, kept, outputs = math.inf, 0, weights, torch.empty(0)
+        best, best_step, kept, outputs = math.inf, 0, weights, torch.empty(0, device="cpu")
         for step in range(STEPS):
             w1, b1, w2, b2 = weights
             out = torch.baddbmm(b2, torch.baddbmm(b1, inputs.expand(networks, -1, -1), w1).relu(), w2)
@@ -230,8 +230,8 @@ def train(x: Tensor, labels: Tensor, logs: Tensor, folds: Tensor, generator: tor
             optimiser.zero_grad()
             (losses * seen).sum().backward()
             optimiser.step()
-    unit = torch.cat((torch.ones(goods), spread))
-    zero = torch.cat((torch.zeros(goods), centre))
+    unit = torch.cat((torch.ones(goods, device="cpu"), spread))
+    zero = torch.cat((torch.zeros(goods, device="cpu"), centre))
     w1, b1, w2, b2 = kept
     w1, w2 = w1.transpose(1, 2).flatten(0, 1), (w2 / networks).flatten(0, 1).T * unit[:, None]
     w1, w2 = (each.clone(memory_format=torch.contiguous_format) for each in (w1, w2))
@@ -252,9 +252,9 @@ def _one_thread() -> Iterator[None]:
 
 def _initial(networks: int, size: int, bias: Tensor, generator: torch.Generator) -> list[Tensor]:
     """Weights of K networks at the start: w1 [K, F, H], b1 [K, 1, H], w2 [K, H, O], b2 [K, 1, O]."""
-    w1 = torch.randn(networks, size, HIDDEN, generator=generator) * math.sqrt(2 / size)
-    w2 = torch.randn(networks, HIDDEN, len(bias), generator=generator) * math.sqrt(0.01 / HIDDEN)
-    weights = [w1, torch.zeros(networks, 1, HIDDEN), w2, bias.repeat(networks, 1, 1)]
+    w1 = torch.randn(networks, size, HIDDEN, generator=generator, device="cpu") * math.sqrt(2 / size)
+    w2 = torch.randn(networks, HIDDEN, len(bias), generator=generator, device="cpu") * math.sqrt(0.01 / HIDDEN)
+    weights = [w1, torch.zeros(networks, 1, HIDDEN, device="cpu"), w2, bias.repeat(networks, 1, 1)]
     return [each.requires_grad_() for each in weights]
 
 
@@ -270,8 +270,8 @@ def _folds(items: int, groups: Sequence[str] | None, generator: torch.Generator)
     members: dict[object, list[int]] = {}
     for item, name in enumerate(names):
         members.setdefault(name, []).append(item)
-    mixed = [list(members.values())[i] for i in torch.randperm(len(members), generator=generator).tolist()]
-    folds, sizes = torch.empty(items, dtype=torch.long), [0] * min(FOLDS, len(members))
+    mixed = [list(members.values())[i] for i in torch.randperm(len(members), generator=generator, device="cpu").tolist()]
+    folds, sizes = torch.empty(items, dtype=torch.long, device="cpu"), [0] * min(FOLDS, len(members))
     for group in sorted(mixed, key=len, reverse=True):
         fold = sizes.index(min(sizes))
         folds[group] = fold

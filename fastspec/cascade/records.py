@@ -289,7 +289,7 @@ def table(records: Records, stages: Sequence[str]) -> Table:
         _check(row)
 
     def column(name: str, kind: torch.dtype) -> Tensor:
-        return torch.tensor([[getattr(record, name) for record in row] for row in rows], dtype=kind)
+        return torch.tensor([[getattr(record, name) for record in row] for row in rows], dtype=kind, device="cpu")
 
     return Table(
         stages=tuple(stages),
@@ -297,7 +297,9 @@ def table(records: Records, stages: Sequence[str]) -> Table:
         ids=tuple(row[0].item for row in rows),
         sets=tuple(row[0].set for row in rows),
         splits=tuple(row[0].split for row in rows),
-        features=tuple(torch.tensor([row[place].features for row in rows], dtype=torch.float32) for place in range(len(stages))),
+        features=tuple(
+            torch.tensor([row[place].features for row in rows], dtype=torch.float32, device="cpu") for place in range(len(stages))
+        ),
         labels=column("label", torch.float64),
         start_ms=column("start_ms", torch.float64),
         decode_ms=column("decode_ms", torch.float64),

@@ -89,7 +89,8 @@ class Rates:
         """Milliseconds of each stage for items whose stages generated fresh [n, L] tokens and took over kept [n, L] -> [n, L] fp64."""
         answers = (fresh + kept).double()
         handed = torch.cat((torch.zeros_like(answers[:, :1]), answers[:, :-1]), 1)
-        token, verify, start = (torch.tensor(each, dtype=torch.float64) for each in (self.token_ms, self.verify_ms, self.start_ms))
+        times = self.token_ms, self.verify_ms, self.start_ms
+        token, verify, start = (torch.tensor(each, dtype=torch.float64, device="cpu") for each in times)
         return fresh.double() * token + handed * verify + start
 
 
@@ -189,7 +190,7 @@ class Solver:
 
     def _near_point(self, stage: int, point: Sequence[float]) -> Tensor:
         """The nearest items of a point -> [neighbours]: squared distances, less what all items share."""
-        at = torch.tensor(point, dtype=torch.float64).div_(self._spread[stage])
+        at = torch.tensor(point, dtype=torch.float64, device="cpu").div_(self._spread[stage])
         distances = torch.addmv(self._squares[stage], self._points[stage], at, alpha=-2)
         return distances.topk(self.neighbours, largest=False, sorted=False).indices
 
@@ -198,7 +199,7 @@ class Solver:
         points, squares, found = self._points[stage], self._squares[stage], []
         for start in range(0, len(points), CHUNK):
             distances = torch.addmm(squares, points[start : start + CHUNK], points.T, alpha=-2)
-            rows = torch.arange(len(distances))
+            rows = torch.arange(len(distances), device="cpu")
             distances[rows, start + rows] = math.inf
             found.append(distances.topk(self.neighbours, 1, largest=False, sorted=False).indices)
         return torch.cat(found)

@@ -28,7 +28,7 @@ from fastspec.patches.cascade.loop import CascadeModels
 from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.modes import check_supported, mode_for, mode_of, not_patched
-from fastspec.patches.session import STATE, PatchSession, session_of
+from fastspec.patches.session import STATE, PatchSession, deep_copy, session_of, state_before
 from fastspec.patches.tuning.store import tables_of
 
 Source = str | Path | EagleHead | None
@@ -72,7 +72,8 @@ def patch(
     session = PatchSession(backend, resources, has_capturing_hooks(model), default=_default(assistant, resources, model))
     try:
         session.set(model, STATE, session)
-        session.set(model, "generate", types.MethodType(generate, model))
+        for name, method in (("generate", generate), ("__getstate__", state_before), ("__deepcopy__", deep_copy)):
+            session.set(model, name, types.MethodType(method, model))
         for method in (generate_batch, init_continuous_batching):
             if hasattr(model, method.__name__):
                 session.set(model, method.__name__, types.MethodType(method, model))

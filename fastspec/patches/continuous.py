@@ -191,7 +191,7 @@ class Continuous:
             tell(done, len(calls))
             with self.session.turn.taken(device):
                 self._widths.needed.clear()  # each call in rounds of its own number of rows
-            texts = [torch.randint(vocabulary, (1, count), generator=numbers) for count in lengths]
+            texts = [torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in lengths]
             with self._changed:  # so that they come at once
                 futures = [self.submit(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts]
             for future in futures:

@@ -75,7 +75,7 @@ def _try(dtype: torch.dtype) -> str | None:
 @torch.no_grad()
 def _slower() -> str | None:
     """None where the kernels' products of bf16 weights are quicker than torch's on this machine, or what was measured."""
-    weight = torch.zeros(SAMPLE, dtype=torch.bfloat16)
+    weight = torch.zeros(SAMPLE, dtype=torch.bfloat16, device="cpu")
     spent = [times((cpp_native().product, F.linear), weight.new_zeros(rows, SAMPLE[1]), weight) for rows in ROWS]
     ours, torchs = (sum(each[way] for each in spent) for way in (0, 1))
     if ours < torchs:

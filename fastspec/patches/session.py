@@ -106,8 +106,8 @@ class Turn:
 class PatchSession:
     """Everything that fastspec knows of one patched model. It lives in the model's own `__dict__`, outside its modules.
 
-    A deep copy of the model is patched too, by a session of its own. A pickle, such as `torch.save(model)`, holds the model alone:
-    the session becomes None and `generate` the class's own, so that it loads as an ordinary model, with or without fastspec.
+    A deep copy of the model is patched too, by a session of its own (`deep_copy`). A pickle, such as `torch.save(model)`, and a shallow
+    copy hold the model as it was before the patch (`state_before`): an ordinary one, with or without fastspec.
     """
 
     backend: str
@@ -207,9 +207,6 @@ class PatchSession:
         twin.trees, twin.batches = {}, 0
         return twin
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.__dict__[name]` and log what was there."""
         self.log.append(Change(owner, name, owner.__dict__.get(name, ABSENT), value))
@@ -253,3 +250,21 @@ def session_of(model: Any) -> PatchSession | None:
     """The session of a patched model, or None. A shallow copy of a model has its attributes and not its patch."""
     found = getattr(model, "__dict__", {}).get(STATE)
     return found if isinstance(found, PatchSession) and any(change.owner is model for change in found.log) else None
+
+
+def state_before(self: Any) -> Any:
+    """A patched model's `__getstate__`: the attributes that it had before the patch, which is what a pickle and a shallow copy take."""
+    session = session_of(self)
+    state = dict(type(self).__getstate__(self))
+    for change in reversed([] if session is None else session.log):
+        if change.owner is self and state.get(change.name) is change.after:
+            state.pop(change.name)
+            state.update({} if change.before is ABSENT else {change.name: change.before})
+    return state
+
+
+def deep_copy(self: Any, memo: dict[int, Any]) -> Any:
+    """A patched model's `__deepcopy__`: all attributes, so that the copy is patched too."""
+    twin = memo[id(self)] = type(self).__new__(type(self))
+    twin.__setstate__(copy.deepcopy(type(self).__getstate__(self), memo))
+    return twin

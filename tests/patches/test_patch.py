@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_a_patched_model_looks_the_same_from_outside() -> None:
         for key in ("parts", "storage", "config", "generation_config", "classes", "hooks", "forward", "training"):
             assert before[key] == during[key], key
         extra = {name: vars_.keys() - before["attributes"][name].keys() for name, vars_ in during["attributes"].items()}
-        methods = {"generate", "generate_batch", "init_continuous_batching"}
+        methods = {"generate", "generate_batch", "init_continuous_batching", "__getstate__", "__deepcopy__"}
         assert {name: found for name, found in extra.items() if found} == {"": {"_fastspec", *methods}}
 
 
@@ -102,6 +103,7 @@ def test_a_model_that_was_saved_whole_loads_as_an_ordinary_one(again: Any) -> No
         fastspec.report(loaded)
     assert torch.equal(loaded.generate(**GREEDY), expected)
     assert inspect.signature(loaded.generate) == inspect.signature(tiny_model(num_hidden_layers=1).generate)
+    assert vars(loaded).keys() == vars(tiny_model(num_hidden_layers=1)).keys()
     before = snapshot(loaded)
     with fastspec.patched(loaded):
         assert torch.equal(loaded.generate(**GREEDY, assistant="autoregressive"), expected)
@@ -112,6 +114,7 @@ def test_a_model_that_was_saved_whole_loads_as_an_ordinary_one(again: Any) -> No
 def test_a_shallow_copy_leaves_the_patch_to_its_original() -> None:
     model = fastspec.patch(tiny_model(num_hidden_layers=1))
     twin = copy.copy(model)
+    assert vars(twin).keys() == vars(tiny_model(num_hidden_layers=1)).keys()
     with pytest.raises(fastspec.PatchConflict, match="not patched"):
         fastspec.unpatch(twin)
     expected = model.generate(**GREEDY)
@@ -120,6 +123,16 @@ def test_a_shallow_copy_leaves_the_patch_to_its_original() -> None:
     assert torch.equal(model.generate(**GREEDY, assistant="autoregressive"), expected)
     fastspec.unpatch(model)
     assert "generate" not in vars(model)
+
+
+@pytest.mark.parametrize("again", [copy.copy, by_pickle])
+def test_a_copy_has_the_generate_that_was_there_before(again: Any) -> None:
+    model = tiny_model(num_hidden_layers=1)
+    model.generate = partial(type(model).generate, model, min_new_tokens=2)
+    twin = again(fastspec.patch(model))
+    assert type(vars(twin)["generate"]) is partial and torch.equal(twin.generate(**GREEDY), model.generate(**GREEDY))
+    with pytest.raises(ValueError, match="assistant"):
+        twin.generate(**GREEDY, assistant="nasd")
 
 
 def test_patching_twice_and_unpatching_nothing_are_errors() -> None:

@@ -64,6 +64,15 @@ def test_lines_are_answered_as_alone_and_in_any_form(small, tmp_path):
     assert answers(raw)[0]["text"] == emitted(small, "w5 w6", chat=False)[0]
 
 
+def test_a_configuration_that_transformers_unsets_in_part(small, tmp_path, monkeypatch):
+    """Gemma 2 and 3 are published with it."""
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text(json.dumps({"prompt": "w5 w6"}))
+    monkeypatch.setattr(small[0].generation_config, "cache_implementation", "hybrid")
+    assert answer_file(*small, file, out, assistant=TREE, rows=1, max_new_tokens=4) == Done(0, 1, 0)
+    assert answers(out)[0]["text"] == emitted(small, "w5 w6", 4)[0]
+
+
 def test_an_end_token_in_the_last_place_is_an_end(small, tmp_path, monkeypatch):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_text(json.dumps({"prompt": "w5 w6"}))

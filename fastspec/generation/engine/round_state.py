@@ -23,7 +23,7 @@ class RoundState:
         padded = padded or [False] * len(running)
         if running != self.running:
             self.running = list(running)
-            self.active.copy_(torch.tensor(running))
+            self.active.copy_(torch.tensor(running, device="cpu"))
         if padded != self.padded:
             self.padded = list(padded)
-            self.ended.copy_(torch.tensor(padded))
+            self.ended.copy_(torch.tensor(padded, device="cpu"))

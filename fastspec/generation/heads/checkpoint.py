@@ -155,13 +155,13 @@ def _take_vocabulary_map(config: HeadConfig, state: dict[str, Tensor], notes: li
     draft, vocab = config.draft_vocab_size, config.vocab_size
     if d2t is None:
         if draft == vocab:
-            state["d2t"] = torch.zeros(draft, dtype=torch.int64)
+            state["d2t"] = torch.zeros(draft, dtype=torch.int64, device="cpu")
         return
     if d2t.shape != (draft,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
         raise CheckpointError(f"{where}: d2t is {d2t.dtype} of shape {list(d2t.shape)}; expected integers of shape [{draft}]")
     if t2d is not None and t2d.shape != (vocab,):
         raise CheckpointError(f"{where}: t2d has shape {list(t2d.shape)}; expected [{vocab}], the target's vocabulary")
-    rank, offsets = torch.arange(draft), d2t.to(torch.int64)
+    rank, offsets = torch.arange(draft, device="cpu"), d2t.to(torch.int64)
     mask = None if t2d is None or draft == vocab else t2d.bool()
     wrong = _not_a_map(rank + offsets, mask, vocab)
     if wrong is None:

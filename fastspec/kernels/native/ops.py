@@ -240,7 +240,7 @@ class Native:
             return True
         key = rows, torch.get_num_threads()
         if key not in table.by_kernel:
-            ways = (self.way(torch.ones(rows, weight.shape[1]), weight, None) for weight in table.products)
+            ways = (self.way(torch.ones(rows, weight.shape[1], device="cpu"), weight, None) for weight in table.products)
             table.by_kernel[key] = all(way is self.by_kernel for way in ways)
         return table.by_kernel[key]
 

@@ -213,7 +213,7 @@ def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
                 x, peak, part, rank, level, low, arrived, *sizes, 32 - DIGIT_BITS * (step + 1), before, after, 1 - settings.top_p, *strides,
                 mass, step == 0, step == steps - 1, CHUNK, padded, num_warps=DIGIT_WARPS[mass], **pdl,
             )  # fmt: skip
-    by_share = torch.tensor(settings.min_p, dtype=torch.float32).item() > 0  # what fp32 holds as 0 removes nothing, as in the reference
+    by_share = torch.tensor(settings.min_p, dtype=torch.float32, device="cpu").item() > 0  # fp32's 0 removes nothing, as in the reference
     least = math.log(settings.min_p) if by_share else 0.0
     _close_kernel[(rows,)](
         x, peak, part, rank, level, low, first, *sizes, end, before, after, least, *strides,
@@ -224,4 +224,4 @@ def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
 
 def inverse_of(settings: SamplingSettings) -> float:
     """1 / temperature, in fp32."""
-    return torch.tensor(settings.temperature, dtype=torch.float32).reciprocal().item()
+    return torch.tensor(settings.temperature, dtype=torch.float32, device="cpu").reciprocal().item()

@@ -25,7 +25,7 @@ from fastspec.generation.encoder_source import Source
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
-from fastspec.patches.hf.compat import device_of, recurrent_layers, unpack_weights
+from fastspec.patches.hf.compat import device_of, recurrent_layers, table_rows, unpack_weights
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, check_supported
@@ -161,9 +161,8 @@ def pass_ms(times: Cost, model: Any, layers: int | None = None) -> float:
 
 
 def vocabulary(model: Any) -> int:
-    """Rows of a model's LM head, or what its configuration says where a module without a weight is in its place."""
-    weight = getattr(model.get_output_embeddings(), "weight", None)
-    return int(model.config.get_text_config().vocab_size if weight is None else weight.shape[0])
+    """Rows of a model's LM head."""
+    return table_rows(model.get_output_embeddings(), model.config)
 
 
 def read_parameters(model: Any) -> list[nn.Parameter]:

@@ -145,7 +145,7 @@ class Ending:
         rows = self.ids.shape[0]
         ids = torch.cat((self.ids[row], self.ids.new_tensor(answer))).expand(rows, -1)
         verdicts = [c(ids, None) for c in self.others]  # all are asked: a criterion may count its calls
-        return any(bool(torch.as_tensor(v).expand(rows)[row]) for v in verdicts)
+        return any(bool(torch.as_tensor(v, device="cpu").expand(rows)[row]) for v in verdicts)
 
 
 class Streaming:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -25,11 +26,20 @@ _ARGUMENTS = {
     "synced_gpus": "the loop does not keep idle ranks running",
 }
 _CONFIG: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1), "num_beam_groups": (None, 1), "penalty_alpha": (None, 0), "dola_layers": (None,), "constraints": (None,),
-    "force_words_ids": (None,), "prompt_lookup_num_tokens": (None,), "guidance_scale": (None, 1, 1.0),
-    "assistant_early_exit": (None,), "cache_implementation": (None, "dynamic"), "use_cache": (None, True),
-    "output_attentions": (None, False), "output_hidden_states": (None, False), "use_mtp": (None, False),
+    "num_beams": (None, 1), "penalty_alpha": (None, 0), "dola_layers": (None,), "constraints": (None,), "force_words_ids": (None,),
+    "prompt_lookup_num_tokens": (None,), "guidance_scale": (None, 1, 1.0), "assistant_early_exit": (None,),
+    "cache_implementation": (None, "hybrid", "paged", "dynamic"), "use_cache": (None, True),
+    "output_attentions": (None, False), "output_hidden_states": (None, False), "use_mtp": (None, False), "token_healing": (None, False),
 }  # fmt: skip
+"""Settings by name -> the values under which plain `generate` decodes token by token over a growing cache.
+
+transformers makes that cache for "hybrid", which Gemma 2 and 3 are published with, and, where it is a configuration's and no argument, for
+"paged". Healing needs the tokenizer, which it does not hand on to a custom loop."""
+_READ_BESIDE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "penalty_alpha": ("do_sample", (None, False)), "output_attentions": ("return_dict_in_generate", (True,)),
+    "output_hidden_states": ("return_dict_in_generate", (True,)),
+}  # fmt: skip
+"""Settings that transformers ignores unless another one has one of these values."""
 _EXPECTED = {
     "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "tokenizer", "synced_gpus",
     "assistant_model", "assistant_tokenizer", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
@@ -82,16 +92,19 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
     inputs = sorted(name for name, value in given.items() if is_besides_tokens(name) and value is not None)
     if inputs and (model.config.is_encoder_decoder or not set(inputs) <= set(inspect.signature(type(model).forward).parameters)):
         raise Unsupported(f"{', '.join(inputs)} cannot be combined with assistant=: it decodes from input_ids and attention_mask alone")
-    settings = {}
-    for name in _CONFIG:
+    if given.get("cache_implementation") == "paged":
+        raise Unsupported("cache_implementation='paged' cannot be combined with assistant=: it is transformers' own continuous batching")
+
+    def setting(name: str) -> Any:
         held = (getattr(config, name, None) for config in (given.get("generation_config"), model.generation_config))
-        settings[name] = given[name] if name in given else next((value for value in held if value is not None), None)
-    _refuse_settings(settings)
+        return given[name] if name in given else next((value for value in held if value is not None), None)
+
+    _refuse_settings(setting)
 
 
 def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: bool = False) -> None:
     """Refuse model inputs besides tokens, and settings that a `generate` of the user's own has added on the way."""
-    _refuse_settings({name: getattr(config, name, None) for name in _CONFIG})
+    _refuse_settings(lambda name: getattr(config, name, None))
     expected = _EXPECTED | ({"encoder_outputs"} if reads_source else set())
     given = {name for name, value in model_kwargs.items() if value is not None and not (isinstance(value, dict) and not value)}
     extra = sorted(name for name in given - expected if reads_source or not is_besides_tokens(name))
@@ -122,10 +135,11 @@ def refuse_joining(decoding: Any, model: Any) -> None:
         )
 
 
-def _refuse_settings(settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        accepted = _CONFIG[name]
-        if value not in accepted:
+def _refuse_settings(setting: Callable[[str], Any]) -> None:
+    for name, accepted in _CONFIG.items():
+        beside, values = _READ_BESIDE.get(name, (None, ()))
+        value, is_read = setting(name), beside is None or setting(beside) in values
+        if is_read and value not in accepted:
             raise Unsupported(f"{name}={value!r} cannot be combined with assistant=: accepted is {accepted[-1]!r}")
 
 

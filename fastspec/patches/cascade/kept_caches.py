@@ -23,7 +23,7 @@ def check_kept(model: Any) -> None:
         raise Unsupported(f"the cache of {name}, an encoder-decoder model, belongs to its source: {instead}")
     check_present(model)
     wanted = model.generation_config.cache_implementation
-    if wanted not in (None, "dynamic"):
+    if wanted not in (None, "hybrid"):  # beside a cache that is handed in transformers takes none, and this one is its own to unset
         raise Unsupported(f"{name} asks for cache_implementation={wanted!r}: set it to None in its generation_config, or {instead}")
     if rope_bound(model.config) is not None:
         raise Unsupported(f"the keys of {name} depend on the length of the text, by its rope_parameters: {instead}")
@@ -36,7 +36,7 @@ def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
     """Raise `Unsupported`, before anything is computed, where the keys and values of a text of so many tokens exceed the budget."""
     shapes = layer_shapes(model.config)
     numbers = sum(heads * (key + value) for heads, key, value in (shapes[layer] for layer in set(kept_by(model.config)))) * tokens
-    need = numbers * torch.empty((), dtype=model.dtype).element_size()
+    need = numbers * torch.empty((), dtype=model.dtype, device="cpu").element_size()
     if need > manager.budget:
         raise Unsupported(
             f"a request of up to {tokens} tokens needs {need} bytes of keys and values in {type(model).__name__}, and the cascade's memory "

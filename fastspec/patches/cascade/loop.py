@@ -305,7 +305,7 @@ class AdaptiveCascade:
         if streamer is not None:  # the prompt too is put now, when no stage can refuse the call any more
             streamer.put(ids.cpu())
             for token in answers[0]:
-                streamer.put(torch.tensor([token]))
+                streamer.put(torch.tensor([token], device="cpu"))
             streamer.end()
         sequences = torch.cat((ids, new), 1)
         if not setting("return_dict_in_generate", given, large.generation_config):

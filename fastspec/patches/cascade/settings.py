@@ -138,4 +138,4 @@ def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tupl
 
 
 def _listed(tokens: Any) -> list[int]:
-    return [] if tokens is None else torch.as_tensor(tokens).flatten().tolist()
+    return [] if tokens is None else torch.as_tensor(tokens, device="cpu").flatten().tolist()

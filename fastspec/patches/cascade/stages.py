@@ -150,7 +150,7 @@ class StageModel:
     def ends(self, given: Any = OWN) -> tuple[int, ...]:
         """The stage's end tokens, the one to write first; `given` ones are the call's, None for a call without any."""
         ends = self.model.generation_config.eos_token_id if given is OWN else given
-        return tuple(torch.as_tensor([] if ends is None else ends).flatten().tolist())
+        return tuple(torch.as_tensor([] if ends is None else ends, device="cpu").flatten().tolist())
 
     def read_prompt(self, ids: Sequence[int]) -> list[int]:
         """The large model's prompt in this stage's tokens; none where its text has none of them."""
@@ -226,7 +226,7 @@ def measure_rates(stages: Sequence[StageModel], prompts: Sequence[Sequence[int]]
     columns = []
     for stage in stages:
         judged = stage is not stages[-1]  # what the last one says is not measured token by token
-        found = torch.tensor([_rates_after(stage, prompt, new, judged) for prompt in prompts]).mean(0)
+        found = torch.tensor([_rates_after(stage, prompt, new, judged) for prompt in prompts], device="cpu").mean(0)
         columns.append(found.tolist())
     token, verify, start = zip(*columns, strict=True)
     return Rates(token, (0.0, *verify[1:]), start)

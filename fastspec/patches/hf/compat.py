@@ -270,6 +270,13 @@ def _are_several() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
+def table_rows(module: Any, config: Any) -> int:
+    """Rows of an embedding or an LM head, or what the configuration says where the module in its place does not: the layers of
+    `torch.ao.nn.quantized` have a method for the weight."""
+    weight = getattr(module, "weight", None)
+    return int(weight.shape[0] if isinstance(weight, Tensor) else config.get_text_config().vocab_size)
+
+
 def position_limit(config: Any) -> int | None:
     """The longest sequence the positions of a model allow, or None where nothing limits them."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)

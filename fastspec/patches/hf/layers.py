@@ -140,8 +140,9 @@ def _by_kind(net: Any) -> Tensor:
     """Where queries, keys, values, gates, b and a stand in products that hold them key head by key head, in that order."""
     per = net.num_v_heads // net.num_k_heads
     wide, narrow = (net.head_k_dim, net.head_k_dim, per * net.head_v_dim, per * net.head_v_dim), (per, per)
-    first = torch.arange(net.num_k_heads * sum(wide)).view(net.num_k_heads, -1).split(wide, 1)
-    second = (torch.arange(net.num_k_heads * sum(narrow)) + net.num_k_heads * sum(wide)).view(net.num_k_heads, -1).split(narrow, 1)
+    first = torch.arange(net.num_k_heads * sum(wide), device="cpu").view(net.num_k_heads, -1).split(wide, 1)
+    rest = torch.arange(net.num_k_heads * sum(narrow), device="cpu") + net.num_k_heads * sum(wide)
+    second = rest.view(net.num_k_heads, -1).split(narrow, 1)
     return torch.cat([part.flatten() for part in (*first, *second)])
 
 

@@ -20,7 +20,7 @@ from fastspec.generation.layers.mixers import EVERYTHING, Nodes
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.cache_names import CACHE, cache_argument, given_cache
-from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.compat import device_of, table_rows
 from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.model import HFModel, plain_layouts
 from fastspec.patches.hf.modes import check_decoder
@@ -44,7 +44,7 @@ def read_source(model: Any, given: dict[str, Any], prepared: dict[str, Any], row
     if ids is not None:
         ids = ids.to(device).repeat_interleave(rows // max(1, ids.shape[0]), 0) if ids.dim() == 2 and not ids.is_floating_point() else None
     mask = prepared.get("attention_mask")
-    encoder, decoder = (part.get_input_embeddings().weight.shape[0] for part in (model.get_encoder(), model.get_decoder()))
+    encoder, decoder = (table_rows(part.get_input_embeddings(), part.config) for part in (model.get_encoder(), model.get_decoder()))
     shared = getattr(model.config, "share_encoder_decoder_embeddings", True) and encoder == decoder
     return Source(prepared["encoder_outputs"][0], None if mask is None else mask.to(device), ids, shared)
 
@@ -54,7 +54,7 @@ def encode(model: Any, source: Source) -> Source:
     if source.ids is None:
         raise Unsupported("the draft model of assistant 'speculative' reads the source itself: pass input_ids besides encoder_outputs")
     encoder = model.get_encoder()
-    known = source.ids.clamp(max=encoder.get_input_embeddings().weight.shape[0] - 1)
+    known = source.ids.clamp(max=table_rows(encoder.get_input_embeddings(), encoder.config) - 1)
     return Source(encoder(input_ids=known, attention_mask=source.mask, return_dict=True)[0], source.mask, known)
 
 

@@ -22,7 +22,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.encoder_source import Source
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.compat import brings_weights, device_of, dtype_of, has_global_hooks, is_out_of_memory
+from fastspec.patches.hf.compat import brings_weights, device_of, dtype_of, has_global_hooks, is_out_of_memory, table_rows
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, spans_of
 from fastspec.patches.hf.model import HFModel
@@ -121,7 +121,9 @@ def _key(model: Any) -> Any:
 
 
 def _computed(model: Any) -> torch.dtype:
-    """The coarsest dtype that a pass computes in."""
+    """The coarsest dtype that a pass computes in: torch's dynamically quantised layers round what they read to 8 bits, as bf16 does."""
+    if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
+        return torch.bfloat16
     kind = device_of(model).type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -202,14 +204,14 @@ def _short_spans(model: Any, names: list[str]) -> Iterator[None]:
 def _words(model: Any) -> Tensor:
     """Tokens without a role, [n]: what a vision-language model would take for an image is none."""
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
-    count = decoder.get_input_embeddings().weight.shape[0]
+    count = table_rows(decoder.get_input_embeddings(), decoder.config)
     special = set()
     for config in (model.config.to_dict(), model.config.get_text_config().to_dict(), model.generation_config.to_dict()):
         for name, value in config.items():
             if name.endswith(("token_id", "token_index")):
                 special |= set(value if isinstance(value, list) else [value])
     plain = [token for token in range(min(count, 4096)) if token not in special]
-    return torch.tensor(plain or range(count))
+    return torch.tensor(plain or range(count), device="cpu")
 
 
 def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tensor, Tensor]:
@@ -227,7 +229,7 @@ def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tens
 def _after_prompt(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
     """What fastspec and the model give after a prompt in a batch without padding, logits [1, V] each."""
     target, words = HFModel(model, adapter, rows=1, capacity=ROOM, tail=1, taps=None, ops=TORCH), _words(model)
-    text = words[torch.randint(len(words), (LENGTHS[0],), generator=torch.Generator().manual_seed(2))]
+    text = words[torch.randint(len(words), (LENGTHS[0],), generator=torch.Generator().manual_seed(2), device="cpu")]
     got, _ = target.prefill(text[None].to(device_of(model)), torch.tensor([len(text)], device=device_of(model)))
     return got, _own(model, [text.tolist()])[0][:, 0]
 
@@ -237,7 +239,7 @@ def _as_trees(target: HFModel, words: Tensor, draw: int) -> tuple[list[list[int]
     device, generator = device_of(target.model), torch.Generator().manual_seed(draw)
 
     def drawn(*shape: int) -> Tensor:
-        return words[torch.randint(len(words), shape, generator=generator)].to(device)
+        return words[torch.randint(len(words), shape, generator=generator, device="cpu")].to(device)
 
     prompts = drawn(2, LENGTHS[0])
     logits, _ = target.prefill(prompts, torch.tensor(LENGTHS, device=device))
@@ -266,7 +268,7 @@ def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
     """What the model's own `generate` says behind texts, left-padded in one batch: logits [n, 1 + MORE, V], tokens [n, MORE]."""
     device, width = device_of(model), max(map(len, texts))
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
-    pad = pad if isinstance(pad, int) and 0 <= pad < model.get_input_embeddings().weight.shape[0] else 0
+    pad = pad if isinstance(pad, int) and 0 <= pad < table_rows(model.get_input_embeddings(), model.config) else 0
     ids = torch.tensor([[pad] * (width - len(text)) + text for text in texts], device=device)
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
     new = 1 + MORE
@@ -279,10 +281,11 @@ def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
 def _after_source(model: Any, draw: int) -> tuple[Tensor, Tensor]:
     """As `_after_prompts`, for a model that reads a source. Its own texts come one by one: its decoder gives padding positions."""
     words = _words(model)
-    device, known = device_of(model), words[words < model.get_encoder().get_input_embeddings().weight.shape[0]]
-    ids = known[torch.randint(len(known), (1, 9), generator=torch.Generator().manual_seed(1))].to(device)
+    encoder = model.get_encoder()
+    device, known = device_of(model), words[words < table_rows(encoder.get_input_embeddings(), encoder.config)]
+    ids = known[torch.randint(len(known), (1, 9), generator=torch.Generator().manual_seed(1), device="cpu")].to(device)
     mask = torch.ones_like(ids)
-    states = model.get_encoder()(input_ids=ids, attention_mask=mask, return_dict=True)[0]
+    states = encoder(input_ids=ids, attention_mask=mask, return_dict=True)[0]
     source = Source(states.expand(2, -1, -1), mask.expand(2, -1), ids.expand(2, -1))
     target = Seq2SeqModel(model, source, rows=2, capacity=ROOM, tail=len(FIRST), ops=TORCH)
     texts, _, got = _as_trees(target, words, draw)

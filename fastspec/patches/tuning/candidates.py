@@ -141,7 +141,7 @@ def _attention(op: str, place: Place, about: Any, device: torch.device) -> Trial
 
 def _line(nodes: int, device: torch.device) -> torch.Tensor:
     """Ancestors of nodes each of which sees all before it, as bits [1, N, W]: the work of a tree does not depend on its form."""
-    words = torch.zeros(1, nodes, -(-nodes // 64), dtype=torch.int64)
+    words = torch.zeros(1, nodes, -(-nodes // 64), dtype=torch.int64, device="cpu")
     for node in range(nodes):
         for word in range(words.shape[2]):
             seen = min(64, max(0, node + 1 - 64 * word))

@@ -63,7 +63,7 @@ class MeasuredStreamer:
             self.first = time.perf_counter() - self.asked.arrived
             self.metrics.first_token.observe(self.first)
         if self.inner is not None:
-            self.inner.put(torch.tensor(tokens))
+            self.inner.put(torch.tensor(tokens, device="cpu"))
 
     def end(self) -> None:
         """The answer is over."""
@@ -228,7 +228,7 @@ class BatchManager(BaseGenerateManager):
         except Exception as error:
             raise refuse(f"{type(error).__name__}: {error}", 500) from error
         tokens = watch.tokens  # the answer's own lies on the model's device, which is busy
-        return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], torch.tensor(tokens)
+        return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], torch.tensor(tokens, device="cpu")
 
     def _submit(self, inputs: Any, gen_config: Any, stream: Stream | None) -> tuple[Sent, MeasuredStreamer]:
         """Hand a request to the batch. Raises HTTPException: 400 for one that has no room, 429 where too many wait."""

@@ -187,8 +187,8 @@ class BatchEnd:
 
     def _submit(self, prompt: PromptMessage) -> None:
         """Hand a prompt to the batch, and say what became of it."""
-        ids = torch.tensor([prompt.ids])
-        mask = None if prompt.mask is None else torch.tensor([prompt.mask])
+        ids = torch.tensor([prompt.ids], device="cpu")
+        mask = None if prompt.mask is None else torch.tensor([prompt.mask], device="cpu")
         try:
             answer = self.batch.submit(
                 ids, prompt.config, Courier(self.wire, prompt.number), seed=prompt.seed, tokenizer=self.tokenizer, attention_mask=mask

@@ -78,7 +78,7 @@ class Edges:
         self.mask = len(self.slots) - 1
         slots = torch.frombuffer(self.slots, dtype=torch.int32)
         wanted = (torch.frombuffer(self.keys, dtype=torch.int64)[1:] * WRAPPED >> 32) & self.mask
-        left = torch.arange(1, len(self.keys), dtype=torch.int32)
+        left = torch.arange(1, len(self.keys), dtype=torch.int32, device="cpu")
         while left.numel():
             free = slots[wanted] == 0
             slots[wanted[free]] = left[free]

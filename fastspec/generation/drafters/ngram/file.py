@@ -55,8 +55,8 @@ def unpack_tallies(tensors: dict[str, Tensor], expected: int) -> list[list[Entry
 
 def write_storage(path: str | Path, kind: str, options: dict[str, int], tensors: Columns) -> None:
     """Write lists of whole numbers. Raises CheckpointError when the file cannot be written."""
-    packed = {name: torch.tensor(values, dtype=torch.long).view(-1, columns) if columns else torch.tensor(values, dtype=torch.long)
-              for name, (values, columns) in tensors.items()}  # fmt: skip
+    flat = {name: torch.tensor(values, dtype=torch.long, device="cpu") for name, (values, _) in tensors.items()}
+    packed = {name: values.view(-1, tensors[name][1]) if tensors[name][1] else values for name, values in flat.items()}
     header = {"format": "fastspec-storage", "version": str(VERSION), "kind": kind, **{name: str(value) for name, value in options.items()}}
     try:
         save_file(packed, str(path), metadata=header)

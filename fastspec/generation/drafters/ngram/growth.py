@@ -90,7 +90,7 @@ def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.devi
         for plane, values in zip(planes, (tokens + [tokens[min(1, len(tokens) - 1)]] * spare, parents, depths, ancestors), strict=True):
             plane += values
     size = len(planes[0])
-    packed = torch.tensor([value for plane in planes for value in plane]).to(device)
+    packed = torch.tensor([value for plane in planes for value in plane], device="cpu").to(device)
     first, second, third = (packed[part * size : (part + 1) * size].view(-1, nodes) for part in range(3))
     drafted = tuple(min(nodes, len(growth.tokens)) - 1 for growth in growths)
     return TokenTree(first, second, third, packed[3 * size :].view(-1, nodes, words), max_path, drafted=drafted)
