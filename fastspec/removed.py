@@ -21,6 +21,10 @@ MODULES = {
     "fastspec.training.learner_block": BLOCK_HEADS,
     "fastspec.training.learner": "one kind of head is trained: fastspec.training.trainer.Trainer holds it",
     "fastspec.training.learner_eagle": "its `acceptance` is in fastspec.training.acceptance, the rest in fastspec.training.trainer.Trainer",
+    "fastspec.kernels.drafting.fused_phases": "it is fastspec.kernels.drafting.fused.phases",
+    "fastspec.kernels.drafting.fused_attention": "it is fastspec.kernels.drafting.fused.attention",
+    "fastspec.generation.drafters.eagle.fused": "the one-launch drafter is fastspec.patches.assistants.fused",
+    "fastspec.patches.checks.fused": "a draft phase is checked by fastspec.patches.checks.phase",
 }
 """Removed module or package -> where it went."""
 

@@ -20,6 +20,7 @@ import torch
 from fastspec import cache_folder
 from fastspec.devices import device_name
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.ops import Ops
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import ENDINGS
@@ -41,8 +42,9 @@ def mode() -> str:
     return found
 
 
-def self_check(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
-    """Check a backend's kernels for models of a dtype on a device, where that was not done before.
+def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[EagleDrafter] | None = None) -> None:
+    """Check a backend's kernels for models of a dtype on a device, where that was not done before; with `drafts` the draft phase of that
+    drafter alone, which has a kernel of its own.
 
     Raises FastSpecError with the names of kernels that differ from their references. Nothing else is run in their place.
     """
@@ -60,17 +62,19 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         made = {"portable": str(PORTABLE)}
     dtype = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
     about = {"device": name, "dtype": str(dtype).removeprefix("torch."), **made, **cache_folder.versions()}
+    about |= {} if drafts is None else {"drafter": drafts.__name__}
     key, path = tuple(about.values()), cache_folder.cache_folder() / FOLDER / cache_folder.file_name(*about.values())
     with _turn:
         if key not in _known:
             kept = None if wanted == "always" else _read(path, about)
-            _known[key] = _run(ops, dtype, device, about, path) if kept is None else kept
+            _known[key] = _run(ops, dtype, device, about, path, drafts) if kept is None else kept
     if _known[key]:
         told = "; ".join(f"{check}: {what}" for check, what in _known[key])
         versions = ", ".join(f"{name} {value}" for name, value in cache_folder.versions().items())
+        others = 'fastspec.patch(model, backend="torch")' if drafts is None else f"An assistant without {drafts.__name__}"
         raise FastSpecError(
             f"kernels of backend {ops.name!r} do not compute on {name} in {about['dtype']} what their references do: {told}. "
-            f'fastspec.patch(model, backend="torch") runs without them. Please report this with the versions {versions}. '
+            f"{others} runs without them. Please report this with the versions {versions}. "
             f"The verdict is kept in {path}; {SETTING}=always in the environment checks again"
         )
 
@@ -87,19 +91,21 @@ def _read(path: Path, about: dict[str, str]) -> list[list[str]] | None:
     return failures
 
 
-def _run(ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, str], path: Path) -> list[list[str]]:
+def _run(
+    ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, str], path: Path, drafts: type[EagleDrafter] | None
+) -> list[list[str]]:
     from fastspec.patches.checks.compare import launcher, problems
 
     new = "" if device.type == "cpu" else ", which they were not tested on"
     notice(f"checking the kernels on {about['device']} in {about['dtype']}{new}, once for this machine")
-    began = time.perf_counter()
+    began, part = time.perf_counter(), () if drafts is None else ((), drafts)
     with torch.random.fork_rng(devices=[]), torch.no_grad():  # what a user's seed draws must not change
         if ops.name == "triton":
             from fastspec.kernels.ahead import compile_ahead
 
             with suppress(Exception):  # a kernel that does not compile is met, and named, by its own check
-                compile_ahead(launcher(ops, dtype, device), notice)
-        failures = [[check, what] for check, what in problems(ops, dtype, device)]
+                compile_ahead(launcher(ops, dtype, device, *part), notice)
+        failures = [[check, what] for check, what in problems(ops, dtype, device, *part)]
     row: dict[str, Any] = {"about": about, "failures": failures, "seconds": round(time.perf_counter() - began, 2)}
     cache_folder.write(path, row | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")})
     return failures
