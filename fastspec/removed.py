@@ -31,6 +31,10 @@ MODULES = {
     "fastspec.jsonl": "it is fastspec.programs.jsonl",
     "fastspec.serving": "it is fastspec.programs.serving",
     "fastspec.training": "it is fastspec.programs.training",
+    "fastspec.kernels.drafting.fused_phases": "it is fastspec.kernels.drafting.fused.phases",
+    "fastspec.kernels.drafting.fused_attention": "it is fastspec.kernels.drafting.fused.attention",
+    "fastspec.generation.drafters.eagle.fused": "the one-launch drafter is fastspec.patches.assistants.fused",
+    "fastspec.patches.checks.fused": "a draft phase is checked by fastspec.patches.checks.phase",
 }
 """Removed module or package -> where it went."""
 

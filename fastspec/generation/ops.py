@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fastspec.kernels.linear.reference import Parts
-
-
-class FusedDrafting(Protocol):
-    """The module `fastspec.kernels.drafting.fused`: a whole draft phase in one launch."""
-
-    supports: Callable[..., bool]
-    draft_weights: Callable[..., Any]
-    draft_space: Callable[..., Any]
-    draft: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +56,6 @@ class Ops:
     """Whole layers in one call, where nothing stands in its way: it gives None else, and nothing has happened. None: layer by layer."""
     experts: Callable[..., Tensor] | None = None
     """A mixture of experts; None leaves it to the model's own module."""
-    fused: FusedDrafting | None = None
-    """The module `fastspec.kernels.drafting.fused`, where the backend can run a whole draft phase in one launch."""
     most_children: int | None = None
     """The most children of a node that `topk_expand` takes; None: any number."""
     most_candidates: int | None = None

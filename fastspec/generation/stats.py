@@ -31,8 +31,6 @@ class Stats:
     """Rounds that had drafts, summed over the rows that were still running."""
     lengths: list[int] = field(default_factory=list)
     """`lengths[i]` counts the rounds, summed over the rows, that emitted exactly i draft tokens."""
-    fused: bool = False
-    """Whether a head's draft phases were one launch each, rather than one kernel after another."""
     replays: int = 0
     """Replays of captured graphs: one a round where rounds are captured whole."""
     first_run_seconds: float = 0.0

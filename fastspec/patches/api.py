@@ -215,10 +215,9 @@ class Report:
             if not rounds:  # a cascade's calls are those of its stages
                 lines.append(f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s")
                 continue
-            way = "; drafted in one launch a round" if mine[-1].fused else ""
             shares = ", ".join(f"{phase} {spent:.2f} s" for phase, spent in phases.items())
             made = [sum(c.first_run_seconds for c in mine), sum(c.capture_seconds for c in mine)]
-            way += f"; in it first runs {made[0]:.2f} s, captures {made[1]:.2f} s" if any(made) else ""
+            way = f"; in it first runs {made[0]:.2f} s, captures {made[1]:.2f} s" if any(made) else ""
             lines.append(f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}; {shares}{way}")
         lines += _stages_reached([call.explanations for call in self.calls if call.explanations])
         if self.memory is not None:

@@ -120,7 +120,6 @@ def triton_ops() -> Ops:
         from fastspec.kernels.ahead import compile_ahead
         from fastspec.kernels.attention import layout, tree
         from fastspec.kernels.cache import commit, kv_block_copy
-        from fastspec.kernels.drafting import fused as drafter
         from fastspec.kernels.drafting import head_input, head_pairs, next_frontier, topk_expand, tree_build, tree_input
         from fastspec.kernels.layer import gated, rope_cache
         from fastspec.kernels.linear import experts, linear, routing
@@ -172,7 +171,6 @@ def triton_ops() -> Ops:
         look_up=look_up.look_up,
         likeliest=joins.likeliest,
         experts=experts.experts,
-        fused=drafter,
         captures=torch.cuda.is_available(),
         packs=torch.cuda.is_available(),
     )

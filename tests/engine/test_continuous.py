@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from helpers_captured import stand_in
 from helpers_cascade import cascaded, stages
 from helpers_generate import MAKERS, TREE, free, stats, unpatched
-from helpers_models import tiny_head, tiny_model
+from helpers_models import tiny_head
 from helpers_seq2seq import sources, tiny_seq2seq
 from test_fallback import ON_CUDA, prompts, soon_out
 from test_generate_streams import Recorder
@@ -19,11 +19,9 @@ from test_generate_streams import Recorder
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter
-from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.ngram import drafter as nasd
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.engine import Engine
-from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.state import sequence as buffers
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
@@ -208,20 +206,6 @@ def test_buffers_grow_for_a_longer_prompt(monkeypatch):
     want = plain.generate(**inputs, **options)
     assert model.generate(**inputs, **options, assistant=ContinuousBatch(TREE, rows=2)).tolist() == want.tolist()
     assert max(longest) > 60 > longest[-1]  # and less where it has ended
-
-
-def test_a_drafter_in_one_launch_forgets_the_pairs_that_wait_for_it():
-    drafters, model = [], tiny_model()
-    head = tiny_head(model)
-    head.bind(model.get_input_embeddings(), model.get_output_embeddings())
-    for rows in (2, 1):
-        drafters.append(EagleDrafter(BoundHead.of(head), fastspec.TreeShape(8, 2, 3), rows=rows, capacity=32, ops=TORCH))
-        text = torch.randint(6, 97, (rows, 5))
-        drafters[-1].begin(text, torch.full((rows,), 5), torch.randn(rows, 5, drafters[-1].head.module.fc.in_features), text[:, 0])
-    many, one = drafters
-    many.phase = SimpleNamespace(counts=torch.tensor([3, 2]))
-    many.copy_row(1, one, 5)
-    assert many.phase.counts.tolist() == [3, 0] and torch.equal(many.last[1], one.last[0])
 
 
 def test_as_many_rows_as_prompts_are_an_ordinary_batch():

@@ -85,7 +85,7 @@ def test_what_derives_is_taken_as_it_is():
 
     own = Own()
     assert adopt(own, may_draw=True) is own and adopt(None, may_draw=True) is None
-    assert (own.pause(), own.fits(9), own.reserve(9), own.buffers, own.fused, own.traits) == (0, True, 9, None, False, Traits())
+    assert (own.pause(), own.fits(9), own.reserve(9), own.buffers, own.traits) == (0, True, 9, None, Traits())
     for refused in (lambda: own.open(3), lambda: own.copy_row(0, own, 3)):
         with pytest.raises(NotImplementedError, match="Own"):
             refused()

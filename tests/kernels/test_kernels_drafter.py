@@ -17,7 +17,7 @@ from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.generation.tree import Verdict
-from fastspec.kernels.drafting.fused import draft, draft_space, draft_weights, supports
+from fastspec.kernels.drafting.fused.draft import draft, draft_space, draft_weights, supports
 from fastspec.patches.backends import TORCH
 
 GPU = torch.cuda.is_available()

@@ -60,7 +60,7 @@ GROWN = "topk_expand._product_kernel topk_expand._merge_kernel tree_build._tree_
 DRAFT = f"{GROWN} linear._linear_kernel few_queries._few_kernel"
 EXPERTS = "routing._route experts._group experts._gate_up experts._down experts._weighted_sum"
 ONE = "experts_row._inner_row experts_row._down_row"
-FUSED = "fused.draft_kernel tree_build._tree_build_kernel kv_block_copy._kv_block_copy"
+FUSED = "draft.draft_kernel tree_build._tree_build_kernel kv_block_copy._kv_block_copy"
 CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...], str]] = {
     "one row": ("llama", WIDE, "autoregressive", (70,), f"{LAYER} {PREFILL} {ROW}"),
     "one row, biases": ("qwen2", WIDE, "autoregressive", (9,), f"{LAYER} {ROW}"),

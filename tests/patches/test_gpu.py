@@ -20,6 +20,7 @@ from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import choose, walk, walk_drawn
 from fastspec.kernels.attention import reference as attention_reference
 from fastspec.kernels.verification import reference as verification_reference
+from fastspec.patches.assistants.fused import FusedDrafter
 from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
@@ -118,8 +119,7 @@ class Rounds:
         self.ops, rows = TORCH if backend == "torch" else triton_ops(), self.rows
         sizes = {"rows": rows, "capacity": self.extent, "ops": self.ops}
         if name == "eagle3":
-            self.drafter = EagleDrafter(head, TREE.shape(device), **sizes, fused=drafts == "fused")
-            assert self.drafter.fused == (drafts == "fused")
+            self.drafter = (FusedDrafter if drafts == "fused" else EagleDrafter)(head, TREE.shape(device), **sizes)
         else:
             self.drafter = StaticDrafter(head, fastspec.Eagle1().tree(), **sizes, process=likeliest if drafts == "drawn" else None)
         self.target = HFModel(self.model, adapter_for(self.model), tail=self.drafter.nodes, taps=head.config.taps, **sizes)

@@ -132,11 +132,6 @@ class Drafter(ABC):
     def hint(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""
 
-    @property
-    def fused(self) -> bool:
-        """Whether a draft phase is one launch."""
-        return False
-
 
 class HostDrafter(Drafter):
     """A drafter that the host drives, and that learns from a few integers of every round.

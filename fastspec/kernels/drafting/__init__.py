@@ -1,1 +1,1 @@
-"""The draft phase: what a head reads, how its tree grows and is laid out, and all of it in one launch."""
+"""The draft phase: what a head reads, and how its tree grows and is laid out."""

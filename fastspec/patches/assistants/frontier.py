@@ -11,10 +11,10 @@ from fastspec.config import TreeShape
 from fastspec.devices import made_current
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
-from fastspec.generation.drafters.eagle.fused import why_separate
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.tree import TokenTree
+from fastspec.patches.assistants.fused import fused_drafter
 from fastspec.patches.backends import choose_backend
 from fastspec.patches.checks.verdict import self_check
 
@@ -27,7 +27,7 @@ def frontier_generate(
 
     input_ids [B, T+1] int64: the prompt and the root token. features [B, T, taps * H_t]: the target's hidden states of the
     first T tokens, concatenated in the order of the head's taps (EAGLE-1/2: [B, T, H], after the final norm), or one tensor
-    [B, T, H_t] for each tap in that order. backend "triton" grows the tree in one launch (`fastspec.kernels.drafting.fused`), on CUDA.
+    [B, T, H_t] for each tap in that order. backend "triton" grows the tree in one launch (`fastspec.patches.assistants.fused`), on CUDA.
     Returns a TokenTree of `shape.total_tokens` nodes: node 0 the root, the re-ranked nodes in breadth-first order
     (EAGLE-2, arXiv 2406.16858, section 4). Raises Unsupported for shapes or a backend that do not fit.
     """
@@ -48,9 +48,11 @@ def frontier_generate(
     with made_current(input_ids.device):
         ops = choose_backend(backend, input_ids.device)
         self_check(ops, head.fc.weight.dtype, input_ids.device)
-        drafter = EagleDrafter(BoundHead.of(head), shape, rows=rows, capacity=tokens, ops=ops, fused=backend == "triton")
-        if backend == "triton" and (reason := why_separate(drafter, shape)) is not None:
-            raise Unsupported(f'frontier_generate: backend="triton" grows the tree in one launch, and {reason}: use backend="torch"')
+        drafts = fused_drafter if backend == "triton" else EagleDrafter
+        try:
+            drafter = drafts(BoundHead.of(head), shape, rows=rows, capacity=tokens, ops=ops)
+        except Unsupported as error:
+            raise Unsupported(f'frontier_generate(backend="{backend}"): {error}: use backend="torch"') from error
         counts = torch.full((rows,), tokens - 1, dtype=torch.long, device=input_ids.device)
         drafter.begin(input_ids[:, :-1], counts, features, input_ids[:, -1])
         return drafter.propose(tokens)

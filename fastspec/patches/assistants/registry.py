@@ -27,7 +27,6 @@ from fastspec.generation.drafters.base import Decoding, adopt_decoding
 from fastspec.generation.drafters.contract import check_taps
 from fastspec.generation.drafters.eagle.cut import Cut, cut_over
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
-from fastspec.generation.drafters.eagle.fused import why_separate
 from fastspec.generation.drafters.eagle.program import HeadProgram
 from fastspec.generation.drafters.eagle.static import StaticDrafter
 from fastspec.generation.drafters.ngram.drafter import NasdDecoding, check_tokens
@@ -35,6 +34,7 @@ from fastspec.generation.engine.call import Outcome
 from fastspec.generation.heads.bound import BoundHead, followed
 from fastspec.generation.heads.lowered import lowered
 from fastspec.generation.ops import Ops
+from fastspec.patches.assistants.fused import fused_drafter
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
@@ -68,8 +68,8 @@ class EagleDecoding(Decoding):
     """The config that leaves the number of nodes to a measurement; `shape` then has the most that it chooses from."""
     batched: tuple[tuple[int, TreeShape], ...] = ()
     """(rows, the tree in batches of so many and more), ascending; `shape` in smaller ones."""
-    fused: bool | None = None
-    """Whether a draft phase is one launch; None: it is not, as fastspec would have it."""
+    drafts: Callable[..., EagleDrafter] = EagleDrafter
+    """What makes the drafter of a call, from the arguments of `EagleDrafter`."""
     cpp: TreeShape | None = None
     """The tree on the C++ kernels of the CPU; None: `shape` there too."""
     cut: Cut | None = None
@@ -99,14 +99,12 @@ class EagleDecoding(Decoding):
         return replace(self, shape=sampled(self.shape, temperature), batched=batched)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
-        """The drafter of one call. Raises Unsupported where it is to draft in one launch and cannot."""
+        """The drafter of one call."""
         shape = for_rows(self.shape, self.batched, rows)
         shape = self.cpp if self.cpp is not None and ops.name == "cpp" else shape
         head = self.head if self.cut is not None else lowered(self.head, ops.drafts_in)
-        drafter = EagleDrafter(head, shape, rows=rows, capacity=capacity, ops=ops, fused=bool(self.fused), cut=self.cut)
+        drafter = self.drafts(head, shape, rows=rows, capacity=capacity, ops=ops, cut=self.cut)
         _share(drafter.program, ops)
-        if self.fused and (reason := why_separate(drafter, shape)) is not None:
-            raise Unsupported(f"assistant {self.name!r} cannot draft in one launch, which fused=True asks for: {reason}")
         return drafter
 
 
@@ -238,8 +236,9 @@ def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> 
     auto = config if config.total_tokens == "auto" else None
     head = _head(config.name, resources, model, max(each.top_k for each in (shape, *(tree for _, tree in batched))))
     cut = None if config.fused else cut_over(head.module, group_of(model))
+    drafts = fused_drafter if config.fused else EagleDrafter
     cpp = CPP_TREE if config == Eagle3() else None
-    return EagleDecoding(config.name, head, shape, auto, batched, config.fused, cpp, cut, config.is_default)
+    return EagleDecoding(config.name, head, shape, auto, batched, drafts, cpp, cut, config.is_default)
 
 
 def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:

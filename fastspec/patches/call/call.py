@@ -205,7 +205,6 @@ class Call:
             outcome = decode(engine, self.request, self.decoding.name)
         if self.ranks is not None:
             self.ranks.check_answers(outcome.tokens)
-        outcome.stats.fused = engine.drafter is not None and engine.drafter.fused
         self.session.calls.append(outcome.stats)
         if self.streaming is not None:
             self.streaming.end()  # who waits for it in another thread finds the call in the report

@@ -18,8 +18,8 @@ from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.reference import Parts, joined
 from fastspec.patches.backends import TORCH
-from fastspec.patches.checks.fused import drafted, fused_drafting, small_drafter
 from fastspec.patches.checks.inputs import Draw, Laid
+from fastspec.patches.checks.phase import drafted, phase_difference, small_drafter
 from fastspec.patches.checks.rows import CHECKS, Check
 
 REFERENCE = replace(TORCH, linear_parts=linear_reference.linear, experts=linear_reference.experts, stack=layer_reference.stack)
@@ -43,26 +43,15 @@ def has_kernel(ops: Ops, op: str) -> bool:
 
 
 def problems(
-    ops: Ops, dtype: torch.dtype, device: torch.device, checks: Sequence[Check] = CHECKS
+    ops: Ops, dtype: torch.dtype, device: torch.device, checks: Sequence[Check] = CHECKS, drafts: type[EagleDrafter] = EagleDrafter
 ) -> Iterator[Problem]:  # fmt: skip
-    """Every check that a backend fails on a device. An error ends the checks: what follows one on a device says nothing."""
-    for check in checks:
-        if has_kernel(ops, check.op):
-            try:
-                with exact_products():
-                    found = difference(check, ops, dtype, device)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                yield Problem(check.name, f"{type(error).__name__}: {error}", raised=True)
-                return
-            if found is not None:
-                yield Problem(check.name, found)
-    if ops.fused is not None:
-        name = "fused (a small head)"
+    """Every check that a backend fails on a device, the draft phase of `drafts` last. An error ends the checks: what follows one on a
+    device says nothing."""
+    runs = [(check.name, partial(difference, check)) for check in checks if has_kernel(ops, check.op)]
+    for name, run in (*runs, (f"{drafts.__name__} (a small head)", partial(phase_difference, drafts=drafts))):
         try:
             with exact_products():
-                found = fused_drafting(ops, dtype, device)
+                found = run(ops, dtype, device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -85,18 +74,18 @@ def exact_products() -> Iterator[None]:
         setattr(matmul, name, before)
 
 
-def launcher(ops: Ops, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+def launcher(
+    ops: Ops, dtype: torch.dtype, device: torch.device, checks: Sequence[Check] = CHECKS, drafts: type[EagleDrafter] = EagleDrafter
+) -> Callable[[], None]:
     """A program that runs what `problems` compares of a backend, without comparing, and on tensors without data too."""
-    drafter = None if ops.fused is None else small_drafter(ops, dtype, device, fused=True)
-    return partial(_launch_all, ops, dtype, device, drafter)
+    return partial(_launch_all, ops, dtype, device, checks, small_drafter(ops, dtype, device, drafts))
 
 
-def _launch_all(ops: Ops, dtype: torch.dtype, device: torch.device, drafter: EagleDrafter | None) -> None:
-    for check in CHECKS:
+def _launch_all(ops: Ops, dtype: torch.dtype, device: torch.device, checks: Sequence[Check], drafter: EagleDrafter) -> None:
+    for check in checks:
         if has_kernel(ops, check.op):
             run(check, ops, dtype, device)
-    if drafter is not None:
-        drafted(drafter)
+    drafted(drafter)
 
 
 def difference(check: Check, ops: Ops, dtype: torch.dtype, device: torch.device) -> str | None:

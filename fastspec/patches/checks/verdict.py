@@ -21,6 +21,7 @@ import torch
 from fastspec import cache_folder
 from fastspec.devices import device_name
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.ops import Ops
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import ENDINGS
@@ -42,8 +43,9 @@ def mode() -> str:
     return found
 
 
-def self_check(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
-    """Check a backend's kernels for models of a dtype on a device, where that was not done before.
+def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[EagleDrafter] | None = None) -> None:
+    """Check a backend's kernels for models of a dtype on a device, where that was not done before; with `drafts` the draft phase of that
+    drafter alone, which has a kernel of its own.
 
     Raises FastSpecError with the names of kernels that differ from their references. Nothing else is run in their place.
     """
@@ -61,6 +63,7 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         made = {"portable": str(PORTABLE)}
     dtype = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
     about = {"device": name, "dtype": str(dtype).removeprefix("torch."), **made, **cache_folder.versions()}
+    about |= {} if drafts is None else {"drafter": drafts.__name__}
     key, path = tuple(about.values()), cache_folder.cache_folder() / FOLDER / cache_folder.file_name(*about.values())
     with _turn:
         failures = _known.get(key)
@@ -68,16 +71,17 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
             failures = None if wanted == "always" else _read(path, about)
             lasting = True
             if failures is None:
-                failures, lasting = _run(ops, dtype, device, about, path)
+                failures, lasting = _run(ops, dtype, device, about, path, drafts)
             if lasting:
                 _known[key] = failures
     if failures:
         told = "; ".join(f"{check}: {what}" for check, what in failures)
         kept = f"The verdict is kept in {path}; {SETTING}=always in the environment checks again"
         versions = ", ".join(f"{name} {value}" for name, value in cache_folder.versions().items())
+        others = 'fastspec.patch(model, backend="torch")' if drafts is None else f"An assistant without {drafts.__name__}"
         raise FastSpecError(
             f"kernels of backend {ops.name!r} do not compute on {name} in {about['dtype']} what their references do: {told}. "
-            f'fastspec.patch(model, backend="torch") runs without them. Please report this with the versions {versions}. '
+            f"{others} runs without them. Please report this with the versions {versions}. "
             f"{kept if key in _known else 'An error may pass: nothing of it is kept, and the next patch checks again'}"
         )
 
@@ -94,20 +98,22 @@ def _read(path: Path, about: dict[str, str]) -> list[list[str]] | None:
     return failures
 
 
-def _run(ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, str], path: Path) -> tuple[list[list[str]], bool]:
+def _run(
+    ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, str], path: Path, drafts: type[EagleDrafter] | None
+) -> tuple[list[list[str]], bool]:
     """Check -> the failures, and whether they are to be kept."""
     from fastspec.patches.checks.compare import launcher, problems
 
     new = "" if device.type == "cpu" else ", which they were not tested on"
     notice(f"checking the kernels on {about['device']} in {about['dtype']}{new}, once for this machine")
-    began = time.perf_counter()
+    began, part = time.perf_counter(), () if drafts is None else ((), drafts)
     with torch.random.fork_rng(devices=[]), torch.no_grad():  # what a user's seed draws must not change
         if ops.name == "triton":
             from fastspec.kernels.ahead import compile_ahead
 
             with suppress(Exception):  # a kernel that does not compile is met, and named, by its own check
-                compile_ahead(launcher(ops, dtype, device), notice)
-        found = list(problems(ops, dtype, device))
+                compile_ahead(launcher(ops, dtype, device, *part), notice)
+        found = list(problems(ops, dtype, device, *part))
     failures = [[problem.check, problem.what] for problem in found]
     if any(problem.raised for problem in found):
         return failures, False

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 from helpers_generate import prompts
-from helpers_models import tiny_model
+from helpers_models import tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec
 from fastspec import cache_folder
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.patches.assistants.fused import FusedDrafter
 from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.checks import compare, verdict
 from fastspec.patches.checks.compare import REFERENCE, difference, has_kernel, unlike
-from fastspec.patches.checks.fused import fused_drafting
+from fastspec.patches.checks.phase import phase_difference
 from fastspec.patches.checks.rows import CHECKS
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -39,7 +41,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-SETTINGS = {"name", "fused", "most_children", "most_candidates", "captures", "packs", "drafts_in"}
+SETTINGS = {"name", "most_children", "most_candidates", "captures", "packs", "drafts_in"}
 
 
 def test_every_op_that_has_a_kernel_has_a_row():
@@ -56,9 +58,10 @@ def test_the_kernels_pass(check, device, dtype):
     assert difference(check, triton_ops(), dtype, torch.device(device)) is None
 
 
+@pytest.mark.parametrize("drafts", [EagleDrafter, FusedDrafter])
 @pytest.mark.parametrize(("device", "dtype"), HALVES)
-def test_a_draft_phase_in_one_launch_passes(device, dtype):
-    assert fused_drafting(triton_ops(), dtype, torch.device(device)) is None
+def test_a_draft_phase_passes(device, dtype, drafts):
+    assert phase_difference(triton_ops(), dtype, torch.device(device), drafts) is None
 
 
 def spoiled(run: Any) -> Any:
@@ -96,16 +99,18 @@ def test_a_wrong_kernel_is_caught(check):
 
 
 def test_a_wrong_draft_phase_is_caught():
-    class Wrong:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(triton_ops().fused, name)
-
-        def draft(self, *args: Any) -> Any:
-            scores, tokens, parents = triton_ops().fused.draft(*args)
+    class Wrong(EagleDrafter):
+        def _grow(self, extent: int) -> Any:
+            scores, tokens, parents = super()._grow(extent)
             return scores.flip(1), tokens, parents
 
-    told = fused_drafting(replace(triton_ops(), fused=Wrong()), torch.float32, torch.device("cpu"))
+    device = torch.device("cpu")
+    told = phase_difference(TORCH, torch.float32, device, Wrong)
     assert told is not None and "the tree's tokens are" in told
+    assert list(compare.problems(TORCH, torch.float32, device, (), Wrong)) == [("Wrong (a small head)", told)]
+    late = replace(TORCH, tree_input=lambda *args: (TORCH.tree_input(*args)[0] + 9, *TORCH.tree_input(*args)[1:]))
+    assert "scores are off" in str(phase_difference(late, torch.float32, device, EagleDrafter))  # each op is right, what they are given not
+    assert phase_difference(TORCH, torch.float32, device, EagleDrafter) is None
 
 
 @pytest.mark.parametrize(
@@ -123,19 +128,20 @@ def test_references_are_exact_whatever_the_user_has_set(monkeypatch):
     torch.set_float32_matmul_precision("high")
     try:
         seen: list[str] = []
-        monkeypatch.setattr(compare, "difference", lambda *given: seen.append(torch.backends.cuda.matmul.fp32_precision))
-        list(compare.problems(replace(triton_ops(), fused=None), torch.float32, torch.device("cpu"), CHECKS[:1]))
+        for name in ("difference", "phase_difference"):
+            monkeypatch.setattr(compare, name, lambda *given, **more: seen.append(torch.backends.cuda.matmul.fp32_precision))
+        list(compare.problems(triton_ops(), torch.float32, torch.device("cpu"), CHECKS[:1]))
         assert torch.backends.cuda.matmul.allow_tf32 and torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
-    assert seen == ["ieee"]
+    assert seen == ["ieee", "ieee"]
 
 
 def test_an_error_ends_the_checks():
     def broken(*args: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    ops = replace(triton_ops(), linear=broken, emit=broken, fused=None)
+    ops = replace(triton_ops(), linear=broken, emit=broken)
     few = [check for check in CHECKS if check.op in ("linear", "emit")]
     found = list(compare.problems(ops, torch.float16, torch.device("cpu"), few))
     assert found == [("linear (one row)", "RuntimeError: no such instruction", True)]
@@ -280,6 +286,22 @@ def test_a_model_is_not_patched_on_a_device_whose_kernels_fail(runs):
     assert set(vars(model)) == before
     fastspec.patch(model, backend="torch")
     model.generate(**prompts(3), max_new_tokens=2, assistant="autoregressive")
+
+
+def test_the_one_launch_is_checked_when_it_is_first_chosen(runs, monkeypatch):
+    checked: list[Any] = []
+    monkeypatch.setattr(compare, "problems", lambda *args: checked.append(args[3:]) or iter(runs["found"]))
+    model = tiny_model(num_hidden_layers=1)
+    fastspec.patch(model, eagle3=tiny_head(model, taps=(0, 1)), backend="triton")
+    assistant = fastspec.Eagle3(depth=1, top_k=2, total_tokens=3)
+    model.generate(**prompts(3), max_new_tokens=2, assistant=assistant)
+    assert checked == [()], "the backend's ops and its ordinary drafter"
+    runs["found"] = [("FusedDrafter (a small head)", "wrong")]
+    for _ in range(2):
+        with pytest.raises(FastSpecError, match=r"FusedDrafter \(a small head\): wrong\. An assistant without FusedDrafter runs"):
+            model.generate(**prompts(3), max_new_tokens=2, assistant=replace(assistant, fused=True))
+    assert checked == [(), ((), FusedDrafter)]
+    model.generate(**prompts(3), max_new_tokens=2, assistant=assistant)
 
 
 def test_the_check_leaves_the_user_s_random_numbers_alone(runs):

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from fastspec.config import TreeShape
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.drafters.eagle.cut import Cut
-from fastspec.generation.drafters.eagle.fused import FusedPhase
 from fastspec.generation.drafters.eagle.head_drafter import HeadDrafter
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.ops import Ops
-from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.tree import TokenTree
 from fastspec.kernels.drafting.reference import Candidates
 
 
@@ -39,10 +37,10 @@ def refuse_wide(shape: TreeShape, ops: Ops) -> None:
 
 
 class EagleDrafter(HeadDrafter):
-    """Dynamic trees of one `shape`, the drafter of EAGLE-2 and EAGLE-3; `fused` drafts in one launch where the backend can."""
+    """Dynamic trees of one `shape`, the drafter of EAGLE-2 and EAGLE-3."""
 
     def __init__(
-        self, head: BoundHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, fused: bool = False, cut: Cut | None = None
+        self, head: BoundHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, cut: Cut | None = None
     ) -> None:  # fmt: skip
         refuse_wide(shape, ops)
         grown = shape.depth * shape.top_k
@@ -66,40 +64,11 @@ class EagleDrafter(HeadDrafter):
             Candidates(self.scores[:, at], self.tokens[:, at], None if below is None else self.parents[:, below], at.start)
             for at, below in zip_longest(levels, levels[1:])
         ]
-        self.phase = FusedPhase.of(self, shape) if fused else None
-
-    def open(self, capacity: int) -> None:
-        """Begin another call of the same rows."""
-        super().open(capacity)
-        if self.phase is not None:
-            self.phase.counts.zero_()
-
-    def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
-        """Go on with a row of another state: pairs that wait there for the next launch are fed first, as here none may wait."""
-        if isinstance(other, EagleDrafter) and other.phase is not None and bool(other.phase.counts.any()):
-            other._extend(*other.phase.take())
-        super().move_row(row, other, source, count)
-        if self.phase is not None:
-            self.phase.counts[row] = 0
-
-    @property
-    def fused(self) -> bool:
-        """Whether a draft phase is one launch."""
-        return self.phase is not None
-
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """Feed the accepted path's pairs, or keep them for the launch that drafts the next tree."""
-        if self.phase is None:
-            super().observe(tree, verdict, logits, features, active, extent)
-        else:
-            self.phase.tokens.copy_(verdict.tokens(tree))
-            self._pairs(features, verdict, active, (self.phase.features, self.phase.counts))
 
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
         extent = self.reserve(extent) + self.grown
-        self.scores, tokens, parents = self._grow(extent) if self.phase is None else self.phase.run(self)
-        kept, above, depths, ancestors = self.ops.tree_build(self.scores, tokens, parents, self.flat_depths, self.root, self.nodes)
+        kept, above, depths, ancestors = self.ops.tree_build(*self._grow(extent), self.flat_depths, self.root, self.nodes)
         return TokenTree(kept, above, depths, ancestors, self.max_path)
 
     def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:

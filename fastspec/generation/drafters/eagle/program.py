@@ -24,12 +24,12 @@ from fastspec.kernels.linear.reference import joined
 
 class HeadProgram:
     """The passes of one head, or of this process's `cut` of it, whose layers keep their keys and values in `state`. Where the backend
-    captures, a whole head's weights that read one input are packed."""
+    packs, a whole head's weights that read one input are packed."""
 
     def __init__(self, bound: BoundHead, ops: Ops, state: FullAttentionState, cut: Cut | None = None) -> None:
         config, head = bound.config, bound.module
         self.head, self.binding, self.ops, self.config, self.state, self.cut = head, bound.binding, ops, config, state, cut
-        if cut is None and (ops.packs or ops.fused is not None):
+        if cut is None and ops.packs:
             for layer in cast(Iterable[Layer], head.layers):
                 attn, mlp = layer.self_attn, layer.mlp
                 pack((attn.q_proj, attn.k_proj, attn.v_proj))

@@ -1,4 +1,4 @@
-"""The phases of the fused drafter (fused.py): device functions, each run by all programs of one cooperative launch.
+"""The phases of the fused drafter (draft.py): device functions, each run by all programs of one cooperative launch.
 
 A phase is a list of independent items; program `pid` of `programs` takes items pid, pid + programs, ... A grid barrier ends the phase.
 

@@ -1,4 +1,4 @@
-"""The draft phase in one launch against the same head drafting op by op in plain torch."""
+"""A whole draft phase of a backend against the same head drafting op by op in plain torch."""
 
 from __future__ import annotations
 
@@ -43,27 +43,25 @@ def small_head(draw: Draw) -> EagleHead:
     return head
 
 
-def small_drafter(ops: Ops, dtype: torch.dtype, device: torch.device, fused: bool) -> EagleDrafter:
-    """A drafter with a small head."""
+def small_drafter(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[EagleDrafter]) -> EagleDrafter:
+    """A drafter with a small head, outside of graphs."""
     head = small_head(Draw(dtype, device, SEED))
-    drafter = EagleDrafter(BoundHead.of(head), SHAPE, rows=1, capacity=16, ops=replace(ops, captures=False), fused=fused)
-    if drafter.fused != fused:
-        raise RuntimeError("the head that is checked with does not draft in one launch")
-    return drafter
+    return drafts(BoundHead.of(head), SHAPE, rows=1, capacity=16, ops=replace(ops, captures=False))
 
 
 @torch.no_grad()
 def drafted(drafter: EagleDrafter) -> tuple[TokenTree, Tensor]:
-    """The tree that the small head drafts behind a prompt, and the scores of its candidates."""
+    """The tree that the small head drafts after a prompt, and the scores of its candidates."""
     draw = Draw(drafter.last.dtype, drafter.last.device, SEED)
     ids, features = draw.whole(40, 1, 5), draw.floats(1, 5, 3 * 32)
     drafter.begin(ids, draw.fixed([5]), features, draw.fixed([7]))
     return drafter.propose(5), drafter.scores
 
 
-def fused_drafting(ops: Ops, dtype: torch.dtype, device: torch.device) -> str | None:
+def phase_difference(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[EagleDrafter]) -> str | None:
     """How the tree of a small head differs from that of plain torch; None where it does not."""
-    (got, scores), (wanted, expected) = (drafted(small_drafter(each, dtype, device, each is ops)) for each in (ops, TORCH))
+    got, scores = drafted(small_drafter(ops, dtype, device, drafts))
+    wanted, expected = drafted(small_drafter(TORCH, dtype, device, EagleDrafter))
     for name in ("tokens", "parents", "depths", "ancestors"):
         if not torch.equal(getattr(got, name), getattr(wanted, name)):
             return f"the tree's {name} are {getattr(got, name).tolist()}, not {getattr(wanted, name).tolist()}"

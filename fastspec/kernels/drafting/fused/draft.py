@@ -2,7 +2,7 @@
 
 B batch rows, P accepted pairs per row, H hidden size, H_t target width, taps per feature, I feed-forward size, Hq / Hkv query / key
 heads, D head size, E = (Hq + 2 * Hkv) * D, C cache slots, V draft vocabulary, TOP children per node, M = TOP + depth * TOP ** 2
-candidates. Every weight is read once per pass, in tiles dealt to all programs; grid barriers part the phases (fused_phases.py).
+candidates. Every weight is read once per pass, in tiles dealt to all programs; grid barriers part the phases (phases.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.drafting import fused_attention as mixing
-from fastspec.kernels.drafting import fused_phases as phases
+from fastspec.kernels.drafting.fused import attention as mixing
+from fastspec.kernels.drafting.fused import phases
 from fastspec.kernels.launch import stages_within
 from fastspec.kernels.layer.rms_norm import summed
 
@@ -319,6 +319,7 @@ def draft_space(
 def draft(
     weights: DraftWeights, space: DraftSpace, tokens: Tensor | None, features: Tensor | None, counts: Tensor | None, last: Tensor,
     readout: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, limit: int,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Feed the accepted pairs, then grow a tree from the last of them, as `EagleDrafter.observe` and `propose` do.
 
@@ -326,7 +327,8 @@ def draft(
     last, readout [B, H], the state fed back and its norm that the LM head reads, are replaced where counts > 0; lengths [B] int64 grow by
     counts up to `limit`. k_cache, v_cache [B, Hkv, C, D] (slots and channels contiguous) take the pairs at slots lengths + i and the nodes
     behind them: C must hold limit + max(P, depth * top_k). cos, sin [C, R / 2] fp32 are tables by position.
-    Returns the candidates in order of growth: scores [B, M] fp32, tokens [B, M] int64 and parents [B, M] int64, candidate indices or -1.
+    Returns the candidates in order of growth: scores [B, M] fp32, tokens [B, M] int64 and parents [B, M] int64, candidate indices or -1;
+    `out` are tensors to write them to.
     """
     w, s = weights, space
     rows, width, dtype = s.rows, w.lm_head.shape[1], w.fc.dtype
@@ -351,9 +353,12 @@ def draft(
                 f"{name} is {tuple(cache.shape)} {cache.dtype} {cache.stride()} with {cos.shape[0]} positions in the tables; expected "
                 f"{(rows, w.kv_heads, slots, w.size)} {dtype}, slots and channels contiguous, of at least {need} slots and positions"
             )
-    grown = s.top_k + s.depth * s.top_k**2
-    scores = torch.empty(rows, grown, dtype=torch.float32, device=last.device)
-    out_tokens, parents = (torch.empty(rows, grown, dtype=torch.int64, device=last.device) for _ in range(2))
+    grown = rows, s.top_k + s.depth * s.top_k**2
+    kinds = (torch.float32, torch.int64, torch.int64)
+    scores, out_tokens, parents = out or (torch.empty(grown, dtype=kind, device=last.device) for kind in kinds)
+    for name, tensor, kind in zip(("scores", "tokens", "parents"), (scores, out_tokens, parents), kinds, strict=True):
+        if tuple(tensor.shape) != grown or tensor.dtype != kind or not tensor.is_contiguous():
+            raise ValueError(f"out's {name} is {tuple(tensor.shape)} {tensor.dtype}; expected contiguous {grown} {kind}")
     none = lengths  # stands for a pointer that is not read
     draft_kernel[(s.programs,)](
         none if tokens is None else tokens, last if features is None else features, none if counts is None else counts,

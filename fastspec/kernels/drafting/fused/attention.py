@@ -1,7 +1,7 @@
-"""The attention of the fused drafter (fused.py), as phases: parts of the slots by different programs, then one sum.
+"""The attention of the fused drafter (draft.py), as phases: parts of the slots by different programs, then one sum.
 
 B batch rows, R rows of activations (batch rows times nodes), S parts of the QKV product, E its outputs, Hq / Hkv query / key heads,
-D head size, C cache slots, W 64-bit words. Items of a phase are dealt to the programs as in fused_phases.py.
+D head size, C cache slots, W 64-bit words. Items of a phase are dealt to the programs as in phases.py.
 """
 
 from __future__ import annotations

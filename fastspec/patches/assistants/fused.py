@@ -1,0 +1,123 @@
+"""The one-launch drafter: an EAGLE-3 head whose whole draft phase is one cooperative Triton kernel (`fastspec/kernels/drafting/fused/`).
+
+`Eagle3(fused=True)` and `frontier_generate(backend="triton")` choose it, and nothing else does. It drafts the trees of `EagleDrafter`: the
+pairs that a round accepted wait in buffers for the next launch, which feeds them and grows the next tree, level by level, with a barrier
+over the whole chip between two phases. It is the one kernel here that holds several layers' work between grid barriers.
+
+It pays where a phase is launched kernel by kernel from Python: 0.5 ms instead of 13 (one row, depth 7, top-k 10, a head of
+46 MiB, one H200). fastspec captures rounds as CUDA graphs, and in a graph the separate kernels were faster with every head that was
+measured: 0.46 ms instead of 0.50 (46 MiB), 0.86 instead of 0.98 (277), 1.75 instead of 2.08 (810), 4.89 instead of 5.65 (2,676), on an
+H100 0.346 instead of 0.412 (15.5 MiB), and with eight rows 0.73 to 6.56 instead of 0.93 to 13.7 (docs/measurements.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fastspec.config import TreeShape
+from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.drafters.eagle.cut import Cut
+from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.heads.bound import BoundHead
+from fastspec.generation.layers.decoder import is_plain
+from fastspec.generation.ops import Ops
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.backends import triton_ops
+from fastspec.patches.checks.verdict import self_check
+
+MOST_CHILDREN = 16
+"""Children of a node that the kernel expands."""
+
+
+def fused_drafter(
+    head: BoundHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, cut: Cut | None = None
+) -> EagleDrafter:
+    """`FusedDrafter`, whose kernel is checked first on a device that it was never measured on."""
+    drafter = FusedDrafter(head, shape, rows=rows, capacity=capacity, ops=ops, cut=cut)
+    self_check(triton_ops(), drafter.last.dtype, drafter.last.device, FusedDrafter)
+    return drafter
+
+
+class FusedDrafter(EagleDrafter):
+    """`EagleDrafter` in one launch a phase. Raises Unsupported, with the reason, where that cannot be."""
+
+    def __init__(
+        self, head: BoundHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, cut: Cut | None = None
+    ) -> None:
+        if ops.name != "triton":
+            raise _refused(f'the backend {ops.name!r} has no kernel for it: fastspec.patch(model, backend="triton") has')
+        from fastspec.kernels.drafting.fused.draft import draft, draft_space, draft_weights, supports
+
+        if shape.top_k > MOST_CHILDREN:
+            raise _refused(f"it expands up to {MOST_CHILDREN} children of a node, not top_k={shape.top_k}")
+        if not supports(head.config):
+            raise _refused(
+                "it runs one-layer EAGLE-3 heads with an LM head of their own, without biases and norms of queries, keys or features, of "
+                f"widths in multiples of 16 and a head size that is a power of 2, and this head is {head.config}"
+            )
+        super().__init__(head, shape, rows=rows, capacity=capacity, ops=replace(ops, packs=True), cut=cut)
+        self.draft = draft
+        self.weights = draft_weights(head, *self._packed())
+        self.space = draft_space(self.weights, rows=rows, pairs=shape.max_path, top_k=shape.top_k, depth=shape.depth)
+        device, pairs = self.root.device, (rows, shape.max_path)
+        self.pair_tokens = torch.zeros(pairs, dtype=torch.long, device=device)
+        self.pair_features = torch.zeros(*pairs, head.module.fc.in_features, dtype=self.last.dtype, device=device)
+        self.pair_counts = torch.zeros(rows, dtype=torch.long, device=device)
+        """The pairs of each row that wait for the next launch: tokens [B, P], features [B, P, F], how many count [B]."""
+
+    def _packed(self) -> tuple[Tensor, Tensor]:
+        """The layer's packed weights, where the kernel can read all that the head and its target hold."""
+        program = self.program
+        if program.cut is not None:
+            raise _refused("its weights are read whole, and several processes have this head together")
+        embedding = program.binding.embedding
+        if not is_plain(embedding, torch.nn.Embedding) or embedding.max_norm is not None:
+            raise _refused(
+                f"it reads the table of a plain torch.nn.Embedding, without hooks and max_norm, and the target's is {embedding}"
+            )
+        if program.weight is None:
+            raise _refused(
+                "it reads the weight of a plain LM head, a torch.nn.Linear without hooks, and this head's is "
+                f"{program.vocabulary}"
+            )
+        packed = program.packed()
+        if packed is None:
+            raise _refused("the head's weights do not lie together in memory: load it anew")
+        return packed
+
+    def open(self, capacity: int) -> None:
+        """Begin another call of the same rows."""
+        super().open(capacity)
+        self.pair_counts.zero_()
+
+    def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
+        """Go on with a row of another state: pairs that wait there are fed first, and none wait here."""
+        assert isinstance(other, FusedDrafter)
+        if bool(other.pair_counts.any()):
+            other._extend(other.pair_tokens, other.pair_features, other.pair_counts.clone())
+            other.pair_counts.zero_()
+        super().move_row(row, other, source, count)
+        self.pair_counts[row] = 0
+
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+        """Keep the accepted path's pairs for the launch that drafts the next tree."""
+        self.pair_tokens.copy_(verdict.tokens(tree))
+        self._pairs(features, verdict, active, (self.pair_features, self.pair_counts))
+
+    def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`EagleDrafter._grow`, by one launch that feeds the pairs that wait first."""
+        pairs, caches = (self.pair_tokens, self.pair_features, self.pair_counts), (self.attention.k[0], self.attention.v[0])
+        out = self.scores, self.tokens, self.parents
+        self.draft(
+            self.weights, self.space, *pairs, self.last, self.readout, *caches, self.state.lengths, *self.tables,
+            self.state.bound, out,
+        )  # fmt: skip
+        return out
+
+
+def _refused(reason: str) -> Unsupported:
+    return Unsupported(f"a draft phase cannot be one launch (fused=True): {reason}")
