@@ -255,7 +255,8 @@ def session_of(model: Any) -> PatchSession | None:
 def state_before(self: Any) -> Any:
     """A patched model's `__getstate__`: the attributes that it had before the patch, which is what a pickle and a shallow copy take."""
     session = session_of(self)
-    state = dict(type(self).__getstate__(self))
+    kind: Any = type(self)
+    state: dict[str, Any] = dict(kind.__getstate__(self))
     for change in reversed([] if session is None else session.log):
         if change.owner is self and state.get(change.name) is change.after:
             state.pop(change.name)
@@ -265,6 +266,7 @@ def state_before(self: Any) -> Any:
 
 def deep_copy(self: Any, memo: dict[int, Any]) -> Any:
     """A patched model's `__deepcopy__`: all attributes, so that the copy is patched too."""
-    twin = memo[id(self)] = type(self).__new__(type(self))
-    twin.__setstate__(copy.deepcopy(type(self).__getstate__(self), memo))
+    kind: Any = type(self)
+    twin = memo[id(self)] = kind.__new__(kind)
+    twin.__setstate__(copy.deepcopy(kind.__getstate__(self), memo))
     return twin
