@@ -68,10 +68,10 @@ def continuous(
     half the memory of keys and values, and each prompt is read alone.
 
     Weights that change in place are read as they are. Where a module, a hook or a parameter was replaced, PEFT's adapter switched, a plain
-    attribute of a module or of the configuration set (a norm's epsilon, the scale of attention), or a buffer of up to 65,536 elements changed
-    (on a GPU otherwise than by `.data`), a prompt that is submitted after that waits until the running rows have ended, and is decoded by
-    rounds that are made anew. Rows that run are not sure to see the change, or not to. Where the rounds cannot be made the prompts that
-    wait end with the reason.
+    attribute of a module or of the configuration set (a norm's epsilon, the scale of attention), or a buffer of up to 65,536 elements
+    changed (on a GPU otherwise than by `.data`), a prompt that is submitted after that waits until the running rows have ended, and is
+    decoded by rounds that are made anew. Rows that run are not sure to see the change, or not to. Where the rounds cannot be made the
+    prompts that wait end with the reason.
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """

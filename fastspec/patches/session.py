@@ -247,15 +247,15 @@ def _kind(model: Any, mode: Mode) -> tuple[Any, ...]:
 
 
 def session_of(model: Any) -> PatchSession | None:
-    """The session of a patched model, or None. A shallow copy of a model has its attributes and not its patch."""
+    """The session of a patched model, or None; None too where another object has taken the model's attributes."""
     found = getattr(model, "__dict__", {}).get(STATE)
     return found if isinstance(found, PatchSession) and any(change.owner is model for change in found.log) else None
 
 
 def state_before(self: Any) -> Any:
     """A patched model's `__getstate__`: the attributes that it had before the patch, which is what a pickle and a shallow copy take."""
-    session = session_of(self)
-    state = dict(type(self).__getstate__(self))
+    kind: Any = type(self)
+    session, state = session_of(self), dict(kind.__getstate__(self))
     for change in reversed([] if session is None else session.log):
         if change.owner is self and state.get(change.name) is change.after:
             state.pop(change.name)
@@ -265,6 +265,7 @@ def state_before(self: Any) -> Any:
 
 def deep_copy(self: Any, memo: dict[int, Any]) -> Any:
     """A patched model's `__deepcopy__`: all attributes, so that the copy is patched too."""
-    twin = memo[id(self)] = type(self).__new__(type(self))
-    twin.__setstate__(copy.deepcopy(type(self).__getstate__(self), memo))
+    kind: Any = type(self)
+    twin = memo[id(self)] = kind.__new__(kind)
+    twin.__setstate__(copy.deepcopy(kind.__getstate__(self), memo))
     return twin
