@@ -67,9 +67,11 @@ def continuous(
     precision a text's rounding depends on the number of rows, and so on the load. With `narrows=False` there are always `rows`, which take
     half the memory of keys and values, and each prompt is read alone.
 
-    Weights that change in place are read as they are. Where a module, a hook or a parameter was replaced, or PEFT's adapter switched, a
-    prompt that is submitted behind that waits until the running rows have ended, and is decoded by rounds that are made anew. Rows that
-    run are not sure to see the change, or not to. Where the rounds cannot be made the prompts that wait end with the reason.
+    Weights that change in place are read as they are. Where a module, a hook or a parameter was replaced, PEFT's adapter switched, a plain
+    attribute of a module or of the configuration set (a norm's epsilon, the scale of attention), or a buffer of up to 65,536 elements
+    changed (on a GPU otherwise than by `.data`), a prompt that is submitted after that waits until the running rows have ended, and is
+    decoded by rounds that are made anew. Rows that run are not sure to see the change, or not to. Where the rounds cannot be made the
+    prompts that wait end with the reason.
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """

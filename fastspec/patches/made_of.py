@@ -7,8 +7,10 @@ from collections.abc import Hashable
 import torch
 from transformers import PreTrainedModel
 
+from fastspec.patches.hf.changes import Settings
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.modes import mode_for
+from fastspec.patches.hf.walk import every_module
 from fastspec.patches.hf.watch import Watch
 from fastspec.patches.pool import weights_of
 
@@ -41,7 +43,7 @@ class MadeOf:
         """Equal to nothing else where another thread adds modules to the model just now."""
         with torch.autocast(device_of(self.model).type, enabled=False):  # of the thread that asks; the batch's own has none
             try:
-                return mode_for(self.model), weights_of(self.model)
+                return mode_for(self.model), weights_of(self.model), Settings(self.model, every_module(self.model)).values
             except RuntimeError as error:
                 if "during iteration" not in str(error):  # of a dictionary of modules or hooks
                     raise

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastspec.generation.engine.engine import Engine
+from fastspec.patches.hf.changes import Settings
 from fastspec.patches.hf.compat import is_capturing_hook
 from fastspec.patches.hf.replaced import has_replaced_methods
 from fastspec.patches.hf.shards import local_part
@@ -28,6 +29,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.held: OrderedDict[Hashable, Engine[Any]] = OrderedDict()
+        self.settings: OrderedDict[nn.Module, Settings] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engines:
         return Engines()
@@ -47,16 +49,29 @@ class Engines:
         while len(self.held) >= KEPT:
             self.held.popitem(last=False)
 
+    def settings_of(self, module: nn.Module) -> Hashable:
+        """What stands for a module's attributes and buffers in a key: the same object for as long as they are the same."""
+        modules, known = every_module(module), self.settings.pop(module, None)
+        if known is None or known.modules != modules or not known.hold():
+            now = Settings(module, modules)
+            now.mark = known.mark if known is not None and known.values == now.values else now.mark
+            known = now
+        self.settings[module] = known
+        while len(self.settings) > KEPT:
+            self.settings.popitem(last=False)
+        return known.mark
+
     def clear(self) -> None:
         """Free everything."""
         self.held.clear()
+        self.settings.clear()
 
 
 def weights_of(model: nn.Module) -> Hashable:
     """Where a model's weights lie and what has a say in its modules: a captured round is good for these alone.
 
     Of each module its kind, hooks but those that transformers leaves behind, a forward of its own, and which of PEFT's adapters it adds.
-    Buffers and other attributes are not among it. Raises RuntimeError where another thread adds a module meanwhile.
+    Buffers and other attributes are not among it: those are `Settings`. Raises RuntimeError where another thread adds a module meanwhile.
     """
     places: list[int] = []
     changed: list[Hashable] = []

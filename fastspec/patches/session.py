@@ -247,7 +247,7 @@ def _kind(model: Any, mode: Mode) -> tuple[Any, ...]:
 
 
 def session_of(model: Any) -> PatchSession | None:
-    """The session of a patched model, or None. A shallow copy of a model has its attributes and not its patch."""
+    """The session of a patched model, or None; None too where another object has taken the model's attributes."""
     found = getattr(model, "__dict__", {}).get(STATE)
     return found if isinstance(found, PatchSession) and any(change.owner is model for change in found.log) else None
 

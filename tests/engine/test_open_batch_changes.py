@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_captured import stand_in
-from helpers_generate import TREE
+from helpers_generate import TREE, shallow_model
 from helpers_open import GREEDY, Gate, alone, made, texts, told
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ import fastspec
 from fastspec.generation.engine.row_counts import Widths
 from fastspec.generation.state import sequence
 from fastspec.patches.pool import weights_of
+from fastspec.patches.session import session_of
 
 
 class Doubled(nn.Module):
@@ -52,7 +53,34 @@ def new_storage(model: Any) -> None:
     projection.weight.data = projection.weight.data.clone() * -1
 
 
-CHANGES = replaced, hooked, own_forward, new_parameter, new_storage
+def frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(3.0)
+
+
+def other_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 3.0
+
+
+def other_rotation(model: Any) -> None:
+    """Without a parameter, and of the same class."""
+    model.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    model.model.rotary_emb.inv_freq.mul_(3.0)
+
+
+def factor(model: Any) -> None:
+    model.model.rotary_emb.attention_scaling = 1.7
+
+
+def epsilon(model: Any) -> None:
+    model.model.layers[1].input_layernorm.variance_epsilon = 1000.0
+
+
+def scale(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 8
+
+
+ATTRIBUTES = frequencies, other_frequencies, other_rotation, factor, epsilon, scale
+CHANGES = replaced, hooked, own_forward, new_parameter, new_storage, other_rotation, epsilon
 
 
 @pytest.mark.filterwarnings("ignore:.*generic")
@@ -338,3 +366,37 @@ def test_a_batch_that_is_opened_under_autocast_runs_as_its_thread_does(rebuilt: 
         future = batch.submit(ids, max_new_tokens=6, **GREEDY)
         future.result(30)
     assert told([future]) == [alone(plain, ids, 6)] and rebuilt == [2]
+
+
+@pytest.mark.parametrize("change", ATTRIBUTES)
+def test_calls_whose_engines_are_kept_see_the_change(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same engine serves calls behind which nothing has changed."""
+    stand_in(monkeypatch)
+    plain, model = made()
+    changed, (ids,) = copy.deepcopy(plain), texts(9)
+    change(changed)
+    pool = session_of(model).engines
+    for reference in (plain, changed):
+        kept = set()
+        for _ in range(2):
+            found = model.generate(ids[None], max_new_tokens=10, assistant="autoregressive", **GREEDY)
+            assert found[0].tolist() == alone(reference, ids, 10)
+            kept.add(id(next(reversed(pool.held.values()))))
+        assert len(kept) == 1
+        if reference is plain:
+            change(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*generic")
+def test_frequencies_that_a_model_registers_anew_are_the_same(rebuilt: list[int]) -> None:
+    """longrope does so at every forward pass of the model's own."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
+    rope |= {"original_max_position_embeddings": 64, "partial_rotary_factor": 1.0}
+    plain, model = (shallow_model("phi3", rope_parameters=rope) for _ in range(2))
+    fastspec.patch(model)
+    model(texts(6)[0][None])  # the first time it adds attributes
+    with fastspec.continuous(model, "autoregressive", rows=1, max_length=40) as batch:
+        for ids in texts(6, 9, 4):
+            model(ids[None])
+            assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(plain, ids, 6)]
+    assert rebuilt == [1]

@@ -136,7 +136,8 @@ class Assembly:
     def _key(self) -> Hashable:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
         drawn = signature(self.processors) if self.process is not None else None
-        weights = tuple(weights_of(module) for module in (self.model, *self.decoding.modules))
+        settings_of = self.session.engines.settings_of
+        weights = tuple((weights_of(module), settings_of(module)) for module in (self.model, *self.decoding.modules))
         measured = self.answers, self.measures, self.pad_token, self.bounded, self.likeliest
         key = self.decoding, self.rows, self.sample, drawn, self.settings, measured, weights
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastspec.patches.hf.changes import Settings
 from fastspec.patches.hf.compat import has_global_hooks
 from fastspec.patches.hf.modes import row_now
 from fastspec.patches.hf.replaced import has_replaced_methods, replaced_functions
@@ -23,15 +24,14 @@ OWN = "forward", "_hf_hook"
 class Watch:
     """A model as it is now; what its modules held lives on as long as this does.
 
-    Not seen are buffers, and attributes that take another's place, but for those of OWN. Where PEFT's adapters are, whose switches are
-    such attributes, nothing `holds`.
+    Of attributes that take another's place those of OWN are seen, and `Settings`. Where PEFT's adapters are, whose switches are others,
+    nothing `holds`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.modules = model, every_module(model)
         self.kinds, self.owns = list(map(type, self.modules)), list(map(vars, self.modules))
-        self.sizes = list(map(len, self.owns))
-        """Of the instances' attributes, so that a new one is seen."""
+        self.settings = Settings(model, self.modules)
         self.dicts = self._dicts()
         self.empty = [held for held in self.dicts if not held]
         self.filled = [(held, tuple(held.values())) for held in self.dicts if held]
@@ -45,7 +45,7 @@ class Watch:
     def holds(self) -> bool:
         """Whether the model is as it was. False may be wrong, True is not. Raises RuntimeError where another thread adds a module."""
         same = (
-            not self.switched and list(map(type, self.modules)) == self.kinds and list(map(len, self.owns)) == self.sizes
+            not self.switched and list(map(type, self.modules)) == self.kinds and self.settings.hold()
             and all(map(is_, self._dicts(), self.dicts)) and not any(self.empty)
             and all(len(held) == len(before) and all(map(is_, held.values(), before)) for held, before in self.filled)
             and all(own.get(name) is before for own, name, before in self.own)

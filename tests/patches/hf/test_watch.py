@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 from transformers.models.llama import modeling_llama
 
 import fastspec
+from fastspec.patches.hf.changes import Settings
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.watch import Watch
 from fastspec.patches.pool import weights_of
@@ -72,22 +73,47 @@ def more(model: Any, number: int) -> None:
     leaf(model, number)[0].add_module("another", nn.Linear(2, 2))
 
 
+def buffer(model: Any, number: int) -> None:
+    held = next((each for each in model.modules() if each._buffers), None)
+    if held is None:
+        leaf(model, number)[2].register_buffer("another", torch.zeros(2))
+    else:
+        next(iter(held._buffers.values())).mul_(1.5)
+
+
+def attribute(model: Any, number: int) -> None:
+    child = leaf(model, number)[2]
+    child.remark = getattr(child, "remark", 0.5) + 1.0
+
+
+def attribute_inside(model: Any, number: int) -> None:
+    child = leaf(model, number)[2]
+    child.remarks = getattr(child, "remarks", [])
+    child.remarks.append(number)
+
+
+def configured(model: Any, number: int) -> None:
+    model.config.initializer_range += 0.001
+
+
 def nothing(model: Any, number: int) -> None:
     pass
 
 
 def unseen(model: Any, number: int) -> None:
     """What has no say in rounds, or is not looked at."""
-    leaf(model, number)[2].remark = number
+    leaf(model, number)[2]._remark = number
 
 
 CHANGES: dict[str, Callable[[Any, int], None]] = {
-    each.__name__: each for each in (module, parameter, data, hook, before, forward, kind, more, nothing, unseen)
+    each.__name__: each for each in (
+        module, parameter, data, hook, before, forward, kind, more, buffer, attribute, attribute_inside, configured, nothing, unseen,
+    )
 }
 
 
 def parts(model: Any) -> Any:
-    return mode_for(model), weights_of(model)
+    return mode_for(model), weights_of(model), Settings(model, list(model.modules())).values
 
 
 @given(
@@ -124,13 +150,11 @@ def test_what_is_not_the_modules_own_is_seen(where: str, monkeypatch) -> None:
     elif where == "torch":
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
     else:
-        model.config.model_type = "another"
+        monkeypatch.setitem(vars(model.config), "model_type", "another")
     assert not watch.holds() and parts(model) != was
     monkeypatch.undo()
     if where == "global hook":
         handle.remove()
-    elif where == "configuration":
-        model.config.model_type = "llama"
     assert watch.holds()
 
 
