@@ -59,9 +59,9 @@ _LAZY = {
 __all__ = [
     "CUSTOM_GENERATE",
     "Autoregressive", "Cascade", "CheckpointError", "Continuous", "ContinuousBatch", "Decoding", "Drafter", "Eagle1", "Eagle2", "Eagle3",
-    "FastSpecError", "Nasd", "NgramStorage", "NoDistribution", "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage",
-    "TokenTree", "TreeShape", "Tuned", "Tuning", "Unsupported", "__version__", "clear_memory", "continuous", "frontier_generate",
-    "load_head", "patch", "patched", "profile", "report", "tune", "unpatch", "warmup",
+    "FastSpecError", "Nasd", "NgramStorage", "NoDistribution", "PatchConflict", "Profile", "Report", "Speculative", "Stage",
+    "SuffixStorage", "TokenTree", "TreeShape", "Tuned", "Tuning", "Unsupported", "__version__", "clear_memory", "continuous",
+    "frontier_generate", "load_head", "patch", "patched", "profile", "report", "tune", "unpatch", "warmup",
 ]  # fmt: skip
 
 
