@@ -273,7 +273,7 @@ def test_the_loop_counts_accepted_lengths(pairs) -> None:
         stats = model.generate(ids, assistant="eagle3", max_new_tokens=20, do_sample=False, return_dict_in_generate=True).fastspec
         assert sum(stats.lengths) == stats.row_rounds
         assert sum(i * count for i, count in enumerate(stats.lengths)) == stats.accepted
-        assert stats.round_tokens == stats.emitted - 1 == 19
+        assert stats.round_tokens == stats.emitted - 1
         without_bonus = stats.row_rounds + stats.accepted - stats.round_tokens  # of rounds that the limit ended within their drafts
         share = 1 - without_bonus / stats.row_rounds
         assert without_bonus in (0, 1) and share + sum(stats.acceptance_by_position) == pytest.approx(stats.acceptance_length)
