@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastspec.cascade.config import Cascade, Stage
 from fastspec.config import Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
-from fastspec.errors import CheckpointError, FastSpecError, PatchConflict, Unsupported
+from fastspec.errors import CheckpointError, FastSpecError, NoDistribution, PatchConflict, Unsupported
 from fastspec.removed import RemovedModules
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ _LAZY = {
 __all__ = [
     "CUSTOM_GENERATE",
     "Autoregressive", "Cascade", "CheckpointError", "Continuous", "ContinuousBatch", "Decoding", "Drafter", "Eagle1", "Eagle2", "Eagle3",
-    "FastSpecError", "Nasd", "NgramStorage", "PatchConflict", "Profile", "Report", "Speculative", "Stage", "SuffixStorage",
-    "TokenTree", "TreeShape", "Tuned", "Tuning", "Unsupported", "__version__", "clear_memory", "continuous", "frontier_generate",
-    "load_head", "patch", "patched", "profile", "report", "tune", "unpatch", "warmup",
+    "FastSpecError", "Nasd", "NgramStorage", "NoDistribution", "PatchConflict", "Profile", "Report", "Speculative", "Stage",
+    "SuffixStorage", "TokenTree", "TreeShape", "Tuned", "Tuning", "Unsupported", "__version__", "clear_memory", "continuous",
+    "frontier_generate", "load_head", "patch", "patched", "profile", "report", "tune", "unpatch", "warmup",
 ]  # fmt: skip
 
 

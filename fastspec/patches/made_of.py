@@ -21,6 +21,7 @@ class MadeOf:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._watch, self._parts = Watch(model), self._parts_now()
+        self._training = self._training_now()
 
     def differs(self) -> bool:
         """Whether rounds that were made now would be made of something else."""
@@ -30,14 +31,19 @@ class MadeOf:
         """The same in a fraction of the time where nothing is another; so is a model that cannot be looked at, which the next rounds will
         tell."""
         try:
-            if self._watch.holds():
+            if self._watch.holds() and self._training_now() == self._training:
                 return False
             watch = Watch(self.model)
             changed = self.differs()
         except Exception:
             return True
-        self._watch = self._watch if changed else watch
+        if not changed:
+            self._watch, self._training = watch, self._training_now()
         return changed
+
+    def _training_now(self) -> list[bool]:
+        """Which modules are in train mode, where a pass may add noise."""
+        return [module.training for module in self.model.modules()]
 
     def _parts_now(self) -> Hashable:
         """Equal to nothing else where another thread adds modules to the model just now."""

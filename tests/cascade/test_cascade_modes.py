@@ -278,7 +278,7 @@ def test_batches_keep_every_stages_distributions(seed, stages, gamma, sample, da
             assert sample or token == int(torch.tensor(target.after(tuple(text))).argmax())
             text.append(token)
         assert len(emitted) == limit or emitted[-1] in ends, row
-    assert outcome.stats.accepted == outcome.stats.drafted
+    assert sum(outcome.stats.lengths[: drafter.nodes - 1]) <= len(texts)  # a row's last round alone, which its end may cut
 
 
 # Both with tiny transformers models

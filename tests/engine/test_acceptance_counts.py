@@ -115,7 +115,7 @@ def test_a_streamed_answer_counts_alike():
         ids = INPUTS["input_ids"][1:2]
         patched().generate(ids, max_new_tokens=limit, do_sample=False, eos_token_id=NEVER, assistant="eagle3", streamer=streamer)
         stats = fastspec.report(patched()).last
-        assert streamer.acceptance_length == stats.acceptance_length and streamer.accepted == stats.accepted
+        assert streamer.acceptance_length == stats.acceptance_length == (limit - 1) / stats.rounds and streamer.accepted == stats.accepted
 
 
 def test_a_peers_drafts_behind_the_end_are_left_out():

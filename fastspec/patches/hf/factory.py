@@ -10,7 +10,7 @@ from fastspec.generation.ops import Ops
 from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import Mode, check_decoder, is_wrapped, may_see_ahead, mode_for, refuse_foreign_masks
+from fastspec.patches.hf.modes import Mode, check_decoder, is_wrapped, may_see_ahead, mode_for, noise_of, refuse_foreign_masks
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 from fastspec.patches.hf.tree_check import check_states, check_trust
 
@@ -38,6 +38,11 @@ def language_model(
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
         if source is None:
             refuse_foreign_masks(model)
+        elif (noise := noise_of(model.get_decoder().modules())) is not None:
+            raise Unsupported(
+                f"{noise} of this {type(model).__name__} in train mode, which fastspec's own loop over the decoder's layers leaves out: "
+                "call model.eval() for the calls of generate"
+            )
         check_trust(model, reads_source=source is not None)
         if taps is not None and source is None:
             check_states(model)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationMixin, PreTrainedModel
 
 from fastspec.errors import Unsupported
@@ -230,6 +232,9 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
     if len(set(layers)) < len(layers):
         return "a layer of its decoder stands there more than once, and keeps all of its keys and values in one place"
     looped = _looped_over(model, adapter)
+    noisy = noise_of([*looped, *(getattr(layer, adapter.mlp) for layer in layers)])
+    if noisy is not None:
+        return f"{noisy} of a model in train mode, which its own forward applies"
     found = next((module for module in looped if is_foreign(module)), None)
     if found is None:
         replaced = replaced_functions(model, looped)
@@ -238,6 +243,25 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
     if is_watched(found):
         return f"{name} has a forward hook"
     return f"{name} has a forward of someone else's ({where_defined(found.forward)})"
+
+
+NOISE = ("drop", "jitter")
+"""Parts of the names by which transformers' modules hold how much noise a pass in train mode adds."""
+
+
+def noise_of(modules: Iterable[nn.Module]) -> str | None:
+    """The noise that a pass of these modules adds in train mode, dropout of their own or of a module right in them: its name and its size,
+    None where there is none."""
+    for module in modules:
+        name = type(module).__name__
+        for label, child in module._modules.items():
+            if isinstance(child, _DropoutNd) and child.training and child.p > 0:
+                return f"{label}={child.p} in the {name}"
+        if module.training:
+            for label, value in vars(module).items():
+                if isinstance(value, float) and value > 0 and any(part in label for part in NOISE):
+                    return f"{label}={value} in the {name}"
+    return None
 
 
 def mode_of(model: Any) -> str:
