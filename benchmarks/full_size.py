@@ -31,8 +31,8 @@ import fastspec
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache_names import CACHE
-from fastspec.patches.hf.compat import delta_shape, layer_count, layer_shapes, recurrent_layers
-from fastspec.patches.hf.limits import layer_spans
+from fastspec.patches.hf.compat import delta_shape, layer_shapes, recurrent_layers
+from fastspec.patches.hf.spans import layer_spans
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.device import versions
 from fastspec.programs.bench.report import quantiles
@@ -215,8 +215,7 @@ def kept_bytes(model: Any, text: int, batch: int) -> int:
     """Bytes of what the layers have kept of a text of so many tokens before and can see of it: keys and values of the whole of it or of a
     window, or a recurrent state and its convolution's inputs."""
     config, total = model.config.get_text_config(), 0
-    layers = layer_count(config)
-    spans, recurrents = layer_spans(config, layers), recurrent_layers(config)
+    spans, recurrents = layer_spans(model), recurrent_layers(config)
     for (heads, key, value), span, recurrent in zip(layer_shapes(config), spans, recurrents, strict=True):
         if recurrent:
             shape = delta_shape(config)

@@ -31,9 +31,8 @@ from transformers.models.auto import modeling_auto
 
 import fastspec
 from fastspec.patches.hf.cache_names import CACHE, kept_cache
-from fastspec.patches.hf.compat import layer_count
 from fastspec.patches.hf.families import SEQ2SEQ
-from fastspec.patches.hf.limits import layer_spans
+from fastspec.patches.hf.spans import layer_spans
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "models.jsonl", ROOT / "docs" / "models.md"
@@ -181,7 +180,7 @@ def _conversation(model: Any, options: dict[str, Any]) -> list[Any]:
 
 def _outgrown(model: Any) -> bool:
     """Whether the texts went past a window or chunk of some layers."""
-    spans = layer_spans(model.config.get_text_config(), layer_count(model.config))
+    spans = layer_spans(model)
     return any(span is not None and span.size < 12 for span in spans)
 
 

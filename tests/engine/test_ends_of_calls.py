@@ -39,22 +39,23 @@ def test_what_belongs_to_tokens_beyond_the_common_end_is_cut_with_them() -> None
 @examples(40)
 @given(st.data(), st.integers(1, 4), st.integers(1, 30), st.integers(0, 2**16))
 def test_a_span_of_a_cache_is_its_slots_column_by_column(data: st.DataObject, rows: int, width: int, seed: int) -> None:
-    """Zeros before a row's first column and behind its length, whatever a later round has left in those slots."""
+    """Zeros where a row shows nothing and behind its length, whatever a later round has left in those slots."""
     store = AttentionState(2, rows, 2, 40, 4, 3)
     generator = torch.Generator().manual_seed(seed)
     store.reserve(40)
     for part in (store.k, store.v):
         part.normal_(generator=generator)
-    lengths, first, offset = (data.draw(st.lists(st.integers(0, most), min_size=rows, max_size=rows)) for most in (40, 40, width))
+    lengths, first = (data.draw(st.lists(st.integers(0, 40), min_size=rows, max_size=rows)) for _ in range(2))
+    shown = data.draw(st.lists(st.lists(st.booleans(), min_size=width, max_size=width), min_size=rows, max_size=rows))
     store.lengths.copy_(torch.tensor(lengths))
-    held = export_span(store, torch.tensor(first), width, torch.tensor(offset))
+    held = export_span(store, torch.tensor(first), torch.tensor(shown))
     for cache, got in zip((store.k, store.v), zip(*held, strict=True), strict=True):
         assert len(got) == 2
         for layer, found in enumerate(got):
             assert found.shape == (rows, 2, width, 3) and found.is_contiguous()
             for row in range(rows):
                 for column in range(width):
-                    slot = first[row] + column - offset[row]
-                    real = column >= offset[row] and slot < lengths[row]
+                    slot = first[row] + sum(shown[row][:column])
+                    real = shown[row][column] and slot < lengths[row]
                     wanted = cache[layer, row, :, slot] if real else torch.zeros(2, 3)
                     assert torch.equal(found[row, :, column], wanted)

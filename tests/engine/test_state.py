@@ -233,16 +233,17 @@ def test_a_users_cache_comes_in_without_its_padding_and_goes_out_in_columns(keep
     kept = [[slot for slot, real in enumerate(row) if real] for row in keep]
     assert cache.lengths.tolist() == [len(row) for row in kept] and cache.bound >= max(map(len, kept))
     first = torch.tensor([int(torch.randint(0, len(row) + 1, (), generator=generator)) for row in kept])
-    offset = torch.randint(0, 3, (rows,), generator=generator)
+    columns = torch.rand(rows, 9, generator=generator) < 0.7
     with ELSEWHERE:
-        keys, values = zip(*export_span(cache, first, 9, offset), strict=True)
+        keys, values = zip(*export_span(cache, first, columns), strict=True)
     for layer, pair in enumerate(past):
         for out, source in zip((keys[layer], values[layer]), pair, strict=True):
             assert out.shape == (rows, 3, 9, 5) and out.is_contiguous()
             for row, slots in enumerate(kept):
-                begin, shown = int(offset[row]), slots[int(first[row]) :]
+                shown = list(zip(columns[row].nonzero()[:, 0].tolist(), slots[int(first[row]) :], strict=False))
                 wanted = torch.zeros(3, 9, 5)
-                wanted[:, begin : begin + len(shown)] = source[row][:, shown]
+                for column, slot in shown:
+                    wanted[:, column] = source[row][:, slot]
                 assert torch.equal(out[row], wanted)
 
 
@@ -264,7 +265,7 @@ def test_layers_on_another_device_are_given_what_they_need_there():
     cache.attention.__class__, cache.attention.given = Elsewhere, []  # type: ignore[attr-defined]
     path = torch.tensor([[0, 1], [0, 0]])
     cache.commit(TORCH, Verdict(path, torch.tensor([1, 0]), torch.tensor([4, 4])), torch.tensor([True, True]))
-    export_span(cache, torch.zeros(2, dtype=torch.long), 3, torch.zeros(2, dtype=torch.long))
+    export_span(cache, torch.zeros(2, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool))
     assert cache.attention.given == [ELSEWHERE] * (3 + 2 * 3)  # type: ignore[attr-defined]
 
 
@@ -272,7 +273,7 @@ def test_columns_far_before_a_row_are_zeros():
     """Further than the buffers have slots."""
     cache = filled(made(4, 1, rows=1, layers=1))
     cache.lengths.fill_(2)
-    [(keys, values)] = export_span(cache, torch.tensor([0]), 22, torch.tensor([20]))
+    [(keys, values)] = export_span(cache, torch.tensor([0]), torch.arange(22)[None] >= 20)
     for found, buffer in ((keys, cache.k), (values, cache.v)):
         assert torch.equal(found[:, :, 20:], buffer[0, :, :, :2]) and not found[:, :, :20].any()
 

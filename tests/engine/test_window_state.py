@@ -38,7 +38,8 @@ def both(span: int, tail: int, rows: int = ROWS) -> tuple[SequenceState, WindowS
 def check(state: SequenceState, span: int) -> None:
     """What is handed out of the last `span` tokens is the same, and nothing else is handed out of the ring."""
     width = int(state.lengths.max())
-    held = export_span(state, torch.zeros(len(state.lengths), dtype=torch.long), width, width - state.lengths)
+    shown = torch.arange(width) >= width - state.lengths[:, None]
+    held = export_span(state, torch.zeros(len(state.lengths), dtype=torch.long), shown)
     seen = (torch.arange(width) >= width - span)[None, None, :, None]
     for wound, whole in zip(held[:LAYERS], held[LAYERS:], strict=True):
         for mine, theirs in zip(wound, whole, strict=True):

@@ -21,6 +21,7 @@ from fastspec.generation.engine.rounds import TOGETHER_TOKENS
 from fastspec.generation.ops import Ops
 from fastspec.generation.profile import Clock
 from fastspec.generation.state.base import Held
+from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.assistants.registry import EagleDecoding
 from fastspec.patches.assistants.tree_size import choose_tree
@@ -67,6 +68,8 @@ class Assembly:
     bounded: bool
     ranks: Ranks | None = None
     """The processes that hold the model together."""
+    dropped: tuple[Span | None, ...] | None = None
+    """What transformers' cache of the call leaves of layers that see the whole text, see `HFModel`."""
     likeliest: bool = False
     """Whether the call reads no more of the target's logits than which tokens they make the likeliest."""
 
@@ -138,7 +141,7 @@ class Assembly:
         drawn = signature(self.processors) if self.process is not None else None
         settings_of = self.session.engines.settings_of
         weights = tuple((weights_of(module), settings_of(module)) for module in (self.model, *self.decoding.modules))
-        measured = self.answers, self.measures, self.pad_token, self.bounded, self.likeliest
+        measured = self.answers, self.measures, self.pad_token, self.bounded, self.dropped, self.likeliest
         key = self.decoding, self.rows, self.sample, drawn, self.settings, measured, weights
         try:
             hash(key)
@@ -154,6 +157,7 @@ class Assembly:
         target = language_model(
             self.model, self.source, rows=rows, capacity=self.capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops,
             bounded=self.bounded, likeliest=self.likeliest and (drafter is None or not drafter.traits.reads_logits), first=first,
+            dropped=self.dropped,
         )  # fmt: skip
         if drafter is not None:
             drafter.bind(target)

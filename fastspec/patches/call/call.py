@@ -38,6 +38,7 @@ from fastspec.patches.call.prompts import compact, real_tokens
 from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.call.refusals import refuse_prompts
 from fastspec.patches.call.steps import PlainSteps
+from fastspec.patches.call.windows import refuse_dropped, refuse_holes
 from fastspec.patches.hf.cache_names import CACHE, given_cache
 from fastspec.patches.hf.compat import (
     device_of,
@@ -45,15 +46,15 @@ from fastspec.patches.hf.compat import (
     is_out_of_memory,
     keeps_all,
     kept_by,
-    layer_count,
     read_cache,
     text_length,
 )
-from fastspec.patches.hf.limits import check_padding, layer_spans
+from fastspec.patches.hf.limits import check_padding
 from fastspec.patches.hf.modes import Mode
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
+from fastspec.patches.hf.spans import dropped_spans, layer_spans
 from fastspec.patches.session import PatchSession
 
 
@@ -149,6 +150,11 @@ class Call:
         limit, steps, config = self.ending.limit, self.steps, self.config
         rows = prompts.shape[0] if self.rows is None else self.rows
         self.capacity = int(self.keep[:, : self.past_length].sum(1).max()) + prompts.shape[1] + limit
+        dropped = dropped_spans(self.model, self.cache)
+        if self.source is None:
+            refuse_holes(self.model, self.keep, self.past_length if self.own is None else self.keep.shape[1], limit, dropped)
+            if self.own is None:
+                refuse_dropped(self.model, self.cache, self.past_length, config, dropped)
         for exact in (self.model, *((self.decoding.draft,) if isinstance(self.decoding, MixedDecoding) else ())):
             check_padding(exact, int((~self.keep).sum(1).max()), self.keep.shape[1] + limit)
         process_all, process_at = make_processors(self.processors, self.ids)
@@ -171,7 +177,7 @@ class Call:
             sample=bool(config.do_sample), process=process_all, processors=self.processors,
             settings=self._settings(self.request.keep_scores), answers=self.given.answers is not None, measures=self.given.measure,
             pad_token=None if steps is None else steps.pad_token, past=self.past, keep=self.keep[:, : self.past_length],
-            shift=self.shift, bounded=self._is_bounded(), ranks=self.ranks,
+            shift=self.shift, bounded=self._is_bounded(), dropped=dropped, ranks=self.ranks,
             likeliest=not config.do_sample and process_all is None and not self.request.reads_logits,
         )  # fmt: skip
         if self.ranks is not None:
@@ -233,9 +239,8 @@ class Call:
         """Whether nobody will see what a layer with a window has dropped: the cache that the call hands back keeps no more either."""
         if self.cache is None or not (self.handed_in or self.config.return_dict_in_generate):
             return True
-        config = self.model.config.get_text_config()
-        spans = layer_spans(config, layer_count(config))
-        return not any(spans[layer] is not None and keeps_all(self.cache, layer) for layer in set(kept_by(config)))
+        spans = layer_spans(self.model)
+        return not any(spans[layer] is not None and keeps_all(self.cache, layer) for layer in set(kept_by(self.model.config)))
 
     def _context(self) -> tuple[Tensor, Tensor] | None:
         """What a drafter without a model reads before the first new token, where that is more than the prompt."""

@@ -20,9 +20,11 @@ from fastspec.patches.call.processors import Ending, Streaming, are_known, make_
 from fastspec.patches.call.prompts import compact, real_tokens
 from fastspec.patches.call.refusals import refuse_arguments, refuse_prepared, refuse_prompts
 from fastspec.patches.call.settled import Settled, SettledSettings, settings_of, settles
+from fastspec.patches.call.windows import refuse_dropped, refuse_holes
 from fastspec.patches.hf.cache_names import CACHE, given_cache
 from fastspec.patches.hf.compat import device_of, own_stop_strings
 from fastspec.patches.hf.limits import position_rows
+from fastspec.patches.hf.spans import dropped_spans
 
 log = logging.getLogger("fastspec")
 
@@ -169,6 +171,9 @@ def prepare(
         if shift is not None and bool(shift.any()):
             raise Unsupported(f"{type(model).__name__} does not count positions from 0, as an open batch does: ask generate")
         single = _made(told, seed, ids, keep, logits_processor, stopping_criteria, generation_config)
+        dropped = dropped_spans(model)
+        refuse_holes(model, keep, 0, single.limit, dropped)
+        refuse_dropped(model, None, 0, generation_config, dropped)
         rule = single.rule
         fits = asked is not None and given["generation_config"].max_new_tokens == single.limit
         if known is not None and asked is not None and fits and settles(logits_processor, stopping_criteria, rule.settings):

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
@@ -65,8 +66,8 @@ def output_of(call: Asked, outcome: Outcome, target: HFModel, counts: Tensor) ->
         elif not target.rewinds:
             _stand(call, target, sequences[:, -longest:].tolist(), counts)
     if wants_past:
-        width = call.keep.shape[1] - call.past_length
-        fill_cache(call.cache, call.past_length, export_span(target.state, first, width + longest - 1, width - counts))
+        shown = F.pad(call.keep[:, call.past_length :], (0, longest - 1), value=True)
+        fill_cache(call.cache, call.past_length, export_span(target.state, first, shown))
     if not returned:
         return sequences
     scores = steps.scores if steps is not None else _columns(outcome.scores, longest) if config.output_scores else None

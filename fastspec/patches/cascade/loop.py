@@ -24,12 +24,14 @@ from fastspec.generation.engine.call import Outcome
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.mixtures import MixedDecoding, StagedDecoding
 from fastspec.patches.assistants.registry import Continued
+from fastspec.patches.call.windows import refuse_holes
 from fastspec.patches.cascade.fingerprint import fingerprint
 from fastspec.patches.cascade.kept_caches import check_kept, check_room, keep_past, past_of
 from fastspec.patches.cascade.settings import ends_of, left_padded, new_tokens, pad_of, read_prompts, refuse, setting, stage_options
 from fastspec.patches.cascade.stages import Patching, hand_over, measure_rates, stage_models
 from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.compat import device_of, position_limit
+from fastspec.patches.hf.spans import dropped_spans
 
 PATCHED = ("stages", "tokenizer", "label", "assistant", "memory", "host_memory")
 """What a patch fixes of a cascade; the rest may be another in every call."""
@@ -181,7 +183,8 @@ class AdaptiveCascade:
     def check(self, large: Any, given: dict[str, Any]) -> None:
         """Raise Unsupported for arguments of a call that a cascade cannot honour, before any stage runs."""
         refuse(self.models.stages, given)
-        ids, _ = read_prompts(large, given)
+        ids, keep = read_prompts(large, given)
+        refuse_holes(large, keep, 0, new_tokens(large, given, ids.shape[1]), dropped_spans(large))
         if given.get("streamer") is not None and len(ids) > 1:
             raise Unsupported("a streamer takes one row: leave streamer out, or pass a batch of 1")
 

@@ -64,11 +64,10 @@ def import_past(state: SequenceState, past: list[Held], keep: Tensor) -> None:
     state.lengths.copy_(counts)
 
 
-def export_span(state: SequenceState, first: Tensor, width: int, offset: Tensor) -> list[Held]:
+def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[Held]:
     """What transformers keeps of slots first[b] .. of every row, layer by layer, where each computes: keys and values [B, Hkv, width, D],
-    where row b starts at column offset[b] and columns before it or past the row's length are zero."""
-    column = torch.arange(width, device=first.device)
-    slots = first[:, None] + column - offset[:, None]
-    real = (column >= offset[:, None]) & (slots < state.lengths[:, None])
-    found = slots.clamp(0, state.slots - 1), real, state.lengths
+    where the row's slots stand one after another in the columns that shown [B, width] bool names; other columns, and those past the row's
+    length, are zero."""
+    slots = first[:, None] + shown.cumsum(1) - 1
+    found = slots.clamp(0, state.slots - 1), shown & (slots < state.lengths[:, None]), state.lengths
     return [kind.export(layer, *(each.to(kind.device) for each in found)) for kind, layer in state.owned]

@@ -145,6 +145,13 @@ def keeps_all(cache: Any, layer: int) -> bool:
     return layer >= len(cache.layers) or not getattr(cache.layers[layer], "is_sliding", False)
 
 
+def kept_lengths(cache: Any, layers: int) -> list[int | None]:
+    """How many of the last tokens a pass of one token finds in each layer of a cache, its own counted; None for all. A static cache's
+    layers name their size alone."""
+    kept = [None if keeps_all(cache, layer) else cache.layers[layer] for layer in range(layers)]
+    return [None if layer is None else getattr(layer, "sliding_window", None) or layer.max_cache_len for layer in kept]
+
+
 def is_recurrent(layer: Any) -> bool:
     """Whether a layer of a cache keeps the last inputs of a convolution and a state."""
     return isinstance(layer, LinearAttentionLayer)

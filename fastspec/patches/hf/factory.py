@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastspec.errors import Unsupported
 from fastspec.generation.encoder_source import Source
 from fastspec.generation.ops import Ops
+from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
@@ -17,10 +19,10 @@ from fastspec.patches.hf.tree_check import check_states, check_trust
 
 def language_model(
     model: Any, source: Source | None, *, rows: int, capacity: int, tail: int, taps: Any, ops: Ops, drafts: bool = False,
-    bounded: bool = True, likeliest: bool = False, first: int | None = None,
+    bounded: bool = True, likeliest: bool = False, first: int | None = None, dropped: Sequence[Span | None] | None = None,
 ) -> HFModel:  # fmt: skip
-    """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts`, `bounded`, `likeliest` and
-    `first` as for `HFModel`.
+    """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts`, `bounded`, `likeliest`,
+    `first` and `dropped` as for `HFModel`.
 
     Raises Unsupported for a model that has no adapter, or one of its decoder alone, and cannot be relied on
     (`fastspec.patches.hf.tree_check`).
@@ -52,5 +54,5 @@ def language_model(
         return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
     return HFModel(
         model, adapter, rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops, drafts=drafts, bounded=bounded, likeliest=likeliest,
-        first=first,
+        first=first, dropped=dropped,
     )  # fmt: skip

@@ -245,8 +245,6 @@ class Generic:
     model_type: str
     by_slot: str = ""
     """The setting past which a layer counts slots of the cache, which hold draft nodes out of order."""
-    whole: bool = False
-    """Whether layers see the whole text, whatever the configuration says of a window."""
 
 
 GENERIC = {
@@ -254,7 +252,6 @@ GENERIC = {
     for row in (
         Generic("doge", by_slot="keep_window_size"),
         Generic("llama4_text", by_slot="floor_scale"),
-        Generic("moshi", whole=True),
     )
 }
 

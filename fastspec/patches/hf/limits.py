@@ -12,14 +12,10 @@ from torch import nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.round_program import EXTENT_BUCKET
-from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.compat import position_limit, rope_bound
 from fastspec.patches.hf.families import ADAPTERS, GENERIC
 from fastspec.patches.hf.walk import every_module
 
-LAYER_KINDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Kinds of layers that see a span of the text -> the setting that says how long it is."""
-ALL_LAYERS = "all layers"
 DROPS_CACHES = Version(transformers.__version__) < Version("5.20")
 """Whether Phi's `prepare_inputs_for_generation` takes a text's cache away where longer rotary frequencies begin, if it has such or not:
 padded texts go on with other tokens than they would from the cache."""
@@ -67,28 +63,6 @@ def check_padding(model: Any, padding: int, slots: int) -> None:
             f"({factor.period}), and the call may reach {slots}: ask for at most {size}, prompt and padding included, pass prompts of one "
             "length, or one at a time"
         )
-
-
-def spans_of(config: Any) -> dict[str, Span | None]:
-    """What the queries of each kind of layer see, a span or the whole text (None), from a decoder's configuration; `ALL_LAYERS` is the only
-    kind where `layer_types` names none."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        slides = getattr(config, "use_sliding_window", True)
-        return {ALL_LAYERS: _span(config, "sliding_attention") if slides else None}
-    return {kind: _span(config, kind) for kind in dict.fromkeys(kinds)}
-
-
-def _span(config: Any, kind: str) -> Span | None:
-    row = GENERIC.get(config.model_type)
-    size = None if row is not None and row.whole else getattr(config, LAYER_KINDS.get(kind, ""), None)
-    return Span(size, kind == "chunked_attention") if isinstance(size, int) and size > 0 else None
-
-
-def layer_spans(config: Any, layers: int) -> list[Span | None]:
-    """`spans_of` layer by layer."""
-    spans, kinds = spans_of(config), getattr(config, "layer_types", None)
-    return [spans[ALL_LAYERS]] * layers if kinds is None else [spans[kind] for kind in kinds[:layers]]
 
 
 def _by_position(model: Any) -> Iterator[Limit]:

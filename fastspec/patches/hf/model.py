@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from fastspec.generation.state.attention import FullAttentionState
 from fastspec.generation.state.sequence import SequenceState, SharedState
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.kernels.attention.reference import AttentionLayout
+from fastspec.kernels.attention.reference import AttentionLayout, Span
 from fastspec.kernels.linear.reference import joined
 from fastspec.patches.hf.cache import SlotCache
 from fastspec.patches.hf.cache_names import cache_argument
@@ -34,10 +34,11 @@ from fastspec.patches.hf.compat import (
 from fastspec.patches.hf.experts import waits_for_host
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.layers import layer_parts, norm_of, reads_outliers, rotary_kinds, vocabulary_of
-from fastspec.patches.hf.limits import check_length, layer_spans, length_limits, position_rows
+from fastspec.patches.hf.limits import check_length, length_limits, position_rows
 from fastspec.patches.hf.modes import decoder_of, is_watched, is_wrapped
 from fastspec.patches.hf.parallel import embedding_of
 from fastspec.patches.hf.rotary import rotary_tables
+from fastspec.patches.hf.spans import dropped_spans, layer_spans
 from fastspec.patches.hf.states import sequence_state
 
 SHIFT_ROOM = 1024
@@ -60,18 +61,21 @@ class HFModel(Target):
     Where it is `bounded`, layers that see a span of the text keep no more of it than that.
     With `likeliest` nobody reads more of the logits than the likeliest tokens, see `Target.score`.
     Buffers have `first` slots at first, see `SequenceState`.
+    `dropped` is what transformers' cache of the call leaves of layers that see the whole text (None: that of the model's own cache): a
+    prompt's tokens see all of the text, and nodes that span.
     `early` = (target, k) makes the target's own first k layers, its final norm and its LM head a model on the target's cache.
     """
 
     def __init__(
         self, model: Any, adapter: Adapter | None, *, rows: int, capacity: int, tail: int, taps: tuple[int, ...] | None, ops: Ops,
         early: tuple[HFModel, int] | None = None, drafts: bool = False, bounded: bool = True, likeliest: bool = False,
-        first: int | None = None,
+        first: int | None = None, dropped: Sequence[Span | None] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.adapter, self.taps, self.ops, self.likeliest = model, adapter, taps, ops, likeliest
         self.last_position = rope_bound(model.config)
         self.rows = position_rows(model) if adapter is None else None
-        self.spans = layer_spans(model.config.get_text_config(), layer_count(model.config))
+        self.spans = layer_spans(model)
+        dropped = dropped_spans(model) if dropped is None else dropped
         self.limits = length_limits(model, generic=adapter is None, drafts=drafts)
         check_length(model, self.limits, capacity, tail)
         self.depth = layer_count(model.config) if early is None else early[1]
@@ -90,12 +94,19 @@ class HFModel(Target):
             self.state = SharedState(early[0].state, self.depth)
         heads, shapes = model.config.get_text_config().num_attention_heads, layer_shapes(model.config)
         self.sights = [
-            Sight(self.spans[layer], state.ring, heads // shapes[layer][0] if adapter is not None else 1)
+            Sight(self.spans[layer] or dropped[layer], state.ring, heads // shapes[layer][0] if adapter is not None else 1)
             if isinstance(state, FullAttentionState)
             else None
             for layer, (state, _) in enumerate(self.state.places)
         ]
         """What every layer sees, None for one with a recurrent state; transformers' own attention takes a mask per query."""
+        self.whole_prompts = {sight for sight, span in zip(self.sights, dropped, strict=False) if span is not None and sight is not None}
+        """What layers see whose prompts are read whole, and nodes cut."""
+        if adapter is None and self.whole_prompts and len(set(self.sights)) > 1:
+            raise Unsupported(
+                f"the cache of {type(model).__name__} keeps windows of some layers (sliding_window, layer_types), and its forward makes "
+                "one mask for all: set both to None, or leave out assistant="
+            )
         self.shift: Tensor | None = torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device) if is_wrapped(model) else None
         if early is not None:
             self.shift = early[0].shift
@@ -193,7 +204,7 @@ class HFModel(Target):
         [B, T, F]."""
         width = tokens.shape[1]
         steps = base[:, None] + torch.arange(width, device=tokens.device)
-        layouts = self._layouts(base, None, width, self.state.slots if extent is None else extent)
+        layouts = self._layouts(base, None, width, self.state.slots if extent is None else extent, whole=self.whole_prompts)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         # A padded chunk may reach behind the buffers, those of rings too: the last slot is never committed.
         positions, slots = steps.clamp(max=self._positions() - 1), self._wrapped(steps.clamp(max=self.state.slots - 1))
@@ -228,15 +239,17 @@ class HFModel(Target):
         return {ring: slots if ring is None else slots % ring for ring in rings}
 
     def _layouts(
-        self, prefix: Tensor, words: Tensor | None, nodes: int, extent: int, depths: Tensor | None = None
+        self, prefix: Tensor, words: Tensor | None, nodes: int, extent: int, depths: Tensor | None = None,
+        whole: Collection[Sight] = (),
     ) -> dict[Sight, object]:  # fmt: skip
-        """The attention of nodes that are behind prefix [B], by what layers see. Within `extent` slots a longer span cuts nothing."""
+        """The attention of nodes that are behind prefix [B], by what layers see; nothing is cut for those in `whole`, and within `extent`
+        slots a longer span cuts nothing."""
         made: dict[Sight, object] = {}
         for sight in dict.fromkeys(sight for sight in self.sights if sight is not None):
-            if sight.span is None or extent <= sight.span.size:
-                whole = Sight(group=sight.group)
-                made[sight] = made.get(whole) or self.ops.attention_layout(prefix, words, nodes, nodes, extent, sight.group)
-                made.setdefault(whole, made[sight])
+            if sight.span is None or sight in whole or extent <= sight.span.size:
+                uncut = Sight(group=sight.group)
+                made[sight] = made.get(uncut) or self.ops.attention_layout(prefix, words, nodes, nodes, extent, sight.group)
+                made.setdefault(uncut, made[sight])
             else:
                 cut = {"span": sight.span, "depths": depths, "ring": sight.ring}
                 made[sight] = self.ops.attention_layout(prefix, words, nodes, nodes, extent, sight.group, **cut)

@@ -24,10 +24,10 @@ from fastspec.patches.hf.compat import (
     varied_lengths,
 )
 from fastspec.patches.hf.families import ADAPTERS, SEQ2SEQ, Adapter
-from fastspec.patches.hf.limits import LAYER_KINDS
 from fastspec.patches.hf.parallel import check_shares
 from fastspec.patches.hf.placement import check_placement, devices_of, is_spread
 from fastspec.patches.hf.replaced import foreign_masks, has_foreign_attention, is_strangers, replaced_functions
+from fastspec.patches.hf.spans import LAYER_KINDS
 from fastspec.patches.hf.wrappers import calls_original, where_defined
 
 

@@ -16,18 +16,27 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from fastspec.errors import Unsupported
 from fastspec.generation.encoder_source import Source
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.compat import brings_weights, device_of, dtype_of, has_global_hooks, is_out_of_memory, table_rows
+from fastspec.patches.hf.cache_names import CACHE
+from fastspec.patches.hf.compat import (
+    brings_weights,
+    device_of,
+    dtype_of,
+    has_global_hooks,
+    is_out_of_memory,
+    layer_count,
+    table_rows,
+)
 from fastspec.patches.hf.families import Adapter
-from fastspec.patches.hf.limits import LAYER_KINDS, spans_of
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.replaced import attention_functions, replaced_functions
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
+from fastspec.patches.hf.spans import LAYER_KINDS, dropped_spans
 from fastspec.patches.hf.walk import every_module
 from fastspec.patches.hf.wrappers import autocast_inside
 
@@ -161,7 +170,7 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
 
 
 def _after_texts(model: Any, reads_source: bool, adapter: Adapter | None, draw: int) -> tuple[Tensor, Tensor]:
-    """What fastspec and the model give after the same texts, logits [n, V] each; with short spans too where layers have any."""
+    """What fastspec and the model give after the same texts, logits [n, V] each; with short spans too where there may be any."""
     if reads_source:
         return _after_source(model, draw)
     got, want = _after_prompts(model, adapter, draw)
@@ -182,14 +191,15 @@ def _bound(dtype: torch.dtype) -> float:
 
 
 def _span_settings(model: Any) -> list[str]:
-    """The settings that say how far back layers of a model see."""
-    spans = {span for span in spans_of(model.config.get_text_config()).values() if span is not None}
-    return [name for kind, name in LAYER_KINDS.items() if any(span.chunk == (kind == "chunked_attention") for span in spans)]
+    """The settings that may say how far back layers of a model see; the model tells whether it reads them."""
+    config = model.config.get_text_config()
+    return [name for name in LAYER_KINDS.values() if isinstance(getattr(config, name, None), int) and getattr(config, name) > 0]
 
 
 @contextmanager
 def _short_spans(model: Any, names: list[str]) -> Iterator[None]:
-    """A model whose layers see SPAN positions, so that short texts go past them: transformers reads these settings at every pass."""
+    """A model whose layers see SPAN positions, where they see a span, so that short texts go past it: transformers reads these settings at
+    every pass."""
     config = model.config.get_text_config()
     held = {name: getattr(config, name) for name in names}
     try:
@@ -216,7 +226,7 @@ def _words(model: Any) -> Tensor:
 
 def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tensor, Tensor]:
     """What fastspec and the model give after the same texts, logits [n, V] each."""
-    target = HFModel(model, adapter, rows=2, capacity=ROOM, tail=len(FIRST), taps=None, ops=TORCH)
+    target = _target(model, adapter, 2, len(FIRST))
     texts, prefixes, got = _as_trees(target, _words(model), draw)
     want, tokens = _own(model, texts)
     ends = [-1 - len(LEAVES[1]), -1]  # each row's last text ends in the second tree's last leaf; it is read on as a chain
@@ -226,9 +236,15 @@ def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tens
     return torch.cat((got, *logits[:, -MORE:])), torch.cat((want[:, 0], after))
 
 
+def _target(model: Any, adapter: Adapter | None, rows: int, tail: int) -> HFModel:
+    """The model as its calls run it, on a cache that keeps what its layers see."""
+    whole = (None,) * layer_count(model.config)
+    return HFModel(model, adapter, rows=rows, capacity=ROOM, tail=tail, taps=None, ops=TORCH, dropped=whole)
+
+
 def _after_prompt(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
     """What fastspec and the model give after a prompt in a batch without padding, logits [1, V] each."""
-    target, words = HFModel(model, adapter, rows=1, capacity=ROOM, tail=1, taps=None, ops=TORCH), _words(model)
+    target, words = _target(model, adapter, 1, 1), _words(model)
     text = words[torch.randint(len(words), (LENGTHS[0],), generator=torch.Generator().manual_seed(2), device="cpu")]
     got, _ = target.prefill(text[None].to(device_of(model)), torch.tensor([len(text)], device=device_of(model)))
     return got, _own(model, [text.tolist()])[0][:, 0]
@@ -273,7 +289,9 @@ def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
     new = 1 + MORE
     config = GenerationConfig(max_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=pad)
-    settings = {"generation_config": config, "synced_gpus": False}  # not `generate`'s own way of keeping processes together
+    settings: dict[str, Any] = {"generation_config": config, "synced_gpus": False}  # not `generate`'s own way of keeping processes together
+    if not model.config.is_encoder_decoder and any(dropped_spans(model)):
+        settings[CACHE] = DynamicCache()  # its own would keep less than what its layers see
     out = type(model).generate(model, input_ids=ids, attention_mask=mask, **settings)
     return torch.stack(out.logits, 1), out.sequences[:, -new : -1]
 
