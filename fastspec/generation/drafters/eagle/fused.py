@@ -1,7 +1,7 @@
 """A head's draft phase as one launch.
 
 It runs where a user asks for it (`Eagle3(fused=True)`), and gives what the separate kernels give. These are what fastspec takes otherwise:
-in a captured graph they were faster with every head that was measured, of 15 MiB to 2.6 GiB (docs/measurements.md).
+in a captured graph they were faster with every head that was measured, of 15 MiB to 2.6 GiB (docs/assistants.md).
 """
 
 from __future__ import annotations
