@@ -255,9 +255,10 @@ def test_a_case_that_fails_costs_no_other(
     assert "no room for two" in capsys.readouterr().out
 
 
-def test_without_the_engine_nothing_is_measured_in_vain(peers: Any) -> None:
+def test_without_the_engine_nothing_is_measured_in_vain(peers: Any, tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").unlink()
     with pytest.raises(SystemExit, match=r"vllm is not installed for .*--peer-python, or --no-peer"):
-        peers.main(["--shapes", "tiny", "--peer-python", "/no/python"])
+        peers.main(["--shapes", "tiny"])
 
 
 def test_an_engine_over_several_gpus_is_told_of_them_and_timed_without_its_prompt(engine: Path, peers: Any, tmp_path: Path) -> None:

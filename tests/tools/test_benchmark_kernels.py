@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,9 @@ HEADS, SIZE = (1, 2), (16, 16)
 @pytest.fixture(scope="module")
 def script() -> Any:
     """The benchmark as a module, on the CPU, in the dtype that kernels are interpreted in."""
-    spec = importlib.util.spec_from_file_location("benchmark_kernels", Path(__file__).parents[2] / "benchmarks" / "kernel_times.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        module = importlib.import_module("kernel_times")
         patch.setattr(module, "DEVICE", "cpu")
         patch.setattr(module, "DTYPE", torch.float16)
         yield module
