@@ -284,7 +284,7 @@ def rounding_bound(model: Any, logits: Tensor, pair: list[int], length: int) -> 
 
     - A logit of magnitude m is rounded to the dtype, to within half a step; a step is at most m * eps (bf16: 8 bits, eps = 2^-7, so the
       error is at most m * 2^-8). A uniform error in half a step has variance step^2 / 12, and there are two logits in each of two passes.
-    - A layer rounds 12 results to the dtype on the way (counted by the tag `laboratory`, benchmarks/stack.py), its fp32 sums once a term, and passes that sum
+    - A layer rounds 12 results to the dtype on the way, its fp32 sums once a term, and passes that sum
       in another order differ in each. A step is between eps / 2 and eps of a value, 0.72 eps on average, and two rounded values differ by
       sqrt(1 / 6) of it: 0.3 eps. Layers neither grow nor shrink a difference much, so n independent ones are 0.3 eps sqrt(n) of the hidden
       state, in any direction: a logit moves by that share of the logits' spread over the vocabulary.

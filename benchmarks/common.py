@@ -37,8 +37,10 @@ def place(device: Any, dtype: torch.dtype | str) -> Row:
 
 
 def write(out: Path | None, row: Row, shown: Sequence[str] | None = None) -> None:
-    """Append a row to a file, and print it, or those of its columns that are `shown`."""
-    print(json.dumps(row if shown is None else {name: row[name] for name in shown if name in row}), flush=True)
+    """Append a row to a file, and print it, or those of its columns that are `shown` (none: nothing)."""
+    told = row if shown is None else {name: row[name] for name in shown if name in row}
+    if told:
+        print(json.dumps(told), flush=True)
     if out is not None:
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
