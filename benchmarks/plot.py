@@ -18,16 +18,16 @@ from common import Row, parser_of, read
 from fastspec.bench.report import OVERALL, by_size, summarise
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 METHODS = ("transformers", "prompt-lookup", "assisted", "static-compile", "autoregressive", "nasd", "speculative")
 METHODS += ("eagle", "eagle2", "eagle3")
-HUES = "#7f7f7f #b8b8b8 #dedede #4a4a4a #56b4e9 #009e73 #f0e442 #e69f00 #d55e00 #0072b2".split()
+HUES = ["#7f7f7f", "#b8b8b8", "#dedede", "#4a4a4a", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#0072b2"]
 COLOURS = dict(zip(METHODS, HUES, strict=True))
 """A method looks the same in every picture. What transformers offers is grey, the assistants' colours are told apart by the colour-blind
 too (Okabe and Ito)."""
 STEPS = ("pass", "draft", "score", "choose", "commit", "other", "round", "judge", "observe", "draft and score")
-HUES = "#bbbbbb #8c510a #5e3c99 #b2abd2 #dfc27d #555555 #80624d #8073ac #c7a76c #a06a9c".split()
+HUES = ["#bbbbbb", "#8c510a", "#5e3c99", "#b2abd2", "#dfc27d", "#555555", "#80624d", "#8073ac", "#c7a76c", "#a06a9c"]
 PHASES = dict(zip(STEPS, HUES, strict=True))
 """None of them the colour of a method."""
 PARTS = dict(zip(("draft", "score", "choose", "commit", "observe", "host"), plt.get_cmap("Dark2").colors, strict=False))
