@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafts import OwnLayers, on  # the scripts beside this one
+from common import device_here, padded, parser_of, tree_of, write
+from drafts import OwnLayers, on
 from full_size import FUSED
 from lossless import untrained_head
 from torch import Tensor
@@ -45,7 +46,7 @@ import fastspec
 from fastspec.generation.stats import Stats
 from fastspec.models import SMOLLM2, load_model
 from fastspec.programs.bench.device import environment
-from fastspec.programs.bench.measure import first_difference
+from fastspec.programs.bench.measure import first_difference, until_end
 from fastspec.programs.bench.methods import twin
 from fastspec.programs.bench.report import quantiles
 from fastspec.programs.training.data import encode_prompts, read_prompts
@@ -92,35 +93,53 @@ class Tally:
     @property
     def speeds(self) -> list[float]:
         """20, 50 and 80 % quantiles of the calls' tokens per second."""
-        return [round(value, 1) for value in quantiles([new / spent for new, spent in zip(self.tokens, self.seconds, strict=True)])]
+        return [
+            round(value, 1)
+            for value in quantiles([new / spent for new, spent in zip(self.tokens, self.seconds, strict=True)])
+        ]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", nargs="+", default=[SMOLLM2], help="of `eagle3`, a row each")
-    parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; random weights without one, whose drafts are mostly wrong")
+    parser.add_argument(
+        "--eagle-head", help="of `eagle` and `eagle2`; random weights without one, whose drafts are mostly wrong"
+    )
     parser.add_argument("--prompts", nargs="+", required=True, type=Path, help="jsonl files")
     parser.add_argument("--each", type=int, default=80, help="prompts to take from each file")
     parser.add_argument("--longest", type=int, default=1400, help="leave out prompts of more tokens")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rows", type=int, help="prompts of a batch that are decoded at a time; all of them without it")
+    parser.add_argument(
+        "--rows", type=int, help="prompts of a batch that are decoded at a time; all of them without it"
+    )
     parser.add_argument("--assistants", nargs="+", default=["eagle3"], choices=list(ASSISTANTS), help="one row each")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--tree", nargs="+", default=["60,7,10"], help="total_tokens,depth,top_k, a row each; auto: chosen by measurement")
-    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="0 is greedy; at others answers are drawn, a row each")
+    parser.add_argument(
+        "--tree",
+        nargs="+",
+        default=["60,7,10"],
+        help="total_tokens,depth,top_k, a row each; auto: chosen by measurement",
+    )
+    parser.add_argument(
+        "--temperature",
+        nargs="+",
+        type=float,
+        default=[0.0],
+        help="0 is greedy; at others answers are drawn, a row each",
+    )
     parser.add_argument("--top-p", type=float, help="of drawn answers; 1 is the whole distribution")
-    parser.add_argument("--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step")
+    parser.add_argument(
+        "--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-plain", action="store_true", help="leave out transformers' generate and the comparison")
     parser.add_argument("--no-end", action="store_true", help="no token ends an answer: all have --tokens tokens")
-    parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
     options = parser.parse_args(arguments)
     if any(options.temperature) and not options.no_plain:
         parser.error("answers that are drawn are not compared with transformers': give --no-plain with --temperature")
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load_model(options.model, device, getattr(torch, options.dtype))
+    model, tokenizer = load_model(options.model, device_here()[0], getattr(torch, options.dtype))
     if options.no_end:
         model.generation_config.eos_token_id = None
     chosen = {name: ASSISTANTS[name] for name in options.assistants}
@@ -143,19 +162,19 @@ def main(arguments: list[str] | None = None) -> None:
     for path in options.prompts:
         prompts = encode_prompts(tokenizer, read_prompts(path))
         prompts = [prompt for prompt in prompts if len(prompt) <= options.longest][: options.each]
-        shared = {
-            "prompts": path.stem, "count": len(prompts), "batch": options.batch, "max_new_tokens": options.tokens, "no_end": options.no_end,
-        }  # fmt: skip
-        found = [(heat, *each) for heat in options.temperature for each in on_file(model, prompts, ways, options, heat).items()]
+        shared = {"prompts": path.stem, "count": len(prompts), "batch": options.batch, "max_new_tokens": options.tokens}
+        shared["no_end"] = options.no_end
+        found = [
+            (heat, *each)
+            for heat in options.temperature
+            for each in on_file(model, prompts, ways, options, heat).items()
+        ]
         for heat, name, row in found:
             drawn = {"temperature": heat, "top_p": options.top_p} if heat else {}
             row = shared | ways[name].said | drawn | row | where
             if row.get("tree") == "auto":
                 row["choices"] = [asdict(choice) for choice in fastspec.report(ways[name].model).trees.values()]
-            print(json.dumps(row), flush=True)
-            if options.out:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+            write(options.out, row)
 
 
 def eagle3_ways(models: list[Any], options: argparse.Namespace) -> dict[str, Way]:
@@ -163,16 +182,16 @@ def eagle3_ways(models: list[Any], options: argparse.Namespace) -> dict[str, Way
     ways = {}
     for text in options.tree:
         sizes: Any = "auto" if text == "auto" else [int(size) for size in text.split(",")]
-        shape = dict(zip(("total_tokens", "depth", "top_k"), ["auto"] if sizes == "auto" else sizes, strict=False))
         for model, source in zip(models, options.head, strict=True):
-            assistant = fastspec.Eagle3(**shape, fused=FUSED[options.drafter])
-            ways[f"eagle3 {text} {source}"] = Way(model, assistant, {"assistant": "eagle3", "head": source, "tree": sizes})
+            way = Way(model, tree_of(text, fused=FUSED[options.drafter]))
+            way.said = {"assistant": "eagle3", "head": source, "tree": sizes}
+            ways[f"eagle3 {text} {source}"] = way
     return ways
 
 
 def on_file(
     model: Any, prompts: list[list[int]], chosen: dict[str, Way], options: argparse.Namespace, heat: float = 0.0
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+) -> dict[str, dict[str, Any]]:
     """Acceptance, speed and equality of every way over one file at one temperature, by its name."""
     pad = model.generation_config.pad_token_id or 0
     settings: dict[str, Any] = {"do_sample": bool(heat)} | ({"temperature": heat} if heat else {})
@@ -199,51 +218,45 @@ def on_file(
             both = zip(part, answers[PLAIN], answers[name], strict=True)
             tallies[name].differences += [
                 {"prompt": number * options.batch + place} | difference(model, prompt, plain, ours)
-                for place, (prompt, plain, ours) in enumerate(both) if plain != ours
-            ]  # fmt: skip
-    return {name: row_of(tallies[name], tallies.get(PLAIN), len(prompts), "tree" in way.said) for name, way in chosen.items()}
+                for place, (prompt, plain, ours) in enumerate(both)
+                if plain != ours
+            ]
+    return {
+        name: row_of(tallies[name], tallies.get(PLAIN), len(prompts), "tree" in way.said)
+        for name, way in chosen.items()
+    }
 
 
 def row_of(mine: Tally, plain: Tally | None, count: int, eagle3: bool = False) -> dict[str, Any]:
     """The figures of an assistant, beside transformers' where that was asked."""
     running, room = sum(each.row_rounds for each in mine.stats), sum(each.rows * each.rounds for each in mine.stats)
-    row: dict[str, Any] = {
-        "acceptance_length": round(sum(each.round_tokens for each in mine.stats) / running, 3) if running else None,
-        "tokens_per_second": mine.speed, "tokens_per_second_quantiles": mine.speeds,
-        "rounds": sum(each.rounds for each in mine.stats), "rows": mine.stats[0].rows,
-        "rows_running": round(running / room, 3) if room else None,
-        "answers_sha256": hashlib.sha256(json.dumps(mine.answers).encode()).hexdigest(),
-    }  # fmt: skip
+    row: dict[str, Any] = {"rounds": sum(each.rounds for each in mine.stats), "rows": mine.stats[0].rows}
+    row["rows_running"] = round(running / room, 3) if room else None
+    row["acceptance_length"] = round(sum(each.round_tokens for each in mine.stats) / running, 3) if running else None
+    row |= {"tokens_per_second": mine.speed, "tokens_per_second_quantiles": mine.speeds}
+    row["answers_sha256"] = hashlib.sha256(json.dumps(mine.answers).encode()).hexdigest()
     if eagle3:
         row["drafter"] = "fused" if any(each.fused for each in mine.stats) else "kernels"
     if plain is not None:
         gaps = sorted(each["gap"] for each in mine.differences if each["gap"] is not None)
         near = sum(each["gap"] is not None and each["gap"] <= each["bound"] for each in mine.differences)
-        row |= {
-            "transformers_tokens_per_second": plain.speed, "transformers_tokens_per_second_quantiles": plain.speeds,
-            "identical": count - len(mine.differences), "near_ties": near, "other": len(mine.differences) - near,
-            "logit_gap_where_different": {"median": gaps[len(gaps) // 2], "max": gaps[-1]} if gaps else None,
-            "differences": mine.differences,
-        }  # fmt: skip
+        row |= {"transformers_tokens_per_second": plain.speed, "transformers_tokens_per_second_quantiles": plain.speeds}
+        row |= {"identical": count - len(mine.differences), "near_ties": near, "other": len(mine.differences) - near}
+        row["logit_gap_where_different"] = {"median": gaps[len(gaps) // 2], "max": gaps[-1]} if gaps else None
+        row["differences"] = mine.differences
     return row
 
 
 def generate(
     model: Any, prompts: list[list[int]], assistant: Any, tokens: int, pad: int, settings: dict[str, Any]
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Answers to prompts as one left-padded batch, each cut behind its end token, where the model has one."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    inputs = padded(prompts, model.device, pad)
     extra = settings if assistant is None else settings | {"assistant": assistant}
-    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, pad_token_id=pad, **extra)
+    out = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=pad, **extra)
     ends = model.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
-    answers = []
-    for row in out[:, width:].tolist():
-        end = next((at for at, token in enumerate(row) if token in ends), len(row))
-        answers.append(row[: end + 1])
-    return answers
+    ends = ends if isinstance(ends, list) else [ends]
+    return [until_end(row, ends) for row in out[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
 @torch.no_grad()
@@ -271,14 +284,16 @@ def rounding_bound(model: Any, logits: Tensor, pair: list[int], length: int) -> 
 
     - A logit of magnitude m is rounded to the dtype, to within half a step; a step is at most m * eps (bf16: 8 bits, eps = 2^-7, so the
       error is at most m * 2^-8). A uniform error in half a step has variance step^2 / 12, and there are two logits in each of two passes.
-    - A layer rounds 12 results to the dtype on the way (counted in stack.py's `tolerance`), its fp32 sums once a term, and passes that sum
+    - A layer rounds 12 results to the dtype on the way, its fp32 sums once a term, and passes that sum
       in another order differ in each. A step is between eps / 2 and eps of a value, 0.72 eps on average, and two rounded values differ by
       sqrt(1 / 6) of it: 0.3 eps. Layers neither grow nor shrink a difference much, so n independent ones are 0.3 eps sqrt(n) of the hidden
       state, in any direction: a logit moves by that share of the logits' spread over the vocabulary.
     """
     layers = model.config.get_text_config().num_hidden_layers
     terms = sum(weight.shape[-1] for weight in model.parameters() if weight.dim() > 1) + 2 * layers * length
-    share = 0.3 * (torch.finfo(model.dtype).eps * (12 * layers + 1) ** 0.5 + torch.finfo(torch.float32).eps * terms**0.5)
+    share = 0.3 * (
+        torch.finfo(model.dtype).eps * (12 * layers + 1) ** 0.5 + torch.finfo(torch.float32).eps * terms**0.5
+    )
     step = torch.finfo(model.dtype).eps * float(logits[pair].abs().max())
     return 3 * (4 * step**2 / 12 + 2 * (share * float(logits.std())) ** 2) ** 0.5
 

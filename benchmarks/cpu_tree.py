@@ -18,10 +18,7 @@ An AVX-512 processor is held to AVX2 by ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABIL
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import transformers
+from common import parser_of, place, tree_of, write
 
 import fastspec
 from fastspec.models import SMOLLM2, load_model
@@ -79,45 +76,49 @@ def beside(count: int) -> Iterator[None]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
-    parser.add_argument("--prompts", nargs="+", default=[], type=Path, help="jsonl files; without any, the demo's prompts")
+    parser.add_argument(
+        "--prompts", nargs="+", default=[], type=Path, help="jsonl files; without any, the demo's prompts"
+    )
     parser.add_argument("--each", type=int, default=3, help="prompts to take from each file")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--runs", type=int, default=1, help="how often every prompt is answered by every method")
-    parser.add_argument("--alone", type=float, default=float("inf"), help="cores that others may take, for a row that is summarised")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="process: processor time, to be read with OMP_NUM_THREADS=1")
-    parser.add_argument("--busy", type=int, default=0, help="programs to run beside it, each of which keeps a core busy")
-    parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
+    parser.add_argument(
+        "--alone", type=float, default=float("inf"), help="cores that others may take, for a row that is summarised"
+    )
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="process: processor time, to be read with OMP_NUM_THREADS=1"
+    )
+    parser.add_argument(
+        "--busy", type=int, default=0, help="programs to run beside it, each of which keeps a core busy"
+    )
     options = parser.parse_args(arguments)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device)
-    where = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
-        "dtype": str(model.dtype), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "busy": options.busy,
-        "isa": torch.backends.cpu.get_cpu_capability() if device == "cpu" else None,
-    }  # fmt: skip
-    prompts = [(path.stem, encode(tokenizer, text(row), device)) for path in options.prompts for row in read_prompts(path)[: options.each]]
+    where = place(device, model.dtype) | {"threads": torch.get_num_threads(), "busy": options.busy}
+    where["isa"] = torch.backends.cpu.get_cpu_capability() if device == "cpu" else None
+    prompts = [
+        (path.stem, encode(tokenizer, text(row), device))
+        for path in options.prompts
+        for row in read_prompts(path)[: options.each]
+    ]
     prompts = prompts or [("demo", encode(tokenizer, prompt, device)) for _, prompt in PROMPTS]
-    shapes = [fastspec.Eagle3(**dict(zip(KEYS, map(int, shape.split(",")), strict=True))) for shape in options.shapes]
     fastspec.patch(model, eagle3=options.head, backend=options.backend)
     where["backend"] = fastspec.report(model).backend
-    methods = [None, fastspec.Autoregressive(), *shapes]
+    methods = [None, fastspec.Autoregressive(), *map(tree_of, options.shapes)]
     for method in methods:
         measure(model, prompts[0][1], method, 8)
     rows: list[dict] = []
     with beside(options.busy):
         for prompt in prompts * options.runs:
-            of_prompt = [row | where for row in on_prompt(model, *prompt, methods, options.tokens, options.clock)]
-            rows += of_prompt
-            if options.out:  # at once: a run that is cut short keeps what it has measured
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in of_prompt)
+            for row in on_prompt(model, *prompt, methods, options.tokens, options.clock):
+                rows.append(row | where)
+                write(options.out, rows[-1], ())
     summarise([row for row in rows if row["others"] <= options.alone])
 
 
@@ -132,16 +133,16 @@ def on_prompt(model, name: str, inputs, methods: list, tokens: int, clock: str) 
     expected, plain, first = measure(model, inputs, methods[0], tokens, clock)
     for method in methods:
         said, seconds, others = measure(model, inputs, method, tokens, clock) if rows else (expected, plain, first)
-        row = {
-            "prompts": name, "method": "transformers" if method is None else type(method).__name__.lower(),
-            **{key: getattr(method, key, None) for key in KEYS}, "tokens": len(said), "seconds": round(seconds, 4),
-            "ratio": round(plain / seconds * len(said) / len(expected), 3), "identical": said == expected,
-            "others": round(max(others, first), 2), "clock": clock,
-        }  # fmt: skip
+        row = {"prompts": name, "method": "transformers" if method is None else type(method).__name__.lower()}
+        row |= {key: getattr(method, key, None) for key in KEYS}
+        row |= {"tokens": len(said), "seconds": round(seconds, 4), "identical": said == expected, "clock": clock}
+        row |= {"ratio": round(plain / seconds * len(said) / len(expected), 3), "others": round(max(others, first), 2)}
         if method is not None:
             last = fastspec.report(model).last
             row["acceptance_length"] = round(last.acceptance_length, 3)
-            row["ms_per_round"] = {k: round(1e3 * v / max(1, last.rounds), 2) for k, v in last.phases.items() if k != "prefill"}
+            row["ms_per_round"] = {
+                k: round(1e3 * v / max(1, last.rounds), 2) for k, v in last.phases.items() if k != "prefill"
+            }
         rows.append(row)
     return rows
 
@@ -154,12 +155,13 @@ def summarise(rows: list[dict]) -> None:
     for (method, *shape), group in groups.items():
         cost = statistics.median(sum(row.get("ms_per_round", {}).values()) for row in group)
         total = sum(row["tokens"] for row in group) / sum(row["seconds"] for row in group)
+        ratios = [row["ratio"] for row in group]
+        length = statistics.mean(row.get("acceptance_length", 1.0) for row in group)
+        name = f"{method} {','.join(map(str, shape)) if shape[0] else '':>8}"
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        same = all(row["identical"] for row in group)
         print(
-            f"{method} {','.join(map(str, shape)) if shape[0] else '':>8}: {total:6.1f} tokens/s, ratio "
-            f"{statistics.median(row['ratio'] for row in group):.2f} ({min(row['ratio'] for row in group):.2f} to "
-            f"{max(row['ratio'] for row in group):.2f}), acceptance "
-            f"{statistics.mean(row.get('acceptance_length', 1.0) for row in group):.2f}, {cost:.1f} ms a round, "
-            f"identical {all(row['identical'] for row in group)}"
+            f"{name}: {total:6.1f} tokens/s, ratio {spread}, {length:.2f} tokens in {cost:.1f} ms a round, same {same}"
         )
 
 

@@ -1,87 +1,111 @@
-"""The draft phase of an EAGLE-3 head on a CUDA device: milliseconds for feeding one round's pairs and growing the next tree.
+"""The draft phase of an EAGLE-3 head on a CUDA device: milliseconds to feed a round's pairs and to grow the next tree.
 
-    python benchmarks/drafter.py --out rows.jsonl
+    python benchmarks/drafter.py --heads llama-8b smollm2-135m --rows 1 4 --out rows.jsonl
+    python benchmarks/drafter.py --phases --rows 1 --out rows.jsonl
 
-Ways: the fused launch (the candidates alone, without the re-ranking), and `EagleDrafter` on the ops of a backend (with it), each as calls
-from Python and, where rounds of the backend are captured, as the replay of a CUDA graph. They are made and measured one after another, each
-with the MiB that it allocates at its peak beside the head's weights: the cache, its buffers, what a call and a graph need. Shapes are those
-of heads for SmolLM2-135M, Llama-3.2-1B, 3.1-8B and 3.1-70B; weights are random. The fused launch is checked against the head's own forward
-first. The floor is the time of reading every weight once a pass at --bandwidth.
+Ways: the one launch (the candidates alone, without the re-ranking), and `EagleDrafter` on the ops of a backend (with
+it), each as calls from Python and, where rounds of the backend are captured, as the replay of a CUDA graph. They are
+measured one after another, each with the MiB that it allocates at its peak beside the head's weights. Heads have the
+sizes of full_size.py's shapes and random weights. The one launch is checked against the head's own forward first. The
+floor is the time of reading every weight once a pass, at --bandwidth.
+
+With --phases a row tells where the time of the one launch goes. Its grid barrier is replaced by one after which the
+first program notes the device's nanoseconds: medians over launches of every phase of the pass that feeds the accepted
+pairs (`pairs_us`) and of those over the tree's levels (`level_us`); `weights_us` is reading a phase's weights.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from common import captured, milliseconds, parser_of, place, write
+from full_size import SHAPES, config_of, head_config
 from torch import Tensor, nn
 
 from fastspec.config import TreeShape
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
-from fastspec.generation.heads.module import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.tree import Verdict
-from fastspec.kernels.drafting.fused import DraftSpace, DraftWeights, draft, draft_space, draft_weights
+from fastspec.kernels.drafting.fused import phases as fused_phases
+from fastspec.kernels.drafting.fused.draft import DraftWeights, draft, draft_space, draft_weights
 from fastspec.patches.backends import choose_backend
-from fastspec.programs.bench.device import environment
+from fastspec.programs.bench.report import quantiles
 
-HEADS: dict[str, dict[str, int]] = {
-    "135M": {"hidden_size": 576, "intermediate_size": 1920, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
-    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
-    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
-    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
-}
-PAIRS, REAL = 9, 5  # slots for pairs, and how many of them are real
+PAIRS, REAL = 9, 5
+"""Slots for pairs, and how many of them are real."""
+PASS = ("gather", "qkv", "attention", "join", "out", "norm", "gate_up", "down", "last norm", "head", "children")
+"""The phases of a pass over a level, in order."""
+PAIRS_PASS = (*PASS[:9], "keep", *PASS[9:])
+NOTES = tl.constexpr(16)
+"""Words of the barrier's counter before the notes."""
+plain_barrier = fused_phases.grid_barrier
 
 
-def make_head(name: str, vocabulary: int, device: str) -> EagleHead:
-    """A random head whose logits spread over a few units."""
-    sizes = HEADS[name] | {"target_hidden_size": HEADS[name]["hidden_size"], "vocab_size": vocabulary, "draft_vocab_size": vocabulary}
-    with torch.device(device):
-        head = EagleHead(HeadConfig(**sizes, taps=(2, 16, 29))).eval().requires_grad_(False).to(torch.bfloat16)
+@triton.jit
+def noting_barrier(p_count, goal):
+    """The kernel's own barrier, after which the first program notes the time behind the counter."""
+    following = plain_barrier(p_count, goal)
+    if tl.program_id(0) == 0:
+        asm: tl.constexpr = "{ .reg .u64 t; add.s64 t, $1, 0; mov.u64 t, %globaltimer; cvt.u32.u64 $0, t; }"
+        now = tl.inline_asm_elementwise(asm, "=r,l", [p_count.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+        tl.store(p_count + NOTES + goal // tl.num_programs(0), now)
+    return following
+
+
+def make_head(name: str, vocabulary: int) -> EagleHead:
+    """A random head of a shape's sizes, whose logits spread over a few units."""
+    config = head_config(config_of(name), vocabulary, vocab_size=vocabulary)
+    with torch.device("cuda"):
+        head = EagleHead(config).eval().requires_grad_(False).to(torch.bfloat16)
         for parameter in head.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5)
-        embedding = nn.Embedding(vocabulary, sizes["hidden_size"]).to(torch.bfloat16).requires_grad_(False)
+        embedding = nn.Embedding(vocabulary, config.hidden_size).to(torch.bfloat16).requires_grad_(False)
     head.lm_head.weight.mul_(2)
     head.bind(embedding, None)
     return head
 
 
-def packed_weights(head: EagleHead) -> DraftWeights:
-    """The weights as the fused launch reads them: copies here, where `EagleDrafter` makes the head's parameters views of them."""
+def parts_of(head: EagleHead) -> dict[str, tuple[nn.Linear, ...]]:
+    """The products of a level's phases."""
     attn, mlp = head.layers[0].self_attn, head.layers[0].mlp
-    qkv = torch.cat([part.weight for part in (attn.q_proj, attn.k_proj, attn.v_proj)])
-    return draft_weights(head, qkv, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+    qkv, gate_up = (attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)
+    return {"qkv": qkv, "out": (attn.o_proj,), "gate_up": gate_up, "down": (mlp.down_proj,), "head": (head.lm_head,)}
+
+
+def packed_weights(head: EagleHead) -> DraftWeights:
+    """The weights as the one launch reads them: copies here, where `EagleDrafter` makes the head's parameters views."""
+    parts = parts_of(head)
+    qkv, gate_up = (torch.cat([each.weight for each in parts[name]]) for name in ("qkv", "gate_up"))
+    return draft_weights(head, qkv, gate_up)
 
 
 class Fused:
-    """Launches of one kind on a cache with a random prefix."""
+    """One launch on a cache with a random prefix."""
 
-    def __init__(
-        self, head: EagleHead, weights: DraftWeights, shape: TreeShape, rows: int, prefix: int, launch: dict[str, int], programs: int | None
-    ) -> None:
-        c, weight = head.config, head.fc.weight
-        self.weights = weights
-        self.space: DraftSpace = draft_space(
-            self.weights, rows=rows, pairs=PAIRS, top_k=shape.top_k, depth=shape.depth, programs=programs, launch=launch
-        )  # fmt: skip
+    def __init__(self, head: EagleHead, weights: DraftWeights, shape: TreeShape, rows: int, prefix: int) -> None:
+        c, like = head.config, head.fc.weight
+        sizes = {"rows": rows, "pairs": PAIRS, "top_k": shape.top_k, "depth": shape.depth}
+        self.weights, self.space = weights, draft_space(weights, **sizes, programs=None, launch={})
         self.prefix, self.limit = prefix, prefix + 256
         slots = self.limit + max(PAIRS, shape.depth * shape.top_k)
-        self.k, self.v = torch.randn(2, rows, c.num_key_value_heads, slots, c.head_dim, device=weight.device, dtype=weight.dtype)
-        angle = torch.arange(slots, device=weight.device)[:, None] * head.inv_freq
+        self.k, self.v = like.new_empty(2, rows, c.num_key_value_heads, slots, c.head_dim).normal_()
+        angle = torch.arange(slots, device=like.device)[:, None] * head.inv_freq
         self.cos, self.sin = angle.cos(), angle.sin()
-        self.last, self.readout = torch.zeros(2, rows, c.hidden_size, device=weight.device, dtype=weight.dtype)
-        self.lengths = torch.full((rows,), prefix, device=weight.device)
-        self.tokens = torch.randint(0, c.vocab_size, (rows, PAIRS), device=weight.device)
-        self.features = torch.randn(rows, PAIRS, weight.shape[1], device=weight.device, dtype=weight.dtype)
-        self.counts = torch.full((rows,), REAL, device=weight.device)
+        self.last, self.readout = like.new_zeros(2, rows, c.hidden_size)
+        self.lengths = torch.full((rows,), prefix, device=like.device)
+        self.tokens = torch.randint(0, c.vocab_size, (rows, PAIRS), device=like.device)
+        self.features = like.new_empty(rows, PAIRS, like.shape[1]).normal_()
+        self.counts = torch.full((rows,), REAL, device=like.device)
 
     def __call__(self) -> tuple[Tensor, Tensor, Tensor]:
         self.lengths.fill_(self.prefix)
@@ -89,43 +113,40 @@ class Fused:
         return draft(self.weights, self.space, self.tokens, self.features, self.counts, *state)
 
 
-def checked(head: EagleHead, shape: TreeShape, make: Callable[[], Fused]) -> Fused:
-    """A launch that was looked at: the root's children are the best of the head's own logits, and every frontier the best of the launch's
-    own scores."""
-    fused = make()
+def checked(head: EagleHead, weights: DraftWeights, shape: TreeShape, rows: int, prefix: int) -> Fused:
+    """A launch that was looked at: the root's children are the best of the head's own logits, and every frontier the
+    best of the launch's own scores."""
+    fused, k = Fused(head, weights, shape, rows, prefix), shape.top_k
     scores, tokens, parents = fused()
     logp = head.logits(fused.last).float().log_softmax(-1)
     # bf16 logits of size 8 or less, rounded once by the head and not by the kernel, their inputs once more by both
-    wrong = (logp.gather(1, tokens[:, : shape.top_k]) - scores[:, : shape.top_k]).abs().max()
-    least = (logp.topk(shape.top_k).values - scores[:, : shape.top_k]).abs().max()
-    k = shape.top_k
+    wrong = float((logp.gather(1, tokens[:, :k]) - scores[:, :k]).abs().max())
+    least = float((logp.topk(k).values - scores[:, :k]).abs().max())
     for level in range(shape.depth):
         base = k + level * k * k
         first = 0 if level == 0 else base - k * k
         best = torch.sort(scores[:, first:base], dim=-1, descending=True, stable=True).indices[:, :k] + first
         if not torch.equal(parents[:, base : base + k * k], best.repeat_interleave(k, 1)):
             raise SystemExit(f"the frontier of level {level} is not the best of the level before")
-    if not float(wrong) < 0.1 or not float(least) < 0.1 or not bool(scores.isfinite().all()):
-        raise SystemExit(f"the root's children are off by {float(wrong)} and {float(least)}")
+    if not wrong < 0.1 or not least < 0.1 or not bool(scores.isfinite().all()):
+        raise SystemExit(f"the root's children are off by {wrong} and {least}")
     return fused
 
 
 def separate(backend: str, head: EagleHead, shape: TreeShape, rows: int, prefix: int) -> Callable[[], Any]:
     """One round of `EagleDrafter` on the ops of a backend."""
-    device = head.fc.weight.device
-    drafter = EagleDrafter(head, shape, rows=rows, capacity=prefix + 256, ops=choose_backend(backend, device))
+    like = head.fc.weight
+    drafter = EagleDrafter(head, shape, rows=rows, capacity=prefix + 256, ops=choose_backend(backend, like.device))
     drafter.reserve(prefix + 256)
-    drafter.attention.k.normal_()
-    drafter.attention.v.normal_()
+    for state in (drafter.attention.k, drafter.attention.v, drafter.last, drafter.readout):
+        state.normal_()
     drafter.state.lengths.fill_(prefix)
-    drafter.last.normal_()
-    drafter.readout.normal_()
     tree = drafter.propose(prefix + 64)
-    path = torch.zeros(rows, tree.max_path, dtype=torch.long, device=device)
-    accepted = torch.full((rows,), min(REAL, tree.max_path) - 1, device=device)
-    verdict = Verdict(path, accepted, torch.zeros(rows, dtype=torch.long, device=device))
-    features = torch.randn(rows, shape.total_tokens, head.fc.weight.shape[1], device=device, dtype=head.fc.weight.dtype)
-    active = torch.ones(rows, dtype=torch.bool, device=device)
+    path = torch.zeros(rows, tree.max_path, dtype=torch.long, device=like.device)
+    accepted = torch.full((rows,), min(REAL, tree.max_path) - 1, device=like.device)
+    verdict = Verdict(path, accepted, torch.zeros(rows, dtype=torch.long, device=like.device))
+    features = like.new_empty(rows, shape.total_tokens, like.shape[1]).normal_()
+    active = torch.ones(rows, dtype=torch.bool, device=like.device)
 
     def call() -> Any:
         drafter.state.lengths.fill_(prefix)
@@ -135,96 +156,82 @@ def separate(backend: str, head: EagleHead, shape: TreeShape, rows: int, prefix:
     return call
 
 
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The replay of a CUDA graph of a call."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def measured(make: Callable[[], Callable[[], Any]], captures: bool, times: int) -> Iterator[tuple[str, list[float], float]]:
-    """A way as calls and, where it is captured, as a graph: (name, milliseconds, MiB at the peak)."""
-    held = settled()
-    call = make()
-    torch.cuda.reset_peak_memory_stats()  # what it took to make it, such as weights laid out anew, is no part of it
-    call()
-    yield "calls", milliseconds(call, times), (torch.cuda.max_memory_allocated() - held) / 2**20
-    if captures:
-        graph = captured(call)
-        yield "graph", milliseconds(graph, times), (torch.cuda.max_memory_allocated() - held) / 2**20
-
-
-def settled() -> int:
-    """Bytes that are allocated once everything dropped is freed."""
+def measured(make: Callable[[], Callable[[], Any]], captures: bool, times: int) -> Iterator[dict[str, Any]]:
+    """A way as calls and, where it is captured, as a graph: milliseconds, and MiB at the peak."""
     gc.collect()
     torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
+    held = torch.cuda.memory_allocated()
+    call = make()
+    torch.cuda.reset_peak_memory_stats()  # making it, such as laying weights out anew, is no part of it
+    for kind in ("calls", "graph") if captures else ("calls",):
+        call()
+        run = captured([call]).replay if kind == "graph" else call
+        ms = quantiles(milliseconds(run, times + 3)[3:])
+        yield {"kind": kind, "ms": ms, "mib": round((torch.cuda.max_memory_allocated() - held) / 2**20, 1)}
 
 
-def milliseconds(call: Callable[[], Any], times: int) -> list[float]:
-    """20, 50 and 80 % quantiles by CUDA events."""
-    for _ in range(3):
-        call()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
-    for start, end in marks:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    cuts = statistics.quantiles([start.elapsed_time(end) for start, end in marks], n=10, method="inclusive")
-    return [round(cuts[i], 4) for i in (1, 4, 7)]
+def phases(fused: Fused, count: Tensor, depth: int, launches: int) -> dict[str, Any]:
+    """Median microseconds of the phases of the pass over the pairs, and of those over levels."""
+    names = [("pairs_us", name) for name in PAIRS_PASS] + [("level_us", name) for name in PASS] * depth
+    spent: dict[str, dict[str, list[float]]] = {"pairs_us": {}, "level_us": {}}
+    for _ in range(launches):
+        count.zero_()
+        fused()
+        notes = [note for note in count[NOTES.value :].tolist() if note]
+        if len(notes) != len(names) + 1:
+            raise SystemExit(f"{len(notes) - 1} phases between barriers; {len(names)} were expected")
+        for (kind, name), (before, after) in zip(names, pairwise(notes), strict=True):
+            spent[kind].setdefault(name, []).append(((after - before) & 0xFFFFFFFF) / 1e3)
+    medians = {kind: {name: round(statistics.median(v), 2) for name, v in of.items()} for kind, of in spent.items()}
+    return medians | {"level_sum_us": round(sum(medians["level_us"].values()), 1)}
 
 
 @torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--heads", nargs="+", choices=list(SHAPES), default=["smollm2-135m", "llama-8b", "llama-70b"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--backends", nargs="*", default=["torch", "triton"], help="backends of the separate kernels")
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--prefix", type=int, default=2048)
-    parser.add_argument("--depth", type=int, default=7)
-    parser.add_argument("--top-k", type=int, default=10)
-    parser.add_argument("--launch", nargs="+", default=[""], help="entries of the launch table to try, such as BN=128,BK=64,STAGES=4")
-    parser.add_argument("--programs", type=int, help="programs of the fused launch (default: two per multiprocessor)")
+    parser.add_argument("--tree", default="60,7,10", help="total_tokens,depth,top_k")
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of the floor")
     parser.add_argument("--times", type=int, default=30)
-    parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
-    options = parser.parse_args()
+    parser.add_argument("--phases", action="store_true", help="the phases of the one launch, and nothing else")
+    args = parser.parse_args(arguments)
     torch.manual_seed(0)
-    shape = TreeShape(total_tokens=60, depth=options.depth, top_k=options.top_k)
-    for name in options.heads:
-        head = make_head(name, options.vocabulary, "cuda")
-        sizes = {key: weight.nbytes for key, weight in head.named_parameters()}
-        read = sum(sizes.values()) + options.depth * (sum(sizes.values()) - sizes["fc.weight"])
-        weights = packed_weights(head)
-        for rows in options.rows:
-            ways: dict[str, tuple[Callable[[], Callable[[], Any]], bool]] = {}
-            for entries in options.launch:
-                launch = {key: int(value) for key, value in (entry.split("=") for entry in entries.split(",") if entry)}
-                way = f"fused {entries}".strip()
-                fused = partial(Fused, head, weights, shape, rows, options.prefix, launch, options.programs)
-                ways[way] = partial(checked, head, shape, fused), True
-            for backend in options.backends:
+    shape = TreeShape(*map(int, args.tree.split(",")))
+    if args.phases:
+        fused_phases.grid_barrier = noting_barrier  # before the kernel is compiled
+    for name in args.heads:
+        head = make_head(name, args.vocabulary)
+        weights, sizes = packed_weights(head), {key: weight.nbytes for key, weight in head.named_parameters()}
+        read = sum(sizes.values()) * (1 + shape.depth) - shape.depth * sizes["fc.weight"]
+        shared = {"head": name, "prefix": args.prefix, "tree": args.tree, "vocabulary": args.vocabulary}
+        shared |= {"weights_mib": round(sum(sizes.values()) / 2**20, 1), "floor": round(read / args.bandwidth / 1e9, 3)}
+        shared |= place("cuda", torch.bfloat16)
+        for rows in args.rows:
+            fused = partial(checked, head, weights, shape, rows, args.prefix)
+            if args.phases:
+                launch, count = fused(), torch.zeros(4096, dtype=torch.int32, device="cuda")
+                buffers = list(launch.space.buffers)
+                buffers[-2] = count
+                launch.space = replace(launch.space, buffers=tuple(buffers))
+                launch()
+                us = {part: sum(each.weight.nbytes for each in of) for part, of in parts_of(head).items()}
+                us = {part: round(size / args.bandwidth / 1e6, 2) for part, size in us.items()}
+                write(
+                    args.out, shared | {"rows": rows, "weights_us": us} | phases(launch, count, shape.depth, args.times)
+                )
+                continue
+            ways: dict[str, tuple[Callable[[], Callable[[], Any]], bool]] = {"fused": (fused, True)}
+            for backend in args.backends:
                 captures = choose_backend(backend, torch.device("cuda")).captures
-                ways[backend] = partial(separate, backend, head, shape, rows, options.prefix), captures
-            for way, kind, ms, mib in (
-                (way, *result) for way, (make, captures) in ways.items() for result in measured(make, captures, options.times)
-            ):
-                row = {"head": name, "rows": rows, "way": f"{way}, {kind}", "ms": ms, "mib": round(mib, 1)}
-                row["weights_mib"] = round(sum(sizes.values()) / 2**20, 1)
-                row |= {"floor": round(read / options.bandwidth / 1e9, 3), "prefix": options.prefix, "depth": options.depth}
-                row |= {"top_k": options.top_k, "vocabulary": options.vocabulary} | environment(head.fc.weight)
-                print(f"{name:4s} {rows} rows  {row['way']:36s} {row['ms'][1]:8.3f} ms (floor {row['floor']:.3f})", flush=True)
-                if options.out:
-                    with options.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
+                ways[backend] = partial(separate, backend, head, shape, rows, args.prefix), captures
+            for way, (make, captures) in ways.items():
+                for found in measured(make, captures, args.times):
+                    row = shared | {"rows": rows, "way": f"{way}, {found.pop('kind')}"} | found
+                    write(args.out, row, ("head", "rows", "way", "ms", "mib", "floor"))
 
 
 if __name__ == "__main__":

@@ -151,14 +151,13 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
     model.generate(input_ids=ids, **options, assistant=assistant)
     clock.mark("again")
     found["ahead"] = round(found["ahead"], 3)
-    return {
-        "shape": shape, "assistant": assistant, "prompt_tokens": prompt, "tokens": tokens, **clock.seconds,
-        **{part: round(spent, 3) for part, spent in parts.items()}, "first_token": round(sum(streamer.seconds[:2]), 3),
-        "first_round": round(streamer.seconds[2], 3) if len(streamer.seconds) > 2 else None,
-        "first_runs": round(stats.first_run_seconds, 3),
-        "captures": round(stats.capture_seconds, 3), **found, "rounds": stats.rounds, "backend": fastspec.report(model).backend,
-        "device": device_name(model.device), "cores": os.cpu_count(), **versions(),
-    }  # fmt: skip
+    row = {"shape": shape, "assistant": assistant, "prompt_tokens": prompt, "tokens": tokens, **clock.seconds}
+    row |= {part: round(spent, 3) for part, spent in parts.items()}
+    row |= {"first_token": round(sum(streamer.seconds[:2]), 3)}
+    row |= {"first_round": round(streamer.seconds[2], 3) if len(streamer.seconds) > 2 else None}
+    row |= {"first_runs": round(stats.first_run_seconds, 3), "captures": round(stats.capture_seconds, 3), **found}
+    row |= {"rounds": stats.rounds, "backend": fastspec.report(model).backend, "cores": os.cpu_count()}
+    return row | {"device": device_name(model.device), **versions()}
 
 
 def both(command: list[str], setting: dict[str, str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -172,12 +171,25 @@ def both(command: list[str], setting: dict[str, str]) -> Iterator[tuple[dict[str
             done = subprocess.run(command, env=os.environ | caches | path | setting, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"{' '.join(command)}: {done.stderr[-3000:]}")
-            yield {"caches": caches_are, "process": round(time.perf_counter() - began, 3)}, json.loads(done.stdout.splitlines()[-1])
+            yield (
+                {"caches": caches_are, "process": round(time.perf_counter() - began, 3)},
+                json.loads(done.stdout.splitlines()[-1]),
+            )
 
 
 def measure(shape: str, assistant: str, workers: int | None, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row of a first call with empty caches, and one with those that it left."""
-    command = [sys.executable, __file__, "--child", shape, assistant, "--prompt", str(options.prompt), "--tokens", str(options.tokens)]
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        shape,
+        assistant,
+        "--prompt",
+        str(options.prompt),
+        "--tokens",
+        str(options.tokens),
+    ]
     for begun, found in both(command, {} if workers is None else {"FASTSPEC_COMPILE_WORKERS": str(workers)}):
         yield begun | {"workers": workers} | found
 
@@ -201,7 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["smollm2-135m-instruct"])
     parser.add_argument("--assistants", nargs="+", default=list(ASSISTANTS), choices=ASSISTANTS)
-    parser.add_argument("--workers", nargs="+", type=int, help="processes that compile; by default as many as fastspec takes")
+    parser.add_argument(
+        "--workers", nargs="+", type=int, help="processes that compile; by default as many as fastspec takes"
+    )
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=16, help="new tokens")
     parser.add_argument("--demo", action="store_true", help="time `fastspec demo` instead of a call")
@@ -211,13 +225,17 @@ def main() -> None:
     if options.child:
         print(json.dumps(child(*options.child, options.prompt, options.tokens)))
         return
+    from common import write  # not by a child, whose imports are timed
+
     shapes = [] if options.demo else options.shapes
-    calls = [(shape, assistant, workers) for shape in shapes for assistant in options.assistants for workers in options.workers or [None]]
+    calls = [
+        (shape, assistant, workers)
+        for shape in shapes
+        for assistant in options.assistants
+        for workers in options.workers or [None]
+    ]
     for row in measure_demo() if options.demo else chain.from_iterable(measure(*call, options) for call in calls):
-        print(json.dumps(row), flush=True)
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(f"{json.dumps(row)}\n")
+        write(options.out, row)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,14 @@ Behind more than FILLED tokens transformers goes on from a cache of random keys 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import time
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import device_here, milliseconds, parser_of, place, timed, tree_of, write
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import fastspec
@@ -34,43 +33,9 @@ from fastspec.patches.hf.cache_names import CACHE
 from fastspec.patches.hf.compat import delta_shape, layer_shapes, recurrent_layers
 from fastspec.patches.hf.spans import layer_spans
 from fastspec.patches.session import session_of
-from fastspec.programs.bench.device import versions
 from fastspec.programs.bench.report import quantiles
 
-ROPE = {"rope_type": "default", "rope_theta": 500000.0}
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-8b": ("llama", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-                           "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5}),
-    "llama-70b": ("llama", {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-                            "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5}),
-    "qwen3-8b": ("qwen3", {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-                           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6}),
-    "mixtral-8x7b": ("mixtral", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-                                 "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
-                                 "sliding_window": None}),
-    "qwen2-1.5b": ("qwen2", {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-                             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "use_sliding_window": False}),
-    "mistral-7b-v0.1": ("mistral", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-                                    "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": 4096}),
-    "mistral-7b-w1024": ("mistral", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-                                     "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": 1024}),
-    "gemma3-12b": ("gemma3_text", {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48, "num_attention_heads": 16,
-                                   "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 262208, "sliding_window": 1024,
-                                   "query_pre_attn_scalar": 256}),
-    "gpt-oss-20b": ("gpt_oss", {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
-                                "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "num_local_experts": 32,
-                                "num_experts_per_tok": 4, "sliding_window": 128}),
-    "qwen3-30b-a3b": ("qwen3_moe", {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
-                                    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
-                                    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}),
-    "qwen3.5-9b": ("qwen3_5_text", {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
-                                    "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320, "linear_num_key_heads": 16,
-                                    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}),
-    "smollm2-135m": ("llama", {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-                               "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}),
-    "tiny": ("llama", {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
-                       "num_key_value_heads": 2, "vocab_size": 512}),
-}  # fmt: skip
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("shapes.json").read_text())
 """name -> (model_type, sizes of its published configuration)."""
 FUSED = {"auto": None, "fused": True, "kernels": False}
 """--drafter -> whether a draft phase is one launch."""
@@ -85,42 +50,54 @@ def routers_of(model: Any) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
+def config_of(name: str) -> Any:
+    """The configuration of a shape; no token ends a text of it."""
+    kind, sizes = SHAPES[name]
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return AutoConfig.for_model(kind, **sizes, max_position_embeddings=131072, **ends)
+
+
+def fill(model: torch.nn.Module) -> None:
+    """Random matrices, biases of 0 and other vectors of 1."""
+    for name, parameter in model.named_parameters():
+        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
 def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
     """A model of a shape with random weights; no token ends it.
 
     Biases are 0, and the embeddings of a mixture are large beside what layers add: so tokens stay unlike one another through all layers
     and routers spread them over the experts, as trained ones do. Otherwise some layers send nearly all tokens to the same few."""
-    kind, sizes = SHAPES[name]
-    config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=131072, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    config = config_of(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.to_empty(device=device).eval().requires_grad_(False)
-    for tensor, parameter in model.named_parameters():
-        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(0.0 if tensor.endswith("bias") else 1.0)
+    fill(model)
     if routers_of(model):
         model.get_input_embeddings().weight.normal_(0.0, EMBEDDED)
     model.tie_weights()
-    decoder = model.model
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(device)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 
 
+def head_config(config: Any, draft_vocab: int, **more: Any) -> HeadConfig:
+    """That of a head of the published EAGLE-3 shape: one layer of the target's sizes, three taps, a vocabulary of its own."""
+    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    sizes = {name: getattr(config, name) for name in same} | {
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "draft_vocab_size": min(draft_vocab, config.vocab_size),
+        "target_hidden_size": config.hidden_size,
+        "taps": (2, config.num_hidden_layers // 2, config.num_hidden_layers - 3),
+        "max_position_embeddings": 131072,
+    }
+    return HeadConfig(**sizes | more)
+
+
 def make_head(model: Any, draft_vocab: int) -> EagleHead:
-    """A head of the published EAGLE-3 shape: one layer of the target's sizes, three taps, a vocabulary of its own."""
-    c = model.config
-    taps = (2, c.num_hidden_layers // 2, c.num_hidden_layers - 3)
-    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    head = EagleHead(
-        HeadConfig(
-            hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_attention_heads=c.num_attention_heads,
-            num_key_value_heads=c.num_key_value_heads, head_dim=size, vocab_size=c.vocab_size,
-            draft_vocab_size=min(draft_vocab, c.vocab_size), target_hidden_size=c.hidden_size, taps=taps, max_position_embeddings=131072,
-        )
-    ).to(model.device, model.dtype).requires_grad_(False)  # fmt: skip
-    for parameter in head.parameters():
-        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+    """A head of the published EAGLE-3 shape with random weights."""
+    head = EagleHead(head_config(model.config, draft_vocab)).to(model.device, model.dtype).requires_grad_(False)
+    fill(head)
     return head
 
 
@@ -129,25 +106,7 @@ def read_bandwidth(device: str) -> float:
     if device != "cuda":
         return 0.0
     block = torch.empty(2**30, dtype=torch.float32, device=device).fill_(1.0)
-    times = []
-    for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        block.sum()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return block.numel() * 4 / min(times[2:])
-
-
-def timed(run: Any) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return block.numel() * 4e3 / min(milliseconds(block.sum, 12)[2:])
 
 
 def filled_cache(model: Any, rows: int, length: int) -> DynamicCache:
@@ -190,10 +149,14 @@ def experts_read(model: Any, ids: torch.Tensor, assistant: Any) -> float | None:
     Hooks on its routers count them, behind which rounds run the model's own modules."""
     routers = routers_of(model)
     found: list[int] = []
-    handles = [router.register_forward_hook(lambda _, __, out: found.append(len(out[-1].unique()))) for router in routers]
+    handles = [
+        router.register_forward_hook(lambda _, __, out: found.append(len(out[-1].unique()))) for router in routers
+    ]
     if routers:
-        some = ids[:, :FILLED // 2]
-        model.generate(some, do_sample=False, attention_mask=torch.ones_like(some), assistant=assistant, max_new_tokens=8)
+        some = ids[:, : FILLED // 2]
+        model.generate(
+            some, do_sample=False, attention_mask=torch.ones_like(some), assistant=assistant, max_new_tokens=8
+        )
     for handle in handles:
         handle.remove()
     rounds = found[-len(routers) * fastspec.report(model).last.rounds :] if routers else []
@@ -219,7 +182,10 @@ def kept_bytes(model: Any, text: int, batch: int) -> int:
     for (heads, key, value), span, recurrent in zip(layer_shapes(config), spans, recurrents, strict=True):
         if recurrent:
             shape = delta_shape(config)
-            total += 4 * shape.value_heads * shape.key_size * shape.value_size + shape.width * shape.channels * model.dtype.itemsize
+            total += (
+                4 * shape.value_heads * shape.key_size * shape.value_size
+                + shape.width * shape.channels * model.dtype.itemsize
+            )
         else:
             total += heads * (key + value) * min(text, text if span is None else span.size) * model.dtype.itemsize
     return batch * total
@@ -256,12 +222,19 @@ def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int, calls: int 
     del profile.rounds[:2]  # compiled and captured
     parts = {name: [round(value, 4) for value in profile.quantiles(name)] for name in profile.parts}
     return {
-        **round_times(walls), "nodes": 1 + last.drafted // last.row_rounds, "parts_ms": parts,
-        "prefill_ms": round(1e3 * last.phases["prefill"], 2), "peak_mib": round(peak / 2**20, 1), "replay_ms": replay,
-        "acceptance_length": round(last.acceptance_length, 3), "rounds": last.rounds, "kernels": fastspec.report(model).backend,
-        "first_call_s": made[0], "capture_s": made[-1],
+        **round_times(walls),
+        "nodes": 1 + last.drafted // last.row_rounds,
+        "parts_ms": parts,
+        "prefill_ms": round(1e3 * last.phases["prefill"], 2),
+        "peak_mib": round(peak / 2**20, 1),
+        "replay_ms": replay,
+        "acceptance_length": round(last.acceptance_length, 3),
+        "rounds": last.rounds,
+        "kernels": fastspec.report(model).backend,
+        "first_call_s": made[0],
+        "capture_s": made[-1],
         "drafter": None if assistant == "autoregressive" else "fused" if last.fused else "kernels",
-    }  # fmt: skip
+    }
 
 
 def replay_ms(model: Any) -> float | None:
@@ -271,12 +244,7 @@ def replay_ms(model: Any) -> float | None:
     graph = next(reversed(engines.values())).graph if engines else None
     if graph is None:
         return None
-    starts = [torch.cuda.Event(enable_timing=True) for _ in range(51)]
-    for event in starts:
-        event.record()
-        graph.replay()
-    torch.cuda.synchronize()
-    return round(statistics.median(a.elapsed_time(b) for a, b in pairwise(starts)), 4)
+    return round(statistics.median(milliseconds(graph.replay, 50)), 4)
 
 
 def numbers(text: str) -> list[int]:
@@ -284,7 +252,7 @@ def numbers(text: str) -> list[int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
     parser.add_argument("--prefix", type=numbers, default=[2048], help="tokens before; several with commas between")
     parser.add_argument("--batch", type=numbers, default=[1], help="rows; several with commas between")
@@ -295,47 +263,50 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="sdpa", help="of sdpa, static-compile, none")
     parser.add_argument("--methods", default="autoregressive,eagle3")
-    parser.add_argument("--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step"
+    )
     args = parser.parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, _ = device_here()
     bandwidth = read_bandwidth(device)
-    shared = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "dtype": args.dtype,
-        "read_gb_per_s": round(bandwidth / 1e9, 1), **versions(),
-    }  # fmt: skip
+    shared = place(device, args.dtype) | {"read_gb_per_s": round(bandwidth / 1e9, 1)}
+    shown = ("shape", "prefix", "batch", "method", "round_ms", "replay_ms", "floor_ms", "parts_ms")
 
-    def write(model: Any, row: dict[str, Any]) -> None:
+    def tell(model: Any, row: dict[str, Any]) -> None:
         read, kept = read_bytes(model, row["experts_read"]), kept_bytes(model, row["prefix"], row["batch"])
         row = shared | row | {"read_bytes": read, "kept_bytes": kept}
         if bandwidth:
             row["floor_ms"] = round(1e3 * (read + kept) / bandwidth, 4)
             row["floor_share"] = round(row["floor_ms"] / row["round_ms"], 3)
-        shown = {name: row.get(name) for name in ("round_ms", "replay_ms", "floor_ms", "parts_ms")}
-        print(row["shape"], row["prefix"], row["batch"], row["method"], json.dumps(shown), flush=True)
-        if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        write(args.out, row, shown)
 
     def measure(model: Any, head: EagleHead, base: dict[str, Any]) -> None:
         """The rows of one model behind one length of text, in one number of rows."""
         ids = torch.randint(10, model.config.vocab_size, (base["batch"], base["prefix"]), device=device)
         head_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
-        tree = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60, fused=FUSED[args.drafter])
+        tree = tree_of("60,7,10", fused=FUSED[args.drafter])
         with fastspec.patched(model, eagle3=head, backend=args.backend):
             for method in args.methods.split(","):
                 assistant = tree if method == "eagle3" and device == "cuda" else method
                 plain = method == "autoregressive"
                 found = ours(model, ids, assistant, args.tokens, args.calls)
-                drafts = {"head_bytes": 0 if plain else head_bytes, "drafter_read_bytes": 0 if plain else (tree.depth + 1) * head_bytes}
+                drafts = {
+                    "head_bytes": 0 if plain else head_bytes,
+                    "drafter_read_bytes": 0 if plain else (tree.depth + 1) * head_bytes,
+                }
                 touched = experts_read(model, ids, assistant)
-                write(model, base | {"method": method, "experts_read": touched} | drafts | found)
+                tell(model, base | {"method": method, "experts_read": touched} | drafts | found)
             touched = experts_read(model, ids, "autoregressive") if args.peers != "none" else None
         if "sdpa" in args.peers:
-            write(model, base | {"method": "transformers", "experts_read": touched} | peer(model, ids, min(args.tokens, 24), args.calls))
+            tell(
+                model,
+                base
+                | {"method": "transformers", "experts_read": touched}
+                | peer(model, ids, min(args.tokens, 24), args.calls),
+            )
         if "static-compile" in args.peers:  # last: it leaves a compiled forward behind
             found = peer(model, ids, args.tokens, args.calls, cache_implementation="static")
-            write(model, base | {"method": "static-compile", "experts_read": touched} | found)
+            tell(model, base | {"method": "static-compile", "experts_read": touched} | found)
 
     for name in args.shapes.split(","):
         torch.manual_seed(0)

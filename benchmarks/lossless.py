@@ -14,22 +14,21 @@ three; a token of probability 0 fails at once.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
-from drafts import OwnLayers, on  # the script beside this one
+from common import device_here, parser_of, write
+from drafts import OwnLayers, on
+from full_size import head_config
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
 import fastspec
-from fastspec.generation.heads.module import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead
 from fastspec.models import SMOLLM2, load_model
 from fastspec.programs.bench.device import environment
 from fastspec.programs.demo import encode
@@ -61,32 +60,37 @@ DRAWN_ONLY = ("speculative, shared vocabulary",)
 
 def untrained_head(model: Any, seed: int = 0) -> EagleHead:
     """A head of the EAGLE-1/2 format with random weights: its drafts are mostly wrong, and what is said must not show it."""
-    c = model.config
-    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     torch.manual_seed(seed)
-    head = EagleHead(
-        HeadConfig(
-            kind="eagle", own_lm_head=False, taps=(), hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-            num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads, head_dim=size,
-            vocab_size=c.vocab_size, draft_vocab_size=c.vocab_size, target_hidden_size=c.hidden_size,
-        )
-    )  # fmt: skip
+    c = model.config
+    head = EagleHead(head_config(c, c.vocab_size, kind="eagle", own_lm_head=False, taps=()))
     return head.to(model.device, model.dtype).requires_grad_(False)
 
 
 def processors() -> LogitsProcessorList:
     """What transformers makes of OPTIONS, in its order."""
-    penalty = [lp.RepetitionPenaltyLogitsProcessor(OPTIONS["repetition_penalty"])] if OPTIONS["repetition_penalty"] != 1.0 else []
-    return LogitsProcessorList([
-        *penalty, lp.TemperatureLogitsWarper(OPTIONS["temperature"]),
-        lp.TopKLogitsWarper(int(OPTIONS["top_k"])), lp.TopPLogitsWarper(OPTIONS["top_p"]), lp.MinPLogitsWarper(OPTIONS["min_p"]),
-    ])  # fmt: skip
+    penalty = (
+        [lp.RepetitionPenaltyLogitsProcessor(OPTIONS["repetition_penalty"])]
+        if OPTIONS["repetition_penalty"] != 1.0
+        else []
+    )
+    return LogitsProcessorList(
+        [
+            *penalty,
+            lp.TemperatureLogitsWarper(OPTIONS["temperature"]),
+            lp.TopKLogitsWarper(int(OPTIONS["top_k"])),
+            lp.TopPLogitsWarper(OPTIONS["top_p"]),
+            lp.MinPLogitsWarper(OPTIONS["min_p"]),
+        ]
+    )
 
 
 @torch.no_grad()
 def distribution(model: Any, texts: Tensor) -> Tensor:
     """The processed distribution of what follows texts [R, T] -> [R, V] float64."""
-    rows = [processors()(part, model(part, logits_to_keep=1).logits[:, -1].float()).double().softmax(-1) for part in texts.split(64)]
+    rows = [
+        processors()(part, model(part, logits_to_keep=1).logits[:, -1].float()).double().softmax(-1)
+        for part in texts.split(64)
+    ]
     return torch.cat(rows)
 
 
@@ -95,16 +99,22 @@ Text = tuple[int, ...]
 
 def draw(
     model: Any, inputs: dict[str, Tensor], assistant: Any, count: int, batch: int, seed: int, length: int = LENGTH
-) -> list[Text]:  # fmt: skip
+) -> list[Text]:
     """`count` continuations of `length` tokens."""
     texts: list[Text] = []
     while len(texts) < count:
         torch.manual_seed(seed + len(texts))
         size = min(batch, count - len(texts))
         out = model.generate(
-            **inputs, do_sample=True, num_return_sequences=size, max_new_tokens=length, eos_token_id=NEVER, pad_token_id=0,
-            assistant=assistant, **OPTIONS,
-        )  # fmt: skip
+            **inputs,
+            do_sample=True,
+            num_return_sequences=size,
+            max_new_tokens=length,
+            eos_token_id=NEVER,
+            pad_token_id=0,
+            assistant=assistant,
+            **OPTIONS,
+        )
         texts += map(tuple, out[:, -length:].tolist())
     return texts
 
@@ -129,10 +139,14 @@ def p_value(statistic: float, freedom: int) -> float:
     """The chance of a statistic at least as large."""
     if freedom == 0:
         return 1.0
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)))
+    return float(
+        torch.special.gammaincc(
+            torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
+        )
+    )
 
 
-def judge(model: Any, ids: Tensor, texts: list[Text], distributions: dict[Text, Tensor]) -> dict[str, Any]:
+def judge(model: Any, ids: Tensor, texts: list[Text], distributions: dict[Text, Tensor]) -> list[dict[str, Any]]:
     """Every position of some texts against its distribution given the tokens before; `distributions` keeps those that are known."""
     positions = []
     for place in range(len(texts[0])):
@@ -147,53 +161,29 @@ def judge(model: Any, ids: Tensor, texts: list[Text], distributions: dict[Text, 
         parts = [chi_square(said[before], distributions[before], count) for before, count in begun.items()]
         value, freedom = sum(value for value, _ in parts), sum(freedom for _, freedom in parts)
         positions.append({"chi_square": round(value, 2), "freedom": freedom, "p": p_value(value, freedom)})
-    return {"positions": positions}
+    return positions
 
 
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9")
-
-
-def draw_rows(rows: list[dict[str, Any]], path: Path) -> None:
-    """A dot for each test's p-value, and the line under which a test fails."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    named = [(row["assistant"] + (", repetition penalty" if row["options"]["repetition_penalty"] != 1 else ""), row) for row in rows]
-    named.sort(key=lambda pair: pair[0])
-    figure, axes = plt.subplots(figsize=(8, 0.28 * len(rows) + 1.4), layout="constrained")
-    most = max(len(row["positions"]) for row in rows)
-    for index, colour in zip(range(most), COLOURS, strict=False):
-        dots = [(row["positions"][index]["p"], place) for place, (_, row) in enumerate(named) if index < len(row["positions"])]
-        axes.plot(*zip(*dots, strict=True), "o", color=colour, label=f"token {index + 1}")
-    axes.axvline(SIGNIFICANCE, color="black", linewidth=1, label=f"significance {SIGNIFICANCE}")
-    axes.set_yticks(range(len(rows)), [name for name, _ in named], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlim(1e-4, 1.2)
-    axes.set_xlabel(f"p-value of {rows[0]['texts']} texts against the unpatched model's distribution")
-    figure.legend(fontsize=8, loc="outside upper right", ncols=4, frameon=False)
-    figure.savefig(path, dpi=130)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
-    parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; random weights without one, whose drafts are mostly wrong")
+    parser.add_argument(
+        "--eagle-head", help="of `eagle` and `eagle2`; random weights without one, whose drafts are mostly wrong"
+    )
     parser.add_argument("--assistants", nargs="+", default=list(ASSISTANTS), choices=list(ASSISTANTS))
-    parser.add_argument("--penalty", nargs="+", default=list(PENALTY), choices=list(PENALTY), help="with and without a repetition penalty")
+    parser.add_argument(
+        "--penalty",
+        nargs="+",
+        default=list(PENALTY),
+        choices=list(PENALTY),
+        help="with and without a repetition penalty",
+    )
     parser.add_argument("--texts", type=int, default=50_000)
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
-    parser.add_argument("--plot", type=Path, help="draw the p-values of the rows in --out as this PNG, and measure nothing")
-    options = parser.parse_args()
-    if options.plot is not None:
-        draw_rows([json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()], options.plot)
-        return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = parser.parse_args(arguments)
+    device, _ = device_here()
     model, tokenizer = load_model(options.model, device, torch.float32)
     inputs = encode(tokenizer, PROMPT, device)
     distributions: dict[Text, Tensor] | None = None
@@ -212,19 +202,15 @@ def main() -> None:
         texts = draw(model, inputs, assistant, options.texts, options.batch, options.seed, length)
         calls = fastspec.report(model).calls[-options.texts // options.batch :]
         mine = [call for call in calls if call.assistant == calls[-1].assistant]
-        row = {
-            "assistant": name, "texts": len(texts), "tokens": length, "options": dict(OPTIONS),
-            "seed": options.seed, "batch": options.batch,
-            "significance": SIGNIFICANCE, **({"eagle_head": options.eagle_head} if name.startswith("eagle") and name != "eagle3" else {}),
-            **judge(model, inputs["input_ids"], texts, distributions), "drafted": sum(c.drafted for c in mine),
-            "drafts_accepted": sum(c.accepted for c in mine), "rounds": sum(c.row_rounds for c in mine),
-            "seconds": round(time.perf_counter() - began, 1), **environment(model), "backend": fastspec.report(model).backend,
-        }  # fmt: skip
+        row = {"assistant": name, "texts": len(texts), "tokens": length, "options": dict(OPTIONS), "seed": options.seed}
+        row |= {"batch": options.batch, "significance": SIGNIFICANCE}
+        row |= {"eagle_head": options.eagle_head} if name.startswith("eagle") and name != "eagle3" else {}
+        row |= {"positions": judge(model, inputs["input_ids"], texts, distributions)}
+        row |= {"drafted": sum(c.drafted for c in mine), "drafts_accepted": sum(c.accepted for c in mine)}
+        row |= {"rounds": sum(c.row_rounds for c in mine), "seconds": round(time.perf_counter() - began, 1)}
+        row |= environment(model) | {"backend": fastspec.report(model).backend}
         failed |= any(position["p"] < SIGNIFICANCE for position in row["positions"])
-        print(json.dumps(row), flush=True)
-        if options.out:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        write(options.out, row)
     raise SystemExit(1 if failed else 0)
 
 

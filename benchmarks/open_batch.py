@@ -1,41 +1,53 @@
-"""An open batch under load without a server: so many clients, each with one prompt at a time, and chunks of prompts of several sizes.
+"""An open batch under load without a server, or trees of a head in batches of many rows.
 
-    python benchmarks/open_batch.py --prompts humaneval.jsonl gsm8k.jsonl mt_bench.jsonl --assistant eagle3 --out rows.jsonl
-    python benchmarks/open_batch.py --shape qwen2-1.5b --out rows.jsonl       # random weights and prompts
+    python benchmarks/open_batch.py --prompts humaneval.jsonl gsm8k.jsonl --assistant eagle3 --out rows.jsonl
+    python benchmarks/open_batch.py --shape qwen2-1.5b --out rows.jsonl       # random weights, head and prompts
+    python benchmarks/open_batch.py --prompts mt_bench.jsonl --trees plain 32,6,8 8,5,2 --rows 16 128 --out rows.jsonl
 
-Every load is six prompts a client, each with `--tokens` new tokens; no end token ends an answer. Chunks take turns, `--repeats` times, in
-one batch whose rounds were captured before. `first_token_ms` is the median from `submit` to the first token at the streamer. `parts` are
-calls and seconds of the batch's own thread: `admit`, reading prompts; `wait`, for rounds that were launched ahead, and `run`, for those
-that were not; `take`, handing tokens out; all of these are within `turn`.
+A load is `--clients` clients, each with one prompt at a time and six in all. Each size of `--chunks`, in which prompts
+are read, takes its turn `--repeats` times, in one batch whose rounds were captured before. `first_token_ms` is the
+median from `submit` to the first token at the streamer. `parts` are calls and seconds of the batch's own thread:
+`admit`, reading prompts; `wait`, for rounds that were launched asynchronously, and `run`, for others; `take`, handing
+tokens out; all of these are within `turn`.
+
+With `--trees` (total_tokens,depth,top_k; `plain`: no drafts) `--times` as many prompts as rows are answered in one
+call of `generate` with `ContinuousBatch`, after a shorter call that captures. `tokens_per_second` and `round_ms`, a
+call less its prompts over its rounds, are those of the fastest of `--repeats`. A random head's drafts are wrong: there
+the time of a round tells. No end token ends an answer in either.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
+import random
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from full_size import SHAPES, make_model  # the script beside this one
+from common import device_here, padded, parser_of, place, tree_of, write
+from full_size import SHAPES, make_head, make_model
 
 import fastspec
 from fastspec.generation.engine import rounds, schedule
 from fastspec.models import SMOLLM2, load_model
-from fastspec.programs.bench.device import device_name, versions
 from fastspec.programs.training.data import encode_prompts, read_prompts
 
 EACH = 6
+"""Prompts of a client."""
+LONGEST = 400
+"""Tokens of a prompt at most."""
 PARTS = (
-    ("admit", rounds.Rounds, "_admit"), ("turn", rounds.Rounds, "turn"), ("wait", schedule.InFlightRound, "wait"),
-    ("run", schedule.WholeGraph, "run"), ("take", rounds, "take"),
-)  # fmt: skip
+    ("admit", rounds.Rounds, "_admit"),
+    ("turn", rounds.Rounds, "turn"),
+    ("wait", schedule.InFlightRound, "wait"),
+    ("run", schedule.WholeGraph, "run"),
+    ("take", rounds, "take"),
+)
 
 
 class First:
@@ -70,19 +82,19 @@ def timed_parts() -> Iterator[dict[str, list[float]]]:
 
         return found
 
-    former = [(owner, attribute, getattr(owner, attribute)) for _, owner, attribute in PARTS]
-    for (name, _, _), (owner, attribute, run) in zip(PARTS, former, strict=True):
+    former = [(name, owner, attribute, getattr(owner, attribute)) for name, owner, attribute in PARTS]
+    for name, owner, attribute, run in former:
         setattr(owner, attribute, timed(name, run))
     try:
         yield spent
     finally:
-        for owner, attribute, run in former:
+        for _, owner, attribute, run in former:
             setattr(owner, attribute, run)
 
 
-def load(batch: Any, prompts: Sequence[torch.Tensor], clients: int, tokens: int) -> dict[str, Any]:
+def load(batch: Any, prompts: Sequence[Sequence[int]], clients: int, tokens: int) -> dict[str, Any]:
     """The row of one load."""
-    todo = [prompts[place % len(prompts)] for place in range(EACH * clients)]
+    todo = [torch.tensor([prompts[number % len(prompts)]]) for number in range(EACH * clients)]
     firsts: list[float] = []
     failed: list[BaseException] = []
 
@@ -90,13 +102,14 @@ def load(batch: Any, prompts: Sequence[torch.Tensor], clients: int, tokens: int)
         try:
             for ids in mine:
                 streamer, asked = First(), time.perf_counter()
-                batch.submit(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, streamer=streamer).result()
+                options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
+                batch.submit(ids, **options, streamer=streamer).result()
                 firsts.append(1e3 * (streamer.at - asked))
         except BaseException as error:
             failed.append(error)
 
     with timed_parts() as parts:
-        threads = [threading.Thread(target=client, args=(todo[place::clients],)) for place in range(clients)]
+        threads = [threading.Thread(target=client, args=(todo[number::clients],)) for number in range(clients)]
         begun = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -105,66 +118,90 @@ def load(batch: Any, prompts: Sequence[torch.Tensor], clients: int, tokens: int)
         seconds = time.perf_counter() - begun
     if failed:
         raise failed[0]
-    return {
-        "clients": clients, "requests": len(todo), "tokens": tokens, "seconds": round(seconds, 3),
-        "tokens_per_second": round(len(todo) * tokens / seconds, 1), "first_token_ms": round(statistics.median(firsts), 1),
-        "parts": {name: [int(calls), round(spent, 3)] for name, (calls, spent) in parts.items()},
-    }  # fmt: skip
+    row = {"clients": clients, "requests": len(todo), "tokens": tokens, "seconds": round(seconds, 3)}
+    row |= {"tokens_per_second": round(len(todo) * tokens / seconds, 1)}
+    row |= {"first_token_ms": round(statistics.median(firsts), 1)}
+    return row | {"parts": {name: [int(calls), round(spent, 3)] for name, (calls, spent) in parts.items()}}
 
 
-def made(args: argparse.Namespace, device: str) -> tuple[Any, list[torch.Tensor]]:
+def made(args: argparse.Namespace) -> tuple[Any, list[list[int]]]:
     """(the patched model, prompts)."""
+    device, dtype = device_here()
     if args.shape is None:
         model, tokenizer = load_model(args.model, device)
-        rows = [row for path in args.prompts for row in read_prompts(path)]
+        prompts = [row for path in args.prompts for row in read_prompts(path)[: args.each]]
+        random.Random(0).shuffle(prompts)
+        texts = [ids for ids in encode_prompts(tokenizer, prompts) if len(ids) < LONGEST]
         fastspec.patch(model, eagle3=args.head or args.model)
-        model.generation_config.eos_token_id = None
-        return model, [torch.tensor([ids]) for ids in encode_prompts(tokenizer, rows)]
-    torch.manual_seed(0)
-    model = make_model(args.shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    else:
+        torch.manual_seed(0)
+        model = make_model(args.shape, device, dtype)
+        most = min(500, model.config.vocab_size)
+        lengths = torch.randint(120, 250, (192,)).tolist()
+        texts = [torch.randint(10, most, (length,)).tolist() for length in lengths]
+        fastspec.patch(model, eagle3=make_head(model, args.draft_vocab))
     model.generation_config.eos_token_id = None
-    lengths = torch.randint(120, 250, (EACH * max(args.clients),)).tolist()
-    return fastspec.patch(model), [torch.randint(10, 500, (1, length)) for length in lengths]
+    return model, texts
+
+
+def of_tree(model: Any, texts: Sequence[Sequence[int]], rows: int, tree: str, args: argparse.Namespace) -> dict:
+    """The row of one tree in one number of rows."""
+    assistant: Any = "autoregressive" if tree == "plain" else tree_of(tree)
+    inputs = padded([texts[number % len(texts)] for number in range(args.times * rows)], model.device)
+    given = {**inputs, "do_sample": False, "assistant": fastspec.ContinuousBatch(assistant, rows)}
+    count, seconds = args.times * rows, []
+    model.generate(**given, max_new_tokens=max(2, args.tokens // 8))
+    for _ in range(args.repeats):
+        begun = time.perf_counter()
+        model.generate(**given, max_new_tokens=args.tokens)
+        seconds.append(time.perf_counter() - begun)
+    stats, best = fastspec.report(model).calls[-1], min(seconds)
+    row = {"rows": rows, "tree": tree, "prompts": count, "tokens": args.tokens}
+    row |= {"tokens_per_second": round(count * args.tokens / best, 1), "seconds": [round(each, 4) for each in seconds]}
+    row |= {"acceptance_length": round(stats.acceptance_length, 3), "rounds": stats.rounds}
+    return row | {"round_ms": round(1e3 * (best - stats.phases["prefill"]) / stats.rounds, 3)}
+
+
+def loads(model: Any, texts: Sequence[Sequence[int]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of all loads of one batch."""
+    assistant: Any = args.assistant if args.tree is None else tree_of(args.tree)
+    with fastspec.continuous(model, assistant, rows=args.rows[0], max_length=2048) as batch:
+        batch.warmup()
+        load(batch, texts, max(args.clients), max(1, args.tokens // 4))
+        for chunk in args.chunks * args.repeats:
+            batch.chunk = chunk
+            for each in batch._widths.made.values():
+                each.chunk = chunk
+            for clients in args.clients:
+                row = {"assistant": args.assistant, "tree": args.tree, "rows": args.rows[0], "chunk": chunk}
+                yield row | load(batch, texts, clients, args.tokens)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
-    parser.add_argument("--head", help="of eagle3; by default the one that ships for the model")
+    parser.add_argument("--head", help="of eagle3; by default the one of the model's name")
     parser.add_argument("--prompts", nargs="+", default=[], help="jsonl files")
-    parser.add_argument("--shape", choices=list(SHAPES), help="random weights, in place of --model and --prompts")
+    parser.add_argument("--each", type=int, default=64, help="prompts of a file at most")
+    parser.add_argument("--shape", choices=list(SHAPES), help="random weights, instead of --model and --prompts")
+    parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--assistant", default="autoregressive")
-    parser.add_argument("--tree", help="total_tokens,depth,top_k of eagle3, in place of the default")
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--tree", help="total_tokens,depth,top_k of eagle3 under load, instead of the default")
+    parser.add_argument("--trees", nargs="+", default=[], help="measure these trees instead of loads")
+    parser.add_argument("--rows", type=int, nargs="+", default=[32], help="a batch's; of trees each of these")
+    parser.add_argument("--times", type=int, default=3, help="prompts for a row of a tree")
     parser.add_argument("--clients", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--chunks", nargs="+", type=int, default=[256, 1024])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     if args.shape is None and not args.prompts:
         parser.error("name --prompts, or a --shape")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, prompts = made(args, device)
-    assistant: Any = args.assistant
-    if args.tree is not None:
-        assistant = fastspec.Eagle3(**dict(zip(("total_tokens", "depth", "top_k"), map(int, args.tree.split(",")), strict=True)))
-    shared = {"model": args.shape or args.model, "assistant": args.assistant, "tree": args.tree, "rows": args.rows}
-    shared |= {"device": device_name(model.device), "dtype": str(model.dtype).removeprefix("torch."), **versions()}
-    with fastspec.continuous(model, assistant, rows=args.rows, max_length=2048) as batch:
-        batch.warmup()
-        load(batch, prompts, max(args.clients), max(1, args.tokens // 4))
-        for _ in range(args.repeats):
-            for chunk in args.chunks:
-                batch.chunk = chunk
-                for each in batch._widths.made.values():
-                    each.chunk = chunk
-                for clients in args.clients:
-                    row = {"chunk": chunk, **load(batch, prompts, clients, args.tokens)}
-                    print(json.dumps(row), flush=True)
-                    if args.out is not None:
-                        with args.out.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps({**shared, **row}) + "\n")
+    model, texts = made(args)
+    shared = {"model": args.shape or args.model, **place(model.device, model.dtype)}
+    trees = (of_tree(model, texts, rows, tree, args) for rows in args.rows for tree in args.trees)
+    for row in trees if args.trees else loads(model, texts, args):
+        write(args.out, shared | row, list(row))
 
 
 if __name__ == "__main__":

@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from full_size import SHAPES, kept_bytes, make_head, make_model, ours, peer, read_bandwidth
+from common import captured, milliseconds, parser_of, place, timed, write
+from full_size import SHAPES, config_of, kept_bytes, make_head, make_model, ours, peer, read_bandwidth
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import fastspec
@@ -35,7 +33,6 @@ from fastspec.generation.drafters.eagle import cut
 from fastspec.kernels.parallel import reference, symmetric
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.shards import local_part, processes_of
-from fastspec.programs.bench.device import versions
 from fastspec.programs.bench.report import quantiles
 
 ROWS = (1, 8, 16, 61, 128, 512)
@@ -46,8 +43,7 @@ REPEATS = 30
 
 def make_cut(name: str, dtype: torch.dtype, processes: int) -> Any:
     """A model of a shape with random weights over so many processes."""
-    kind, sizes = SHAPES[name]
-    config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=131072, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    config = config_of(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     wanted, device, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=processes, tp_plan="auto"))
@@ -80,47 +76,37 @@ def ways(group: dist.ProcessGroup, x: Tensor) -> dict[str, Callable[[Tensor], Te
 
 def microseconds(run: Callable[[], Any], device: torch.device) -> list[float]:
     """Microseconds of one of SUMS runs in a graph, or, off CUDA, of each by itself: the 20, 50 and 80 % quantiles."""
-    if device.type != "cuda":
-        times = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            run()
-            times.append(1e6 * (time.perf_counter() - start))
-        return quantiles(times)
     run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(SUMS):
-            run()
-    graph.replay()
-    times = []
-    for _ in range(REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / SUMS)
-    return quantiles(times)
+    if device.type == "cuda":
+        graph = captured([run] * SUMS)
+        return quantiles([1e3 * spent / SUMS for spent in milliseconds(graph.replay, REPEATS + 1)[1:]])
+    return quantiles([1e6 * timed(run) for _ in range(REPEATS)])
 
 
-def sums(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, width: int, vocabulary: int) -> list[dict[str, Any]]:
+def row_of(what: str, method: str, rows: int, width: int, times: list[float]) -> dict[str, Any]:
+    return {"what": what, "method": method, "rows": rows, "width": width, "us": times[1], "us_quantiles": times}
+
+
+def sums(
+    group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, width: int, vocabulary: int
+) -> list[dict[str, Any]]:
     """Rows of sums and joins. Raises RuntimeError for a sum that is wrong."""
     found = []
     for rows in ROWS:
-        x = torch.randint(-8, 9, (rows, width), generator=torch.Generator().manual_seed(rows)).to(device, dtype)  # sums are exact
+        x = torch.randint(-8, 9, (rows, width), generator=torch.Generator().manual_seed(rows)).to(
+            device, dtype
+        )  # sums are exact
         mine = x * (group.rank() + 1)
         for name, run in ways(group, mine).items():
             if not torch.equal(run(mine.clone()), x * sum(range(1, group.size() + 1))):
                 raise RuntimeError(f"the sum of {rows} rows by {name} is wrong")
             scratch = torch.zeros_like(mine)
-            times = microseconds(partial(run, scratch), device)
-            found.append({"what": "sum", "method": name, "rows": rows, "width": width, "us": times[1], "us_quantiles": times})
+            found.append(row_of("sum", name, rows, width, microseconds(partial(run, scratch), device)))
         part = torch.zeros(rows, reference.share(vocabulary, group.size()), device=device, dtype=dtype)
         keys = torch.zeros(rows, 1, device=device, dtype=torch.long)
         for name, sent, joined in (("logits", part, vocabulary), ("keys", keys, group.size())):
             times = microseconds(partial(reference.all_gather, sent, joined, group), device)
-            found.append({"what": "gather", "method": name, "rows": rows, "width": joined, "us": times[1], "us_quantiles": times})
+            found.append(row_of("gather", name, rows, joined, times))
     return found
 
 
@@ -136,13 +122,19 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
         generator = torch.Generator().manual_seed(rows)
         own, residual = (torch.randn(1, rows, width, generator=generator).to(device, dtype) for _ in range(2))
         weight, mine = torch.ones(width, device=device, dtype=dtype), own * (group.rank() + 1)
-        apart = partial(lambda x, r, w: layer.rms_norm(symmetric.all_reduce(x, group), w, 1e-5, r), mine, residual, weight)
-        fused = partial(lambda x, r, w: reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), w, 1e-5, r), mine, residual, weight)
+        apart = partial(
+            lambda x, r, w: layer.rms_norm(symmetric.all_reduce(x, group), w, 1e-5, r), mine, residual, weight
+        )
+        fused = partial(
+            lambda x, r, w: reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), w, 1e-5, r),
+            mine,
+            residual,
+            weight,
+        )
         for name, run in (("two launches", apart), ("one launch", fused)):
             if not all(map(torch.equal, run(), apart())):
                 raise RuntimeError(f"the norm of the sum of {rows} rows in {name} is wrong")
-            times = microseconds(run, device)
-            found.append({"what": "norm", "method": name, "rows": rows, "width": width, "us": times[1], "us_quantiles": times})
+            found.append(row_of("norm", name, rows, width, microseconds(run, device)))
     return found
 
 
@@ -181,18 +173,25 @@ def rounds(model: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
     parser.add_argument("--processes", default="1,all", help="1, all or both: how many hold the model")
-    parser.add_argument("--methods", default="autoregressive,eagle3", help=f"with {WHOLE!r} behind: its head is whole in all processes")
+    parser.add_argument(
+        "--methods", default="autoregressive,eagle3", help=f"with {WHOLE!r} behind: its head is whole in all processes"
+    )
     parser.add_argument("--prefix", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--tune", type=float, default=0.0, metavar="MINUTES", help="measure rounds again with launches tuned for so long")
+    parser.add_argument(
+        "--tune",
+        type=float,
+        default=0.0,
+        metavar="MINUTES",
+        help="measure rounds again with launches tuned for so long",
+    )
     parser.add_argument("--no-sums", action="store_true")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
     rank = int(os.environ["RANK"])
@@ -203,31 +202,30 @@ def main(arguments: list[str] | None = None) -> None:
     group, dtype = dist.group.WORLD, getattr(torch, args.dtype)
     assert group is not None
     bandwidth = read_bandwidth(device.type)
-    shared = {"device": torch.cuda.get_device_name() if cuda else "cpu", "dtype": args.dtype, **versions()}
+    shared = place(device, args.dtype)
 
-    def write(rows: list[dict[str, Any]], **more: Any) -> None:
+    def tell(rows: list[dict[str, Any]], **more: Any) -> None:
         for row in ({**shared, **more, **row} for row in rows):
             if bandwidth and "read_bytes" in row:
                 row["floor_ms"] = round(1e3 * (row["read_bytes"] + row["kept_bytes"]) / bandwidth, 4)
             if rank == 0:
-                print(json.dumps({name: value for name, value in row.items() if name not in shared}), flush=True)
-                if args.out:
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
+                write(args.out, row, [name for name in row if name not in shared])
 
     for name in args.shapes.split(","):
-        config = AutoConfig.for_model(SHAPES[name][0], **SHAPES[name][1])
-        ids = torch.randint(10, config.vocab_size, (1, args.prefix), generator=torch.Generator().manual_seed(0)).to(device)
+        config = config_of(name)
+        ids = torch.randint(10, config.vocab_size, (1, args.prefix), generator=torch.Generator().manual_seed(0)).to(
+            device
+        )
         if not args.no_sums:
-            write(sums(group, device, dtype, config.hidden_size, config.vocab_size), shape=name, processes=group.size())
+            tell(sums(group, device, dtype, config.hidden_size, config.vocab_size), shape=name, processes=group.size())
             if cuda:
-                write(norms(group, device, dtype, config.hidden_size), shape=name, processes=group.size())
+                tell(norms(group, device, dtype, config.hidden_size), shape=name, processes=group.size())
         for count in args.processes.split(","):
             if count == "all" or rank == 0:
                 torch.manual_seed(rank)
                 model = make_cut(name, dtype, group.size()) if count == "all" else make_model(name, device.type, dtype)
                 rows = rounds(model, ids, args)
-                write(rows, shape=name, processes=group.size() if count == "all" else 1, prefix=args.prefix)
+                tell(rows, shape=name, processes=group.size() if count == "all" else 1, prefix=args.prefix)
                 del model
             if cuda:
                 torch.cuda.synchronize()

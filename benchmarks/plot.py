@@ -1,36 +1,36 @@
-"""Draw the rows of `fastspec bench`: tokens per second by category, and the milliseconds of a round by phase.
+"""Draw the rows of `fastspec bench`, of full_size.py or of lossless.py, which the rows tell apart.
 
-    python benchmarks/plot.py benchmarks/results/bench_cpu.jsonl --out benchmarks/results/bench_cpu.png
+    python benchmarks/plot.py benchmarks/results/bench_cpu.jsonl --out bench_cpu.png
 
-A file may hold several runs, told apart by their date; the last one is drawn, and of several batch sizes the first. Needs matplotlib
-(`pip install "fastspec-transformers[bench]"`).
+A bench: tokens per second by category, and the milliseconds of a round by phase; of several runs, told apart by their
+date, the last, and of several batch sizes the first. full_size.py: where a round's time goes. lossless.py: the p-values
+of its tests. Needs matplotlib (`pip install "fastspec-transformers[bench]"`).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from common import Row, parser_of, read
+
+from fastspec.programs.bench.report import OVERALL, by_size, summarise
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from fastspec.programs.bench.report import OVERALL, by_size, summarise
-
-COLOURS = {
-    "transformers": "#7f7f7f", "prompt-lookup": "#b8b8b8", "assisted": "#dedede", "static-compile": "#4a4a4a",
-    "autoregressive": "#56b4e9", "nasd": "#009e73", "speculative": "#f0e442", "eagle": "#e69f00", "eagle2": "#d55e00", "eagle3": "#0072b2",
-}  # fmt: skip
+METHODS = ("transformers", "prompt-lookup", "assisted", "static-compile", "autoregressive", "nasd", "speculative")
+METHODS += ("eagle", "eagle2", "eagle3")
+HUES = ["#7f7f7f", "#b8b8b8", "#dedede", "#4a4a4a", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#0072b2"]
+COLOURS = dict(zip(METHODS, HUES, strict=True))
 """A method looks the same in every picture. What transformers offers is grey, the assistants' colours are told apart by the colour-blind
 too (Okabe and Ito)."""
-PHASES = {
-    "pass": "#bbbbbb", "draft": "#8c510a", "score": "#5e3c99", "choose": "#b2abd2", "commit": "#dfc27d", "other": "#555555",
-    "round": "#80624d", "judge": "#8073ac", "observe": "#c7a76c", "draft and score": "#a06a9c",
-}  # fmt: skip
+STEPS = ("pass", "draft", "score", "choose", "commit", "other", "round", "judge", "observe", "draft and score")
+HUES = ["#bbbbbb", "#8c510a", "#5e3c99", "#b2abd2", "#dfc27d", "#555555", "#80624d", "#8073ac", "#c7a76c", "#a06a9c"]
+PHASES = dict(zip(STEPS, HUES, strict=True))
 """None of them the colour of a method."""
+PARTS = dict(zip(("draft", "score", "choose", "commit", "observe", "host"), plt.get_cmap("Dark2").colors, strict=False))
 
 LINE = 8
 """Most categories in a line of bars; the others go on in a further one."""
@@ -40,26 +40,35 @@ MISSING = [float("nan")] * 3
 LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rows", type=Path, help="jsonl file that `fastspec bench --out` wrote")
-    parser.add_argument("--out", type=Path, help="PNG to write; by default beside the rows")
-    options = parser.parse_args()
-    rows = [json.loads(line) for line in options.rows.read_text(encoding="utf-8").splitlines()]
-    draw([row for row in rows if row["date"] == rows[-1]["date"]], options.out or options.rows.with_suffix(".png"))
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("rows", type=Path, help="jsonl file; --out is a PNG, by default beside it")
+    args = parser.parse_args(arguments)
+    rows = read(args.rows)
+    path = args.out or args.rows.with_suffix(".png")
+    if "positions" in rows[0]:
+        significance(rows, path)
+    elif "shape" in rows[0]:
+        rounds(rows, path)
+    else:
+        draw([row for row in rows if row["date"] == rows[-1]["date"]], path)
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(rows: list[Row], path: Path) -> None:
     """Both pictures of one run, one above the other."""
     rows = by_size(rows)[0]
     summary, where = summarise(rows), rows[0]
     categories = list(dict.fromkeys(row["category"] for row in summary))
     found = {row["method"] for row in summary}
     methods = sorted(found, key=lambda name: [*COLOURS, name].index(name))
-    each = -(-len(categories) // -(-len(categories) // LINE))  # as many in the last line as in the others, or a few less
+    each = -(
+        -len(categories) // -(-len(categories) // LINE)
+    )  # as many in the last line as in the others, or a few less
     lines = [categories[start : start + each] for start in range(0, len(categories), each)]
     heights = [3.0] * len(lines) + [0.36 * len(methods) + 0.6]
-    figure, axes = plt.subplots(len(heights), 1, figsize=(11, sum(heights) + 0.9 * len(heights) + 0.6), height_ratios=heights)
+    figure, axes = plt.subplots(
+        len(heights), 1, figsize=(11, sum(heights) + 0.9 * len(heights) + 0.6), height_ratios=heights
+    )
     most = max(row["tokens_per_second"][2] for row in summary)
     for ax, line in zip(axes, lines, strict=False):
         speeds(ax, summary, line, methods, each)
@@ -77,7 +86,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def speeds(axes: Any, summary: list[dict[str, Any]], categories: list[str], methods: list[str], room: int) -> None:
+def speeds(axes: Any, summary: list[Row], categories: list[str], methods: list[str], room: int) -> None:
     """Grouped bars with room for `room` categories: the median of tokens per second, whiskers from the 20 to the 80 % quantile."""
     found = {(row["method"], row["category"]): row["tokens_per_second"] for row in summary}
     wide = 0.84 / len(methods)
@@ -93,7 +102,7 @@ def speeds(axes: Any, summary: list[dict[str, Any]], categories: list[str], meth
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def phases(axes: Any, whole: list[dict[str, Any]]) -> None:
+def phases(axes: Any, whole: list[Row]) -> None:
     """Stacked bars of what a round of each method takes; `pass` is a peer's round as a whole, `other` what lies between the phases."""
     ends = []
     for place, row in enumerate(whole):
@@ -121,6 +130,49 @@ def phases(axes: Any, whole: list[dict[str, Any]]) -> None:
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     axes.legend(handles.values(), handles.keys(), ncols=len(handles), **LEGEND)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def rounds(rows: list[Row], path: Path) -> None:
+    """Stacked bars of the medians of a round's parts, one per shape, method and batch, with the floor of each."""
+    rows = sorted((row for row in rows if row.get("parts_ms")), key=lambda row: (row["shape"], row["batch"]))
+    figure, axes = plt.subplots(figsize=(9, 0.45 * len(rows) + 1.6), layout="constrained")
+    for place, row in enumerate(rows):
+        left = 0.0
+        for part, colour in PARTS.items():  # "draft 3" and its like belong to the drafting
+            width = sum(middle for name, (_, middle, _) in row["parts_ms"].items() if name.split(" ")[0] == part)
+            axes.barh(place, width, left=left, color=colour, label=part if place == 0 else None)
+            left += width
+        floor, label = [row["floor_ms"]] * 2, "weights read once" if place == 0 else None
+        axes.plot(floor, [place - 0.45, place + 0.45], color="black", linewidth=2, label=label)
+        axes.text(left, place, f" {left:.2f} ms", va="center", fontsize=8)
+    labels = [f"{row['shape']}, {row['method']}, batch {row['batch']}" for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"median ms of a round's parts, {rows[0]['device']}, {rows[0]['dtype']}")
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def significance(rows: list[Row], path: Path) -> None:
+    """A dot for each test's p-value, and the line under which a test fails."""
+    named = [(row["assistant"] + ", penalty" * (row["options"]["repetition_penalty"] != 1), row) for row in rows]
+    named.sort(key=lambda pair: pair[0])
+    figure, axes = plt.subplots(figsize=(8, 0.28 * len(rows) + 1.4), layout="constrained")
+    for index in range(max(len(row["positions"]) for row in rows)):
+        of = [(row["positions"][index]["p"], at) for at, (_, row) in enumerate(named) if index < len(row["positions"])]
+        axes.plot(*zip(*of, strict=True), "o", label=f"token {index + 1}")
+    limit = rows[0]["significance"]
+    axes.axvline(limit, color="black", linewidth=1, label=f"significance {limit}")
+    axes.set_yticks(range(len(rows)), [name for name, _ in named], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(1e-4, 1.2)
+    axes.set_xlabel(f"p-value of {rows[0]['texts']} texts against the unpatched model's distribution")
+    figure.legend(fontsize=8, loc="outside upper right", ncols=4, frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

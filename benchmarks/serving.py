@@ -23,24 +23,31 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
-import json
+import contextlib
 import os
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from common import device_here, parser_of, place, write
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
-from serving_started import Started, started  # the script beside this one
 
 from fastspec.devices import cpu_name
+from fastspec.models import load_model
+from fastspec.patches.assistants.heads import find_head
 from fastspec.programs.bench.prompts import read_rows
 from fastspec.programs.bench.report import quantiles
+from fastspec.programs.bench.run import saved
 
 TOGETHER = 0.002
 """Seconds within which chunks count as one."""
@@ -48,10 +55,92 @@ LONG_EVERY = 10
 REQUESTS = 6
 """Times those in flight: so many requests at the least."""
 COUNTS = {
-    "fastspec_row_rounds_total": "rounds", "fastspec_accepted_tokens_total": "accepted",
-    "vllm:spec_decode_num_drafts_total": "rounds", "vllm:spec_decode_num_accepted_tokens_total": "accepted",
-}  # fmt: skip
+    "fastspec_row_rounds_total": "rounds",
+    "fastspec_accepted_tokens_total": "accepted",
+    "vllm:spec_decode_num_drafts_total": "rounds",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+}
 """What servers count of drafts, by the name of a sample."""
+
+
+LOOK = 0.25
+"""Seconds between looks at a server that is not ready."""
+GRACE = 20.0
+"""Seconds that a server has to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A server that answers: its address, and the seconds from its start until it said so, others starting beside it; None where it ran."""
+
+    url: str
+    ready_s: float | None = None
+
+
+@contextlib.contextmanager
+def started(commands: Sequence[str], model: str, patience: float) -> Iterator[dict[str, Started]]:
+    """name -> server, of commands "NAME=COMMAND"; the model is written out in bf16 where there is CUDA. Raises `SystemExit` with what
+    a server wrote last where it ends, or is not ready in time."""
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        filled = {"{port}": "", "{model}": "", "{head}": ""}
+        if any("{model}" in command for command in commands):
+            filled["{model}"] = stack.enter_context(saved(model, *load_model(model, dtype=device_here()[1])))
+        if any("{head}" in command for command in commands):
+            filled["{head}"] = str(find_head(model))
+        begun, running = time.monotonic(), {}
+        for port, (name, command) in zip(
+            free_ports(len(commands)), (text.split("=", 1) for text in commands), strict=True
+        ):
+            filled["{port}"] = str(port)
+            words = shlex.split(command)
+            for mark, value in filled.items():
+                words = [word.replace(mark, value) for word in words]
+            log = stack.enter_context((logs / f"{len(running)}.log").open("wb"))
+            process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            stack.callback(end, process)
+            running[name] = process, f"http://127.0.0.1:{port}", Path(log.name)
+        found: dict[str, Started] = {}
+        while len(found) < len(running):
+            for name, (process, address, log_path) in running.items():
+                if name not in found and is_ready(address):
+                    found[name] = Started(f"{address}/v1", round(time.monotonic() - begun, 1))
+                elif name not in found and (process.poll() is not None or time.monotonic() - begun > patience):
+                    why = (
+                        f"was not ready within {patience:g} s"
+                        if process.poll() is None
+                        else f"ended with status {process.returncode}"
+                    )
+                    raise SystemExit(f"{name} {why}:\n{log_path.read_text(errors='replace')[-2000:]}")
+            time.sleep(LOOK)
+        yield found
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nothing listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def is_ready(address: str) -> bool:
+    """Whether `/health` says so."""
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a server to end, and all that it started; and end what does not."""
+    for sign, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
 
 
 @dataclass(slots=True)
@@ -66,20 +155,23 @@ class Answer:
     @property
     def pauses(self) -> list[float]:
         """Times between chunks that are no single one."""
-        return [later - sooner for sooner, later in zip(self.at, self.at[1:], strict=False) if later - sooner > TOGETHER]
+        return [
+            later - sooner for sooner, later in zip(self.at, self.at[1:], strict=False) if later - sooner > TOGETHER
+        ]
 
 
 async def ask(client: AsyncOpenAI, model: str, prompt: str, count: int, whole: bool) -> Answer:
     """One chat, streamed unless its answer is to come as a `whole`."""
     answer = Answer(time.perf_counter())
-    asked: dict[str, Any] = {
-        "model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": count, "temperature": 0,
-    }  # fmt: skip
+    asked: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": prompt}]}
+    asked |= {"max_tokens": count, "temperature": 0}
     if whole:
         found = await client.chat.completions.create(**asked)
         answer.text, answer.tokens = found.choices[0].message.content or "", found.usage.completion_tokens
         return answer
-    async for chunk in await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    async for chunk in await client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    ):
         if chunk.usage is not None:
             answer.tokens = chunk.usage.completion_tokens
         if chunk.choices and chunk.choices[0].delta.content:
@@ -90,7 +182,7 @@ async def ask(client: AsyncOpenAI, model: str, prompt: str, count: int, whole: b
 
 async def load(
     url: str, model: str, prompts: Sequence[str], in_flight: int, count: int, whole: bool = False
-) -> tuple[list[Answer], float]:  # fmt: skip
+) -> tuple[list[Answer], float]:
     """All prompts, so many at a time -> the answers in their order, and the seconds that all took."""
     room = asyncio.Semaphore(in_flight)
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=3600) as client:
@@ -128,25 +220,30 @@ def texts(path: str, requests: int, long: int) -> list[str]:
     found = [row["text"] for row in read_rows(path)]
     filler = " ".join(f"item {number}" for number in range(long // 2))
     chosen = [found[index % len(found)] for index in range(requests)]
-    return [f"{filler}\n{text}" if long and index % LONG_EVERY == LONG_EVERY - 1 else text for index, text in enumerate(chosen)]
+    return [
+        f"{filler}\n{text}" if long and index % LONG_EVERY == LONG_EVERY - 1 else text
+        for index, text in enumerate(chosen)
+    ]
 
 
-def row_of(server: str, in_flight: int, answers: Sequence[Answer], seconds: float, wanted: Sequence[str]) -> dict[str, Any]:
+def row_of(
+    server: str, in_flight: int, answers: Sequence[Answer], seconds: float, wanted: Sequence[str]
+) -> dict[str, Any]:
     """What a load came to."""
     first = [1e3 * (answer.at[0] - answer.sent) for answer in answers if answer.at] or [0.0]
     pauses = sorted(1e3 * pause for answer in answers for pause in answer.pauses) or [0.0]
-    return {
-        "server": server, "in_flight": in_flight, "requests": len(answers), "new_tokens": sum(answer.tokens for answer in answers),
-        "seconds": round(seconds, 3), "tokens_per_second": round(sum(answer.tokens for answer in answers) / seconds, 2),
-        "first_token_ms": [round(value, 2) for value in quantiles(first)], "pause_ms": [round(value, 2) for value in quantiles(pauses)],
-        "pause_99_ms": round(pauses[int(0.99 * (len(pauses) - 1))], 2), "pause_longest_ms": round(pauses[-1], 2),
-        "equal": sum(answer.text == text for answer, text in zip(answers, wanted, strict=True)) / len(answers),
-    }  # fmt: skip
+    new, same = sum(answer.tokens for answer in answers), zip(answers, wanted, strict=True)
+    row = {"server": server, "in_flight": in_flight, "requests": len(answers), "new_tokens": new}
+    row |= {"seconds": round(seconds, 3), "tokens_per_second": round(new / seconds, 2)}
+    row |= {"first_token_ms": [round(value, 2) for value in quantiles(first)]}
+    row |= {"pause_ms": [round(value, 2) for value in quantiles(pauses)]}
+    row |= {"pause_99_ms": round(pauses[int(0.99 * (len(pauses) - 1))], 2), "pause_longest_ms": round(pauses[-1], 2)}
+    return row | {"equal": sum(answer.text == text for answer, text in same) / len(answers)}
 
 
 def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[dict[str, Any]]:
     """A row for every way, load and server."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    where = place(*device_here()) | {"client_cpu": cpu_name(), "cores": os.cpu_count(), "note": given.note}
     for way in given.ways:
         whole, long = way == "whole", given.long if way == "long" else 0
         most = max(given.requests, REQUESTS * max(given.in_flight))
@@ -158,42 +255,49 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
             count = max(given.requests, REQUESTS * in_flight)
             for name, server in servers.items():
                 before = drafted(server.url)
-                answers, seconds = asyncio.run(load(server.url, given.model, prompts[:count], in_flight, given.max_tokens, whole))
+                answers, seconds = asyncio.run(
+                    load(server.url, given.model, prompts[:count], in_flight, given.max_tokens, whole)
+                )
                 after = drafted(server.url)
                 wanted += [answer.text for answer in answers[len(wanted) :]]
                 row = row_of(name, in_flight, answers, seconds, wanted[:count])
                 row["acceptance_length"] = acceptance(before, after)
-                row |= {"streamed": not whole, "max_tokens": given.max_tokens, "long": long, "note": given.note, "ready_s": server.ready_s}
-                row |= {"model": given.model, "prompts": Path(given.prompts).stem, "device": gpu or "cpu"}
-                row |= {"client_cpu": cpu_name(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
-                yield row | {package: importlib.metadata.version(package) for package in ("torch", "transformers", "openai")}
+                row |= {"streamed": not whole, "max_tokens": given.max_tokens, "long": long, "ready_s": server.ready_s}
+                row |= {"model": given.model, "prompts": Path(given.prompts).stem}
+                yield row | where | {"load_average": round(os.getloadavg()[0], 2)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and append a row for every way, load and server."""
-    parser = argparse.ArgumentParser(description="Load servers of OpenAI's routes, and compare them.")
-    parser.add_argument("--server", action="append", default=[], help="NAME=URL of one that runs; may be given several times")
-    parser.add_argument("--start", action="append", default=[], help="NAME=COMMAND of one to start; may be given several times")
-    parser.add_argument("--patience", type=float, default=600, help="seconds until servers that are started must be ready")
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--server", action="append", default=[], help="NAME=URL of one that runs; may be given several times"
+    )
+    parser.add_argument(
+        "--start", action="append", default=[], help="NAME=COMMAND of one to start; may be given several times"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=600, help="seconds until servers that are started must be ready"
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True, help="jsonl file in Spec-Bench's form")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--requests", type=int, default=64, help="of every load, or six times those in flight where that is more")
+    parser.add_argument(
+        "--requests", type=int, default=64, help="of every load, or six times those in flight where that is more"
+    )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="+", default=["streamed"], choices=("streamed", "whole", "long"))
-    parser.add_argument("--long", type=int, default=1500, help="words of the text that every tenth prompt begins with, where asked so")
+    parser.add_argument(
+        "--long", type=int, default=1500, help="words of the text that every tenth prompt begins with, where asked so"
+    )
     parser.add_argument("--note", default="", help="what the rows say of the machine and the servers")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     if not given.server + given.start:
         parser.error("name a --server, or one to --start")
     with started(given.start, given.model, given.patience) as own:
         running = dict(text.split("=", 1) for text in given.server)
         for row in rows_of(given, {name: Started(url) for name, url in running.items()} | own):
-            print(json.dumps(row), flush=True)
-            if given.out is not None:
-                with given.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+            write(given.out, row)
 
 
 if __name__ == "__main__":

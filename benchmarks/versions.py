@@ -11,8 +11,9 @@ rounds, and a digest of the tokens. The last lines are the ratios and the cases 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
-import importlib.util
+import importlib
 import json
 import os
 import statistics
@@ -23,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 CALLS = 5
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 50}, "penalty": {"repetition_penalty": 1.1}, "lockstep": {},
-}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 50}}
+WAYS |= {"penalty": {"repetition_penalty": 1.1}, "lockstep": {}}
 """Ways of calling: the likeliest tokens, draws, a processor that looks at the tokens so far, and one of unknown type."""
 
 
@@ -33,16 +33,22 @@ def cases() -> list[tuple[str, str]]:
     """(assistant, way), each of them in one row or several."""
     every = [(name, way) for name in ("autoregressive", "eagle3", "nasd", "early exit", "draft model") for way in WAYS]
     more = [("eagle3, 4 rows", "greedy"), ("eagle", "greedy"), ("eagle2", "greedy"), ("continuous", "greedy")]
-    return [*every, *more, ("cascade, token", "greedy"), ("cascade, lossless", "greedy"), ("encoder-decoder, nasd", "greedy")]
+    return [
+        *every,
+        *more,
+        ("cascade, token", "greedy"),
+        ("cascade, lossless", "greedy"),
+        ("encoder-decoder, nasd", "greedy"),
+    ]
 
 
 def own_benchmark(path: Path) -> Any:
     """A benchmark of this process' version, as a module."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(path.parent))  # of what the script shares with others of its version
+    try:
+        return importlib.import_module(path.stem)
+    finally:
+        sys.path.remove(str(path.parent))
 
 
 def measure(shape: str, device: str, dtype_name: str, new: int, only: list[str]) -> list[dict[str, Any]]:
@@ -61,14 +67,8 @@ def measure(shape: str, device: str, dtype_name: str, new: int, only: list[str])
     small = small.to(device).eval().requires_grad_(False)
     small.generation_config = target.generation_config
     head = full_size.make_head(target, 8192)
-    sizes = {name: getattr(head.config, name) for name in (
-        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-        "max_position_embeddings",
-    )}  # fmt: skip
-    old = full_size.HeadConfig(
-        kind="eagle", own_lm_head=False, taps=(), draft_vocab_size=config.vocab_size, target_hidden_size=config.hidden_size, **sizes
-    )  # fmt: skip
-    eagle = full_size.EagleHead(old).to(device, dtype).requires_grad_(False)
+    old = dataclasses.replace(head.config, kind="eagle", own_lm_head=False, taps=(), draft_vocab_size=config.vocab_size)
+    eagle = type(head)(old).to(device, dtype).requires_grad_(False)
     for parameter in eagle.parameters():
         parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
     torch.manual_seed(1)
@@ -81,12 +81,10 @@ def measure(shape: str, device: str, dtype_name: str, new: int, only: list[str])
             return scores
 
     tree = fastspec.Eagle3(depth=5, top_k=8, total_tokens=32)
-    named: dict[str, Any] = {
-        "autoregressive": "autoregressive", "eagle3": tree, "nasd": "nasd", "early exit": fastspec.Speculative(early_exit=2, gamma=3),
-        "draft model": fastspec.Speculative(gamma=3), "eagle3, 4 rows": tree, "eagle": "eagle",
-        "eagle2": fastspec.Eagle2(depth=4, top_k=6, total_tokens=24),
-        "continuous": fastspec.ContinuousBatch(tree, rows=4), "cascade, token": "cascade", "cascade, lossless": "cascade",
-    }  # fmt: skip
+    small_tree = fastspec.Eagle2(depth=4, top_k=6, total_tokens=24)
+    named: dict[str, Any] = {"autoregressive": "autoregressive", "nasd": "nasd", "eagle": "eagle", "eagle2": small_tree}
+    named |= {"eagle3": tree, "eagle3, 4 rows": tree, "continuous": fastspec.ContinuousBatch(tree, rows=4)}
+    named |= {"early exit": fastspec.Speculative(early_exit=2, gamma=3), "draft model": fastspec.Speculative(gamma=3)}
     rows: list[dict[str, Any]] = []
 
     def decode(model: Any, case: str, way: str, inputs: dict[str, Any], assistant: Any) -> None:
@@ -96,18 +94,16 @@ def measure(shape: str, device: str, dtype_name: str, new: int, only: list[str])
         for call in range(CALLS + 2):  # the first two compile and capture
             torch.manual_seed(7)
             processors = {"logits_processor": LogitsProcessorList([Counting()])} if way == "lockstep" else {}
-            out = model.generate(
-                **inputs, assistant=assistant, max_new_tokens=new, **{"do_sample": False, **WAYS[way]}, **processors
-            )  # fmt: skip
+            options = {"do_sample": False, **WAYS[way], **processors}
+            out = model.generate(**inputs, assistant=assistant, max_new_tokens=new, **options)
             last = fastspec.report(model).last
             digest = hashlib.sha256(str(out.tolist()).encode()).hexdigest()[:16]
             if call > 1:
                 walls.append(1e3 * (last.seconds - last.phases["prefill"]) / last.rounds)
         assert last is not None
-        rows.append({
-            "assistant": case, "way": way, "round_ms": [round(wall, 4) for wall in walls], "rounds": last.rounds, "tokens": digest,
-            "acceptance_length": round(last.acceptance_length, 3), "replays": last.replays,
-        })  # fmt: skip
+        row = {"assistant": case, "way": way, "round_ms": [round(wall, 4) for wall in walls], "rounds": last.rounds}
+        row |= {"tokens": digest, "acceptance_length": round(last.acceptance_length, 3), "replays": last.replays}
+        rows.append(row)
 
     resources = {"eagle3": head, "eagle": eagle, "eagle2": eagle, "speculative": small}
     with fastspec.patched(target, **resources):
@@ -121,19 +117,50 @@ def measure(shape: str, device: str, dtype_name: str, new: int, only: list[str])
         alpha = 1.0 if mode == "token" else "lossless"
         cascade = fastspec.Cascade(stages=[small], mode=mode, rule="token_v2", alpha=alpha, gamma=3)
         with fastspec.patched(target, cascade=cascade):
-            decode(target, f"cascade, {mode}", "greedy", {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1])}, "cascade")
-    sizes = {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 512, "decoder_start_token_id": 0}
+            decode(
+                target,
+                f"cascade, {mode}",
+                "greedy",
+                {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1])},
+                "cascade",
+            )
+    sizes = {
+        "d_model": 256,
+        "d_kv": 32,
+        "d_ff": 512,
+        "num_layers": 4,
+        "num_heads": 8,
+        "vocab_size": 512,
+        "decoder_start_token_id": 0,
+    }
     torch.manual_seed(2)
     t5 = T5ForConditionalGeneration(T5Config(**sizes)).to(device, dtype).eval()
     t5.generation_config.eos_token_id = None
     with fastspec.patched(t5):
-        decode(t5, "encoder-decoder, nasd", "greedy", {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1])}, "nasd")
+        decode(
+            t5,
+            "encoder-decoder, nasd",
+            "greedy",
+            {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1])},
+            "nasd",
+        )
     return rows
 
 
 def run(name: str, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one version, from a process of its own."""
-    options = ("--shape", args.shape, "--dtype", args.dtype, "--device", args.device, "--new", str(args.new), "--only", args.only)
+    options = (
+        "--shape",
+        args.shape,
+        "--dtype",
+        args.dtype,
+        "--device",
+        args.device,
+        "--new",
+        str(args.new),
+        "--only",
+        args.only,
+    )
     command = [sys.executable, __file__, "--worker", *options]
     environment = os.environ | {"PYTHONPATH": f"{folder.resolve()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     began = time.perf_counter()
@@ -152,18 +179,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--new", type=int, default=48, help="new tokens of a call")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--only", default="", help="parts of the names of cases, such as 'nasd, penalty', with semicolons between")
+    parser.add_argument(
+        "--only", default="", help="parts of the names of cases, such as 'nasd, penalty', with semicolons between"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     if args.worker:
-        sys.path.remove(str(Path(__file__).parent))  # a benchmark here has the name of a package that transformers looks for
+        sys.path.remove(
+            str(Path(__file__).parent)
+        )  # a benchmark here has the name of a package that transformers looks for
         for row in measure(args.shape, args.device, args.dtype, args.new, args.only.split(";")):
             print(json.dumps(row), flush=True)
         return
-    import torch
-
-    from fastspec.programs.bench.device import device_name, versions
+    from common import place, write  # not by a worker, which takes its own version's
 
     folders = dict(each.split("=", 1) for each in args.code)
     if len(folders) != 2:
@@ -177,15 +206,18 @@ def main(arguments: list[str] | None = None) -> None:
                     of[name]["round_ms"] += row["round_ms"]
                 else:
                     of[name] = row
-    shared = {"shape": args.shape, "dtype": args.dtype, "device": device_name(torch.device(args.device)), **versions()}
+    shared = {"shape": args.shape, **place(args.device, args.dtype)}
     before, after = folders
     different = []
     for (case, way), rows in found.items():
         for name, row in rows.items():
-            row |= {"code": name, "turns": args.turns, "round_ms": round(statistics.median(row["round_ms"]), 4), **shared}
-            if args.out:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+            row |= {
+                "code": name,
+                "turns": args.turns,
+                "round_ms": round(statistics.median(row["round_ms"]), 4),
+                **shared,
+            }
+            write(args.out, row, ())
         one, other = rows[before], rows[after]
         same = one["tokens"] == other["tokens"]
         different += [] if same else [f"{case}, {way}"]

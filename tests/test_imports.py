@@ -169,7 +169,7 @@ def named(name: str) -> list[Path]:
 def test_files_that_the_pages_name_are_there_and_hold_what_is_said_to_be_in_them() -> None:
     wrong = []
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
+        text = re.sub(r"tag `laboratory`[^);:]*", "", page.read_text(encoding="utf-8"))  # files that are there and not here
         names = re.findall(r"(?<![\w/.{*])[\w/]*\w\.py\b", text)
         wrong += [f"{page.name} names {name}" for name in names if name not in OTHERS and not named(name)]
         for what, name in re.findall(r"`(\w+)` in `([\w/]+\.py)`", text):

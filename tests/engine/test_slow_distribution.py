@@ -57,7 +57,7 @@ def test_sampled_texts_of_a_real_model_follow_its_distribution(loaded, monkeypat
     inputs = dict(tokenizer(lossless.PROMPT, return_tensors="pt"))  # without a chat's beginning: BATCH rows read it
     assistant = drafts.on(lossless.ASSISTANTS[name], model, tokenizer)
     texts = lossless.draw(model, inputs, assistant, COUNT, BATCH, seed=0, length=lossless.TOKENS.get(name, lossless.LENGTH))
-    told = lossless.judge(model, inputs["input_ids"], texts, DISTRIBUTIONS.setdefault(value, {}))["positions"]
+    told = lossless.judge(model, inputs["input_ids"], texts, DISTRIBUTIONS.setdefault(value, {}))
     assert all(position["freedom"] >= TOP_K - 1 for position in told[:3])
     assert all(position["p"] > SIGNIFICANCE for position in told), told
     calls = list(fastspec.report(model).calls)[-COUNT // BATCH :]

@@ -1,9 +1,8 @@
-"""The pictures of rows: every method and category of a bench, and every kernel, is drawn, whatever their number."""
+"""The pictures of rows: every method and category of a bench, and the rows of other scripts, are drawn, whatever their number."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,12 @@ METHODS = (*PEERS, "autoregressive", "speculative", "nasd", "eagle", "eagle2", "
 WHERE = {"model": "m", "device": "cpu", "dtype": "float32", "threads": 2, "batch": 1, "max_new_tokens": 9}
 
 
-def load(name: str) -> Any:
-    """A script of benchmarks/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def plot() -> Any:
-    return load("plot")
+    """The script as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        return importlib.import_module("plot")
 
 
 def row(method: str, category: str, speed: float) -> dict[str, Any]:
@@ -78,23 +71,14 @@ def test_rounds_of_very_different_times_are_drawn_on_a_logarithmic_axis(plot, tm
     plot.plt.close(seen[0])
 
 
-def test_every_kernel_has_a_point_for_each_way(tmp_path, monkeypatch) -> None:
-    """Of the committed rows, of one that was measured again, and of one below the left edge; a way that could not run has none."""
-    plot_gpu, seen = load("plot_gpu"), []
-    rows = plot_gpu.read(BENCHMARKS / "results" / "kernels_h200.jsonl")
-    new = {"kernel": "new", "size": "7", "way": "fastspec", "us": 2.0, "gb_per_s": 44.0, "read_gb_per_s": 4400}
-    rows += [new | {"gb_per_s": 440.0}, new, new | {"way": "reference", "gb_per_s": 0.0}, new | {"way": "flex attention", "us": None}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(plot_gpu.plt, "close", seen.append)
-    plot_gpu.kernels(path)
-    assert path.with_suffix(".png").stat().st_size > 10_000
-    *_, axes = seen[0].axes
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    drawn = {
-        (labels[round(at)], points.get_label()): share for points in axes.collections for share, at in points.get_offsets().tolist()
-    }  # fmt: skip
-    wanted = {(f"{row['kernel']}: {row['size']}", row["way"]): row["gb_per_s"] / row["read_gb_per_s"] for row in rows if row.get("us")}
-    assert drawn == pytest.approx({pair: max(plot_gpu.LEAST, share) for pair, share in wanted.items()})
-    assert drawn["new: 7", "fastspec"] == pytest.approx(0.01) and set(labels) == {label for label, _ in wanted}
-    plot_gpu.plt.close(seen[0])
+@pytest.mark.parametrize(("name", "bars"), [("full_size_h200", True), ("distribution_h200", False)])
+def test_committed_rows_of_other_scripts_are_told_apart(plot, tmp_path, monkeypatch, name, bars) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(plot.plt, "close", seen.append)
+    path = BENCHMARKS / "results" / f"{name}.jsonl"
+    plot.main([str(path), "--out", str(tmp_path / "rows.png")])
+    (axes,) = seen[0].axes
+    drawn = [row for row in plot.read(path) if row.get("parts_ms") or not bars]
+    assert len(axes.get_yticklabels()) == len(drawn) and bool(axes.patches) == bars
+    assert (tmp_path / "rows.png").stat().st_size > 10_000
+    plot.plt.close(seen[0])

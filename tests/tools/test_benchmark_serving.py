@@ -120,7 +120,7 @@ def test_a_server_that_ends_or_is_never_ready_is_told_with_its_own_words(serving
 
 def test_a_command_gets_the_folders_of_the_model_and_of_its_head(serving, files, tmp_path, monkeypatch):
     script, _, pids = files
-    beside = sys.modules["serving_started"]
+    beside = serving
     monkeypatch.setattr(beside, "load_model", lambda name, dtype: (name, "tokenizer"))
     monkeypatch.setattr(beside, "saved", lambda name, model, tokenizer: contextlib.nullcontext(f"/folder of {model}"))
     monkeypatch.setattr(beside, "find_head", lambda name: f"/head of {name}")

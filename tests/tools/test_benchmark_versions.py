@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,10 @@ import pytest
 
 @pytest.fixture(scope="module")
 def versions() -> Any:
-    """The benchmark as a module, without its folder on the path."""
-    spec = importlib.util.spec_from_file_location("versions", Path(__file__).parents[2] / "benchmarks" / "versions.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The benchmark as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        yield importlib.import_module("versions")
 
 
 @pytest.fixture

@@ -1,0 +1,98 @@
+"""The common part of the benchmarks: options, the device, prompts as batches, times, and rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastspec
+from fastspec.programs.bench.device import device_name, versions
+
+Row = dict[str, Any]
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with a script's own description and `--out`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="jsonl file to append the rows to")
+    return parser
+
+
+def device_here() -> tuple[str, torch.dtype]:
+    """("cuda", bf16) where there is CUDA, else ("cpu", fp32)."""
+    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+def place(device: Any, dtype: torch.dtype | str) -> Row:
+    """The columns of every row: device, dtype, versions and commit."""
+    return {"device": device_name(torch.device(device)), "dtype": str(dtype).removeprefix("torch."), **versions()}
+
+
+def write(out: Path | None, row: Row, shown: Sequence[str] | None = None) -> None:
+    """Append a row to a file, and print it, or those of its columns that are `shown` (none: nothing)."""
+    told = row if shown is None else {name: row[name] for name in shown if name in row}
+    if told:
+        print(json.dumps(told), flush=True)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def tree_of(text: str, **more: Any) -> fastspec.Eagle3:
+    """`Eagle3` of "total_tokens,depth,top_k", or of "auto"."""
+    sizes: list[Any] = ["auto"] if text == "auto" else [int(size) for size in text.split(",")]
+    return fastspec.Eagle3(**dict(zip(("total_tokens", "depth", "top_k"), sizes, strict=False)), **more)
+
+
+def padded(texts: Sequence[Sequence[int]], device: Any, pad: int = 0) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` [B, T] of texts, padded on the left."""
+    width = max(map(len, texts))
+    ids = torch.tensor([[pad] * (width - len(text)) + list(text) for text in texts], device=device)
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Seconds of a run, the device's work included."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    run()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def captured(runs: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of some runs, each of which has run before."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    return graph
+
+
+def milliseconds(run: Callable[[], Any], times: int) -> list[float]:
+    """Milliseconds of each of some runs, by CUDA events between them."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [one.elapsed_time(other) for one, other in pairwise(marks)]
