@@ -184,7 +184,7 @@ def eagle3_ways(models: list[Any], options: argparse.Namespace) -> dict[str, Way
         sizes: Any = "auto" if text == "auto" else [int(size) for size in text.split(",")]
         for model, source in zip(models, options.head, strict=True):
             way = Way(model, tree_of(text, fused=FUSED[options.drafter]))
-            way.said = {"assistant": "eagle3", "head": source, "tree": sizes}
+            way.said = {"assistant": "eagle3", "head": source, "tree": sizes, "drafter": "fused" if FUSED[options.drafter] else "kernels"}
             ways[f"eagle3 {text} {source}"] = way
     return ways
 
@@ -222,12 +222,12 @@ def on_file(
                 if plain != ours
             ]
     return {
-        name: row_of(tallies[name], tallies.get(PLAIN), len(prompts), "tree" in way.said)
+        name: row_of(tallies[name], tallies.get(PLAIN), len(prompts))
         for name, way in chosen.items()
     }
 
 
-def row_of(mine: Tally, plain: Tally | None, count: int, eagle3: bool = False) -> dict[str, Any]:
+def row_of(mine: Tally, plain: Tally | None, count: int) -> dict[str, Any]:
     """The figures of an assistant, beside transformers' where that was asked."""
     running, room = sum(each.row_rounds for each in mine.stats), sum(each.rows * each.rounds for each in mine.stats)
     row: dict[str, Any] = {"rounds": sum(each.rounds for each in mine.stats), "rows": mine.stats[0].rows}
@@ -235,8 +235,6 @@ def row_of(mine: Tally, plain: Tally | None, count: int, eagle3: bool = False) -
     row["acceptance_length"] = round(sum(each.round_tokens for each in mine.stats) / running, 3) if running else None
     row |= {"tokens_per_second": mine.speed, "tokens_per_second_quantiles": mine.speeds}
     row["answers_sha256"] = hashlib.sha256(json.dumps(mine.answers).encode()).hexdigest()
-    if eagle3:
-        row["drafter"] = "fused" if any(each.fused for each in mine.stats) else "kernels"
     if plain is not None:
         gaps = sorted(each["gap"] for each in mine.differences if each["gap"] is not None)
         near = sum(each["gap"] is not None and each["gap"] <= each["bound"] for each in mine.differences)

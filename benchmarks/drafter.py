@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from fastspec.config import TreeShape
 from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.tree import Verdict
 from fastspec.kernels.drafting.fused import phases as fused_phases
@@ -86,7 +87,7 @@ def packed_weights(head: EagleHead) -> DraftWeights:
     """The weights as the one launch reads them: copies here, where `EagleDrafter` makes the head's parameters views."""
     parts = parts_of(head)
     qkv, gate_up = (torch.cat([each.weight for each in parts[name]]) for name in ("qkv", "gate_up"))
-    return draft_weights(head, qkv, gate_up)
+    return draft_weights(BoundHead.of(head), qkv, gate_up)
 
 
 class Fused:
@@ -136,7 +137,7 @@ def checked(head: EagleHead, weights: DraftWeights, shape: TreeShape, rows: int,
 def separate(backend: str, head: EagleHead, shape: TreeShape, rows: int, prefix: int) -> Callable[[], Any]:
     """One round of `EagleDrafter` on the ops of a backend."""
     like = head.fc.weight
-    drafter = EagleDrafter(head, shape, rows=rows, capacity=prefix + 256, ops=choose_backend(backend, like.device))
+    drafter = EagleDrafter(BoundHead.of(head), shape, rows=rows, capacity=prefix + 256, ops=choose_backend(backend, like.device))
     drafter.reserve(prefix + 256)
     for state in (drafter.attention.k, drafter.attention.v, drafter.last, drafter.readout):
         state.normal_()

@@ -233,7 +233,7 @@ def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int, calls: int 
         "kernels": fastspec.report(model).backend,
         "first_call_s": made[0],
         "capture_s": made[-1],
-        "drafter": None if assistant == "autoregressive" else "fused" if last.fused else "kernels",
+        "drafter": None if assistant == "autoregressive" else "fused" if getattr(assistant, "fused", None) else "kernels",
     }
 
 

@@ -41,7 +41,7 @@ kernel compiles at its first launch."""
 MOST_WORKERS = 16
 PATIENCE = 300.0
 """Seconds after which processes that compile are ended."""
-OWN = ("fastspec.generation.", "fastspec.patches.hf.")
+OWN = ("fastspec.generation.", "fastspec.patches.hf.", "fastspec.patches.assistants.")
 """Where the classes of objects are that a program may set attributes of."""
 FakeTensorMode()  # the first one imports modules, one of which keeps the frames of those that wait for it until a garbage collection
 _turn = threading.Lock()

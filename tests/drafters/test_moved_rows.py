@@ -53,8 +53,8 @@ def test_no_pair_is_lost_where_a_row_moves(kind: Any) -> None:
     target.move_row(2, source, 1, LENGTH + 3)
     got = state_of(target, 2)
     assert int(got[0]) == LENGTH + 3
-    for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)  # pairs one by one or together: fp32 sums in another order
+    for mine, theirs in zip(got, want, strict=True):  # pairs one by one or together: fp32 sums in another order
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
     if isinstance(target, FusedDrafter):
         assert target.pair_counts.tolist() == [3, 3, 0]
 

@@ -23,6 +23,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation import capture
 from fastspec.kernels import ahead
 from fastspec.patches import backends
+from fastspec.patches.assistants.fused import FusedDrafter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 SCRIPT = Path(__file__).parents[1] / "compile_ahead.py"
@@ -104,6 +105,12 @@ class Holder:
         self.new = self.buffer
 
 
+class Drafter(Holder):
+    """One where a drafter with a kernel of its own lives."""
+
+    __module__ = FusedDrafter.__module__
+
+
 class Server(Holder):
     """One that another thread changes."""
 
@@ -116,10 +123,11 @@ def test_what_another_thread_may_change_meanwhile_is_left():
     assert hasattr(server, "new")
 
 
+@pytest.mark.parametrize("kind", [Holder, Drafter])
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_look_sets_on_objects_is_put_back(fails, monkeypatch):
+def test_what_a_look_sets_on_objects_is_put_back(fails, kind, monkeypatch):
     monkeypatch.setattr(ahead, "_warned", True)
-    holder, other = Holder(), Holder()
+    holder, other = kind(), Holder()
     buffer = holder.buffer
 
     def program() -> None:

@@ -19,6 +19,7 @@ from fastspec.errors import Unsupported
 from fastspec.patches.assistants.fused import FusedDrafter
 from fastspec.patches.assistants.registry import EagleDecoding
 from fastspec.patches.backends import triton_ops
+from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.session import session_of
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -79,6 +80,8 @@ def test_the_backend_s_ops_are_called(device):
     inputs = moved(prompts(3, 5), device)
     options = {"do_sample": False, "max_new_tokens": 8 if device == "cpu" else 20}
     expected = model.generate(**inputs, **options)
+    if device == "cpu":
+        pack_model(model)  # as patch does on CUDA
     fastspec.patch(model, eagle3=head(model).to(device), backend="triton")
     assert model.generate(**inputs, **options, assistant=SMALL).tolist() == expected.tolist()
     report = fastspec.report(model)

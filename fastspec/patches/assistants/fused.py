@@ -49,7 +49,9 @@ class FusedDrafter(EagleDrafter):
         self, head: BoundHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, cut: Cut | None = None
     ) -> None:
         if ops.name != "triton":
-            raise _refused(f'the backend {ops.name!r} has no kernel for it: fastspec.patch(model, backend="triton") has')
+            raise _refused(
+                f'the backend {ops.name!r} has no kernel for it: fastspec.patch(model, backend="triton") has'
+            )
         from fastspec.kernels.drafting.fused.draft import draft, draft_space, draft_weights, supports
 
         if shape.top_k > MOST_CHILDREN:
@@ -103,20 +105,31 @@ class FusedDrafter(EagleDrafter):
         super().move_row(row, other, source, count)
         self.pair_counts[row] = 0
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
         """Keep the accepted path's pairs for the launch that drafts the next tree."""
         self.pair_tokens.copy_(verdict.tokens(tree))
         self._pairs(features, verdict, active, (self.pair_features, self.pair_counts))
 
     def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:
         """`EagleDrafter._grow`, by one launch that feeds the pairs that wait first."""
-        pairs, caches = (self.pair_tokens, self.pair_features, self.pair_counts), (self.attention.k[0], self.attention.v[0])
         out = self.scores, self.tokens, self.parents
-        self.draft(
-            self.weights, self.space, *pairs, self.last, self.readout, *caches, self.state.lengths, *self.tables,
-            self.state.bound, out,
-        )  # fmt: skip
-        return out
+        return self.draft(
+            self.weights,
+            self.space,
+            self.pair_tokens,
+            self.pair_features,
+            self.pair_counts,
+            self.last,
+            self.readout,
+            self.attention.k[0],
+            self.attention.v[0],
+            self.state.lengths,
+            *self.tables,
+            self.state.bound,
+            out,
+        )
 
 
 def _refused(reason: str) -> Unsupported:

@@ -104,12 +104,18 @@ def test_a_wrong_draft_phase_is_caught():
             scores, tokens, parents = super()._grow(extent)
             return scores.flip(1), tokens, parents
 
+    class Off(EagleDrafter):
+        def _grow(self, extent: int) -> Any:
+            scores, tokens, parents = super()._grow(extent)
+            return scores.add_(0.2), tokens, parents
+
     device = torch.device("cpu")
     told = phase_difference(TORCH, torch.float32, device, Wrong)
     assert told is not None and "the tree's tokens are" in told
     assert list(compare.problems(TORCH, torch.float32, device, (), Wrong)) == [("Wrong (a small head)", told)]
+    assert "scores are off by up to 0.2" in str(phase_difference(TORCH, torch.float32, device, Off))
     late = replace(TORCH, tree_input=lambda *args: (TORCH.tree_input(*args)[0] + 9, *TORCH.tree_input(*args)[1:]))
-    assert "scores are off" in str(phase_difference(late, torch.float32, device, EagleDrafter))  # each op is right, what they are given not
+    assert phase_difference(late, torch.float32, device, EagleDrafter) is not None
     assert phase_difference(TORCH, torch.float32, device, EagleDrafter) is None
 
 
