@@ -104,7 +104,7 @@ def train(
                 models, tokenizer, items, answers, batch=batch, new_tokens=max_new_tokens, seed=seed, share=share, tell=tell
             )
         some = [cascade_answers.encode(tokenizer, item) for item in items[:: -(-len(items) // RATED)]]
-        rates = measure_rates(models.stages, some, min(max_new_tokens, LONG))
+        rates = measure_rates(models.stages, some, min(max(max_new_tokens, 2), LONG))
         where = cascade_answers.place(models.large)
     finally:
         models.close()
