@@ -17,7 +17,7 @@ from fastspec.errors import Unsupported
 
 LEFT = "is not there any more; the tag `laboratory` has the code"
 GONE = {
-    "--agreement": f"{LEFT}. A script of docs/cascade.md writes what agrees with the last stage's answers: --right FILE",
+    "--agreement": f"{LEFT}. docs/cascade.md has a script that judges by the last stage's answer, for --right FILE",
     "--threshold": f"{LEFT}. It was --agreement's: see --right FILE",
     "--allow-code-execution": f"{LEFT}. Unit tests are lm-eval's, such as --task humaneval --confirm-run-unsafe-code",
     "--plot": f"{LEFT}. --out FILE has the rows to draw: price, cost, quality, mixing",
@@ -42,12 +42,12 @@ Stages = Annotated[list[str], typer.Option(help="NAME=MODEL of a smaller stage, 
 Model = Annotated[str, typer.Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")]
 WIDTH = 80
 PROMPTS = (
-    "Items as JSON lines; several files are several sets. A line has an `id`, a `prompt` or `turns`, and the right `answer`: "
-    "a number, a text, a list of accepted texts, or beside `choices` a letter or a place from 0 on."
+    "Items as JSON lines; several files are several sets. A line has an `id`, a `prompt` or `turns`, and the right "
+    "`answer`: a number, a text, a list of accepted texts, or beside `choices` a letter or a place from 0 on."
 )
 TASK = f"NAME[,NAME] of lm-eval's tasks, which ask the questions and judge the answers. Needs {install_command('eval')}"
 METRIC = "With --task: METRIC or METRIC,FILTER that says what is right; by default a task's first. Several for several."
-UNSAFE = "With --task: lm-eval's switch for tasks that run models' code, beside HF_ALLOW_CODE_EVAL=1 in the environment."
+UNSAFE = "With --task: lm-eval's switch for tasks that run models' code, beside HF_ALLOW_CODE_EVAL=1."
 RIGHT = "A judge's word on the answers: JSON lines with `item`, `stage` and `right` (true, false or a number in [0, 1])."
 POINTS = 15
 """Prices of a frontier that are printed; the rows have all."""
@@ -95,7 +95,7 @@ def train(
         tasks = _tasks(task, model, include_path, most, metric or [], confirm_run_unsafe_code)
         items, score = items + tasks.items(), tasks.judge
     elif include_path or metric or confirm_run_unsafe_code:
-        raise Unsupported("--include-path, --metric and --confirm-run-unsafe-code say how a task is run: give --task NAME")
+        raise Unsupported("--include-path, --metric and --confirm-run-unsafe-code are of a task: give --task NAME")
     cascade_answers.check_items(items, right=right is not None)
     models, tokenizer = models_of(stage, model, head or [], on, dtype, backend)
     try:
@@ -130,7 +130,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Append the rows to this file, as JSON lines.")] = None,
     risk: Annotated[float | None, typer.Option(min=0, max=1, help="Decide by this lower quantile of the probabilities' posterior.")] = None,
 ) -> None:
-    """Quality against cost over the price of a bad answer, beside single stages and two mixed at random, on held-out items."""
+    """Quality against cost over the price of a bad answer, beside single stages and random mixing, on held-out items."""
     from fastspec.cascade import records
     from fastspec.cascade.predictor import Predictor
     from fastspec.training import cascade, cascade_answers
@@ -271,5 +271,5 @@ def _print_frontier(console: Console, rows: list[dict[str, Any]]) -> None:
                 quality = f"{row['quality']:.3f} +- {row['stderr']:.3f}"
                 console.print(f"{row['stage']} alone: {row['cost']:.1f} ms, quality {quality}")
             if row["kind"] == "gain":
-                told = f"mean gain over mixing at random: {row['mean_gain']:+.4f}, {row['items']} items; +- is a standard error"
-                console.print(told, soft_wrap=True)
+                told = f"{row['mean_gain']:+.4f}, {row['items']} items; +- is a standard error"
+                console.print(f"mean gain over mixing at random: {told}", soft_wrap=True)

@@ -69,9 +69,9 @@ def check_items(items: Sequence[Item], *, right: bool) -> None:
     bare = [item for item in items if item.given is None and not item.task]
     if bare and not right:
         raise Unsupported(
-            f"{len(bare)} of {len(items)} items, such as {bare[0].name!r} of {bare[0].set}, have no `answer` to match (a "
-            "`reference` is one good answer of many): give one, let a task of lm-eval judge (--task), or a judge of yours "
-            "(--right)"
+            f"{len(bare)} of {len(items)} items, such as {bare[0].name!r} of {bare[0].set}, have no `answer` to match "
+            "(a `reference` is one good answer of many): give one, let a task of lm-eval judge (--task), or a judge "
+            "of yours (--right)"
         )
 
 
@@ -164,8 +164,8 @@ def judge(
     unknown = sorted({record.item for record in read} - set(known))
     if unknown:
         raise Unsupported(
-            f"{path} has answers to {len(unknown)} items that were not asked now, such as {unknown[0]!r}: give all prompt "
-            "files and tasks, or write to another file"
+            f"{path} has answers to {len(unknown)} items that were not asked now, such as {unknown[0]!r}: give all "
+            "prompt files and tasks, or write to another file"
         )
     found: dict[tuple[str, str], tuple[float, str]] = {}
     if right is not None:

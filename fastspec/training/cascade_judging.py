@@ -52,7 +52,7 @@ class Given:
                 answer = letters[answer]
             if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
                 raise Unsupported(
-                    f"item {row.get('id')!r}: `answer` must be a letter of the {len(letters)} `choices`, or a place from 0 on"
+                    f"item {row.get('id')!r}: `answer` must be a letter of the {len(letters)} `choices`, or a place"
                 )
             return cls("choice", (answer,), tuple(map(str, row["choices"])))
         accepted = answer if isinstance(answer, (list, tuple)) else () if answer is None else (answer,)
@@ -136,7 +136,7 @@ def read_right(path: str | Path, answers: Sequence[Record], source: str | Path) 
     missing = [pair for pair in known if pair not in found]
     if missing:
         raise Unsupported(
-            f"{path}: {len(missing)} of {len(known)} answers of {source} are not judged, such as item {missing[0][0]!r} "
-            f"by stage {missing[0][1]!r}"
+            f"{path}: {len(missing)} of {len(known)} answers of {source} are not judged, such as item "
+            f"{missing[0][0]!r} by stage {missing[0][1]!r}"
         )
     return found

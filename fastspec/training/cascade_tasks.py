@@ -53,8 +53,8 @@ class _Recorded(LM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         raise Unsupported(
-            f"lm-eval {requests[0].task_name}: the task compares likelihoods of given texts, and a stage writes its answer: "
-            "choose a task of output_type generate_until, such as mmlu_generative"
+            f"lm-eval {requests[0].task_name}: the task compares likelihoods of given texts, and a stage writes its "
+            "answer: choose a task of output_type generate_until, such as mmlu_generative"
         )
 
     loglikelihood_rolling = loglikelihood
@@ -99,8 +99,8 @@ class Tasks:
         unknown = [name for name in names if name not in manager.all_tasks and not Path(name).is_file()]
         if unknown:
             raise Unsupported(
-                f"lm-eval {lm_eval.__version__} has no task {', '.join(unknown)}: `lm-eval ls tasks` lists its own, and "
-                "--include-path names a folder with files of yours"
+                f"lm-eval {lm_eval.__version__} has no task {', '.join(unknown)}: `lm-eval ls tasks` lists its own, "
+                "and --include-path names a folder with files of yours"
             )
         try:
             self.loaded = manager.load(list(names))
@@ -133,8 +133,8 @@ class Tasks:
                     value = sample[metric]
                     if not isinstance(value, (bool, int, float)) or not 0 <= value <= 1:
                         raise Unsupported(
-                            f"lm-eval {task}: {metric},{chosen} of an answer is {value!r}, and must be a number in [0, 1]: "
-                            "choose another, --metric"
+                            f"lm-eval {task}: {metric},{chosen} of an answer is {value!r}, and must be a number in "
+                            "[0, 1]: choose another, --metric"
                         )
                     item = answering.asked[task, sample["doc_id"]]
                     found[item.name, stage] = float(value), f"lm-eval {task} ({metric},{chosen})"
@@ -183,7 +183,7 @@ def _item(request: Instance) -> Item:
     unknown = sorted(set(options) - {"until", "do_sample", *LIMITS, *WITHOUT_SAMPLING})
     if unknown:
         raise Unsupported(
-            f"{where}: generation_kwargs {', '.join(unknown)} cannot be honoured: leave them out, in a task file of yours"
+            f"{where}: generation_kwargs {', '.join(unknown)} cannot be honoured: leave them out in a file of yours"
         )
     name = f"{request.task_name}-{request.doc_id}-{sha256(prompt.encode()).hexdigest()[:8]}"
     stops = (until,) if isinstance(until, str) else tuple(until)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -56,19 +57,18 @@ def training(folder: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def judged(answers: Path, right: Path) -> None:
-    """Write what agrees with the last stage's answer, as docs/cascade.md does."""
-    lines = [json.loads(line) for line in answers.read_text().splitlines()[1:]]
-    last = {line["item"]: line["answer"] for line in lines if line["stage"] == "large"}
-    told = [{**{name: line[name] for name in ("item", "stage", "answer")}, "right": line["answer"] == last[line["item"]]} for line in lines]
-    right.write_text("".join(json.dumps(each) + "\n" for each in told))
+def judge(folder: Path) -> None:
+    """Write what agrees with the last stage's answer, with the script of docs/cascade.md."""
+    page = (Path(__file__).parents[2] / "docs/cascade.md").read_text(encoding="utf-8")
+    script = page.split("<<'END'\n")[1].split("\nEND\n")[0]
+    subprocess.run([sys.executable, "-c", script], cwd=folder, check=True)
 
 
 def test_a_predictor_is_trained_judged_and_used(folder: Path) -> None:
     asked = CliRunner().invoke(app, ["cascade", *training(folder)])
     assert asked.exit_code == 1 and "70 of 70 items answered by 2 stages" in asked.output, asked.output
     assert "right.jsonl: no such file. The 140 answers to judge are in" in asked.output
-    judged(folder / "answers.jsonl", folder / "right.jsonl")
+    judge(folder)
     emitted = run(folder, *training(folder, "--report", str(folder / "calibration.jsonl")))
     assert "of 70 items" not in emitted and "predictor written" in emitted and "ms a token" in emitted
     held = records.read(folder / "answers.jsonl")
@@ -139,7 +139,7 @@ def test_bad_arguments_end_with_a_message(folder: Path, change: dict[str, str], 
 def test_what_train_writes_is_a_cascade_s_predictor(folder: Path) -> None:
     if not (folder / "p.safetensors").exists():
         CliRunner().invoke(app, ["cascade", *training(folder)])
-        judged(folder / "answers.jsonl", folder / "right.jsonl")
+        judge(folder)
         run(folder, *training(folder))
     from fastspec.models import load_model
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from fastspec.cascade import records
+from fastspec.cascade.features import NAMES
 from fastspec.cascade.predictor import Predictor
 from fastspec.cli import app
-from fastspec.errors import Unsupported
 
 pytestmark = MARKS
 
@@ -72,7 +72,8 @@ filter_list: [{{name: none, filter: [{{function: take_first}}]}}]
 FILES = {
     "words": TASK,
     "by_length": BY_LENGTH,
-    "coded": BY_LENGTH.replace("utils.longer", "utils.ran").replace("metric: longer", "metric: passed") + "unsafe_code: true\n",
+    "coded": BY_LENGTH.replace("utils.longer", "utils.ran").replace("metric: longer", "metric: passed")
+    + "unsafe_code: true\n",
     "sampled": "include: words.yaml\ntask: {name}\ngeneration_kwargs: {{until: [], do_sample: true, temperature: 0.8}}\n",
     "warm": "include: words.yaml\ntask: {name}\ngeneration_kwargs: {{until: [], temperature: 0.8}}\n",
     "beamed": "include: words.yaml\ntask: {name}\ngeneration_kwargs: {{until: [], num_beams: 4}}\n",
@@ -162,9 +163,14 @@ def test_prompts_answers_and_scores_are_lm_evals_own(folder: Path, tmp_path: Pat
     shutil.copytree(folder / "tasks", tmp_path / "tasks")
     done = invoke(tmp_path, "--task", "words,by_length")
     assert done.exit_code == 0, done.output + repr(done.exception)
-    lines = ["words: judged by lm-eval words (exact_match,first)", "by_length: judged by lm-eval by_length (longer,none)"]
+    lines = [
+        "words: judged by lm-eval words (exact_match,first)",
+        "by_length: judged by lm-eval by_length (longer,none)",
+    ]
     assert all(line in done.output for line in lines), done.output
-    found = {(record.set, record.item.split("-")[1], record.stage): record for record in records.read(tmp_path / "p.jsonl")}
+    found = {
+        (record.set, record.item.split("-")[1], record.stage): record for record in records.read(tmp_path / "p.jsonl")
+    }
     assert len(found) == 2 * 2 * 40 and {record.label for record in found.values()} == {0.0, 1.0}
     lengths = {record.new_tokens + record.kept_tokens for record in found.values()}
     assert max(lengths) == 12 and len(lengths) > 1  # some end at a stop string
@@ -211,7 +217,9 @@ def test_tasks_and_prompts_go_together_and_another_wording_is_another_item(folde
         refused = invoke(folder, *given, out="both")
     finally:
         task.write_text(text)
-    assert refused.exit_code == 1 and "has answers to 24 items that were not asked now" in refused.output, refused.output
+    assert refused.exit_code == 1 and "has answers to 24 items that were not asked now" in refused.output, (
+        refused.output
+    )
 
 
 def test_a_file_of_judgements_takes_the_place_of_a_tasks_own(folder: Path) -> None:
@@ -249,7 +257,9 @@ def test_tasks_that_a_cascade_cannot_answer_are_refused_before_a_model_is_loaded
 
 def test_a_task_runs_code_where_lm_evals_switch_is_given(folder: Path) -> None:
     done = invoke(folder, "--task", "coded", "--most", "24", "--share", "1", "--confirm-run-unsafe-code", out="coded")
-    assert done.exit_code == 0 and "judged by lm-eval coded (passed,none)" in done.output, done.output + repr(done.exception)
+    assert done.exit_code == 0 and "judged by lm-eval coded (passed,none)" in done.output, done.output + repr(
+        done.exception
+    )
 
 
 def test_a_folder_of_tasks_must_be_there(folder: Path) -> None:
@@ -261,3 +271,30 @@ def test_a_folder_of_tasks_must_be_there(folder: Path) -> None:
         ],
     )
     assert refused.exit_code == 1 and "no such folder of task files" in refused.output
+
+
+def test_the_task_file_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    from fastspec.training.cascade_tasks import Tasks
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/cascade.md").read_text(encoding="utf-8")
+    text = next(block.split("```")[0] for block in page.split("```\n") if block.startswith("task:"))
+    (tmp_path / "task.yaml").write_text(text)
+    rows = [{"question": f"What is {at} and {at}?", "answer": 2 * at} for at in range(3)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = Tasks(["my_questions"], letters(), include=tmp_path)
+    items = tasks.items()
+    asked = "user says What is 1 and 1?\nAnswer with one number.|bot says r."
+    assert items[1].prompt == asked and (items[1].until, items[1].limit) == (("\n\n",), 64)
+    counts, features = (0, 9), (0.0,) * len(NAMES)
+    answers = [
+        records.Record(item.name, item.set, "train", "small", *counts, text, 3, 0, True, 0.0, 0.0, None, features, 0)
+        for item, text in zip(items, ("So it is 0.", "1 + 1 = 2", "4, or 5"), strict=True)
+    ]
+    judged = tasks.judge(answers)
+    assert [judged[item.name, "small"] for item in items] == [
+        (value, "lm-eval my_questions (exact_match,last-number)") for value in (1.0, 1.0, 0.0)
+    ]
