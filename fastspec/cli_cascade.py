@@ -271,5 +271,5 @@ def _print_frontier(console: Console, rows: list[dict[str, Any]]) -> None:
                 quality = f"{row['quality']:.3f} +- {row['stderr']:.3f}"
                 console.print(f"{row['stage']} alone: {row['cost']:.1f} ms, quality {quality}")
             if row["kind"] == "gain":
-                told = f"{row['mean_gain']:+.4f}, {row['items']} items; +- is a standard error"
-                console.print(f"mean gain over mixing at random: {told}", soft_wrap=True)
+                mean = "none, the last stage is no dearer" if row["mean_gain"] is None else f"{row['mean_gain']:+.4f}"
+                console.print(f"mean gain over mixing at random: {mean}; {row['items']} items, +- is a standard error")

@@ -165,11 +165,12 @@ def point(labels: Tensor, run: Tensor, alone: Tensor, stop: Tensor) -> Row:
     }
 
 
-def mean_gain(points: Sequence[Row], labels: Tensor, run: Tensor, alone: Tensor) -> float:
+def mean_gain(points: Sequence[Row], labels: Tensor, run: Tensor, alone: Tensor) -> float | None:
     """Quality less that of random mixing, averaged over the mean costs from the cascade's least to that of the last
     stage alone.
 
     The frontier runs straight from stage 0 answering everything through its points, and on at the last one's quality.
+    None where the last stage alone costs no more than the cascade's first.
     """
     first, last = float(alone[:, 0].mean()), float(alone[:, -1].mean())
     best: dict[float, float] = {}
@@ -183,7 +184,7 @@ def mean_gain(points: Sequence[Row], labels: Tensor, run: Tensor, alone: Tensor)
         np.clip([*costs, first, last], max(costs[0], first), last)
     )  # straight between these: the trapezoids are exact
     if len(knots) < 2:
-        return 0.0
+        return None
     mixed = np.interp(knots, [first, last], [float(labels[:, at].mean()) for at in (0, -1)])
     gains = np.interp(knots, costs, qualities) - mixed
     return float((np.diff(knots) * (gains[1:] + gains[:-1]) / 2).sum() / (knots[-1] - knots[0]))

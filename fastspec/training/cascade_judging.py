@@ -19,9 +19,10 @@ CURRENCY = re.compile(r"[$\u00a3\u20ac\\]|(?<=\d),(?=\d{3}(?!\d))|\{,\}")
 """Signs that a number is read without: currencies, TeX's backslashes, commas between thousands."""
 NUMBER = re.compile(r"(?<!\w)(?<!\d\.)[-\u2212]?(?:\d+(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?")
 MARK = re.compile(r"####|boxed\{")
-END = r"(?=[)\].,:;*\"'}]|[ \t]*$|[ \t]+(?:because|since|as)\b)"
+END = r"(?=[)\].,:;*\"'}]|[ \t]*$|[ \t]+(?:because|since|as)\b)(?=[^\w\n]*([^\n]*))"
+"""What follows a letter that is an answer; the rest of its line is a group."""
 STATED = re.compile(
-    rf"(?i:\b(?:answer|option|choice|boxed)(?: is|:)?)[ \t]*(?i:option |choice )?[\s\"'(\[*{{$]*([A-Z]){END}",
+    rf"(?i:\b(?:answer|option|choice|boxed)(?: is)?:?)[ \t]*(?i:option |choice )?[\s\"'(\[*{{$]*([A-Z]){END}",
     re.MULTILINE,
 )
 LEADS = re.compile(rf"^[\s\"'(\[*{{$]*([A-Za-z]){END}", re.MULTILINE)
@@ -86,14 +87,16 @@ def number(text: str) -> Decimal | None:
 
 def letter(text: str, choices: Sequence[str]) -> str | None:
     """The letter that an answer chooses: the one it states ("the answer is B"), else the one that begins a line, else
-    that of the choice whose text it is. None where there is no letter or several."""
-    same = [
-        each
-        for each, choice in zip(string.ascii_uppercase, choices, strict=False)
-        if normalise(choice) == normalise(text)
-    ]
-    for found in (STATED.findall(text), LEADS.findall(text), same):
-        said = {each.upper() for each in found} & set(string.ascii_uppercase[: len(choices)])
+    that of the choice whose text it is. None where there is no letter or several: a letter beside the text of another
+    choice is two."""
+    letters = string.ascii_uppercase[: len(choices)]
+
+    def written(part: str) -> set[str]:
+        return {each for each, choice in zip(letters, choices, strict=True) if normalise(choice) == normalise(part)}
+
+    for found in (STATED.findall(text), LEADS.findall(text), [("", text)]):
+        said = {each.upper() for each, _ in found} & set(letters)
+        said = said.union(*(written(rest) for _, rest in found if rest))
         if said:
             return said.pop() if len(said) == 1 else None
     return None

@@ -92,6 +92,7 @@ def test_the_mean_gain_is_an_area_by_its_width(pairs: list[tuple[int, int]], rat
     alone = torch.tensor([[1.0, 1.0 + ratio]]).double().expand(n, 2)
     points = [point(labels, alone.cumsum(1), alone, (torch.arange(n) < count).long()) for count in range(n + 1)]
     found = mean_gain(points, labels, alone.cumsum(1), alone)
+    assert mean_gain(points, labels, alone.cumsum(1), alone.flip(1)) is None  # the last stage is the cheapest
     total, steps = 0.0, 2000
     q0, q1 = labels.mean(0).tolist()
     for step in range(steps):
