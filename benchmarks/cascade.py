@@ -23,7 +23,7 @@ from fastspec.cascade import records
 from fastspec.cascade.predictor import Predictor
 from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.programs.cli.cascade import models_of
-from fastspec.programs.training.cascade_answers import encode, place, read_items
+from fastspec.programs.training.cascade_answers import Item, encode, place, read_items
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     given = parser.parse_args()
     models, tokenizer = models_of(given.stage, given.model, given.head, given.device, given.dtype)
     predictor = Predictor.load(given.predictor)
-    table = records.table(records.read(given.answers), predictor.stages).where(split="held-out")
+    table = records.table(records.read(given.answers), predictor.stages, "held-out")
     held = set(table.ids)
     items = [each for path in given.prompts for each in drawn([i for i in read_items(path) if i.name in held], given.items, given.seed)]
     config = replace(models.config, mode="adaptive", predictor=predictor)
@@ -52,7 +52,7 @@ def main() -> None:
     price = given.price if given.price is not None else balanced(models, config, table)
     ways = {name: AdaptiveCascade(models, replace(config, price=price), reuse=name == "reuse") for name in ("reuse", "scratch")}
     # once untimed: what a prompt needs is compiled and captured then
-    runs = [run(models, tokenizer, item.prompt, ways, given.tokens) for item in [*items, *items]][len(items) :]
+    runs = [run(models, tokenizer, item, ways, given.tokens) for item in [*items, *items]][len(items) :]
     with given.out.open("a", encoding="utf-8") as file:
         for row in rows(items, runs, price, given):
             file.write(json.dumps({**row, **place(models.large)}) + "\n")
@@ -74,9 +74,9 @@ def balanced(models: Any, config: Any, table: records.Table) -> float:
     return high
 
 
-def run(models: Any, tokenizer: Any, prompt: str, ways: dict[str, AdaptiveCascade], tokens: int) -> dict[str, Any]:
+def run(models: Any, tokenizer: Any, item: Item, ways: dict[str, AdaptiveCascade], tokens: int) -> dict[str, Any]:
     """One request both ways -> their explanations and sequences."""
-    ids = torch.tensor([encode(tokenizer, prompt)], device=models.large.device)
+    ids = torch.tensor([encode(tokenizer, item)], device=models.large.device)
     found: dict[str, Any] = {}
     for name, way in ways.items():
         torch.cuda.synchronize() if ids.is_cuda else None

@@ -41,22 +41,18 @@ def log_loss(probabilities: Sequence[float], labels: Sequence[float]) -> float:
 
 
 def expected_calibration_error(
-    probabilities: Tensor | Sequence[float], labels: Tensor | Sequence[float], bins: int = 10, *, equal_mass: bool = False
+    probabilities: Tensor | Sequence[float], labels: Tensor | Sequence[float], bins: int = 10
 ) -> float:
     """Sum over bins of share of the items x |mean label - mean probability| (Naeini et al., AAAI 2015).
 
-    probabilities [n] and labels [n] lie in [0, 1]. The bins have equal width, ((b - 1) / bins, b / bins], or with `equal_mass` equally
-    many items each, in the order of their probabilities. Raises `Unsupported` for sizes that do not agree and for no items.
+    probabilities [n] and labels [n] lie in [0, 1]. The bins have equal width, ((b - 1) / bins, b / bins]. Raises `Unsupported` for sizes
+    that do not agree and for no items.
     """
     p, y = (torch.as_tensor(each, dtype=torch.float64, device="cpu") for each in (probabilities, labels))
     if p.dim() != 1 or p.shape != y.shape or not len(p) or bins < 1:
         raise Unsupported(f"calibration error: probabilities {tuple(p.shape)} and labels {tuple(y.shape)} must be [n], n >= 1; bins={bins}")
-    if equal_mass:
-        order = p.argsort(stable=True)
-        sums = [float((y[part] - p[part]).sum()) for part in order.tensor_split(bins)]
-    else:
-        bucket = ((p * bins).ceil().long() - 1).clamp(0, bins - 1)
-        sums = torch.zeros(bins, dtype=torch.float64, device="cpu").index_add(0, bucket, y - p).tolist()
+    bucket = ((p * bins).ceil().long() - 1).clamp(0, bins - 1)
+    sums = torch.zeros(bins, dtype=torch.float64, device="cpu").index_add(0, bucket, y - p).tolist()
     return sum(map(abs, sums)) / len(p)
 
 

@@ -115,19 +115,6 @@ def backward(losses: Sequence[Tensor], costs: Sequence[Tensor], expect: Sequence
     return values[::-1]
 
 
-def solve_chain(
-    quality: Sequence[Tensor], costs: Sequence[Tensor], transitions: Sequence[Tensor], price: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The optimal policy of a cascade whose states are a known Markov chain.
-
-    quality[k] [S_k]: P(answer of stage k acceptable) in each state; costs[k] [S_k]: the expected cost of stage k + 1 from each state of
-    stage k; transitions[k] [S_k, S_{k+1}]: rows that sum to 1. Returns (J_k [S_k], stop_k [S_k] bool) for k = 0 .. L - 1; a tie stops.
-    """
-    losses = [price * (1 - each) for each in quality]
-    values = backward(losses, costs, [matrix.mv for matrix in transitions])
-    return values, [loss <= value for loss, value in zip(losses, values, strict=True)]
-
-
 class Solver:
     """When to stop, for requests that resemble the training items of `table` on a machine with `rates`.
 

@@ -1,8 +1,10 @@
-"""`fastspec cascade train` and `evaluate` on tiny models: answers, labels, a predictor, the frontier, and a run that was cut short."""
+"""`fastspec cascade train` and `evaluate` on tiny models: answers, a judge's word on them, a predictor, the frontier, a run cut short."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,17 +53,28 @@ def training(folder: Path, *more: str) -> list[str]:
     return [
         "train", "--stage", f"small={folder}/small", "--model", f"large={folder}/large", "--prompts", f"{folder}/first.jsonl",
         "--prompts", f"{folder}/second.jsonl", "--out", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl",
-        "--max-new-tokens", "16", "--batch", "8", "--agreement", *more,
+        "--max-new-tokens", "16", "--batch", "8", "--right", f"{folder}/right.jsonl", *more,
     ]  # fmt: skip
 
 
+def judge(folder: Path) -> None:
+    """Write what agrees with the last stage's answer, with the script of docs/cascade.md."""
+    page = (Path(__file__).parents[2] / "docs/cascade.md").read_text(encoding="utf-8")
+    script = page.split("<<'END'\n")[1].split("\nEND\n")[0]
+    subprocess.run([sys.executable, "-c", script], cwd=folder, check=True)
+
+
 def test_a_predictor_is_trained_judged_and_used(folder: Path) -> None:
+    asked = CliRunner().invoke(app, ["cascade", *training(folder)])
+    assert asked.exit_code == 1 and "70 of 70 items answered by 2 stages" in asked.output, asked.output
+    assert "right.jsonl: no such file. The 140 answers to judge are in" in asked.output
+    judge(folder)
     emitted = run(folder, *training(folder, "--report", str(folder / "calibration.jsonl")))
-    assert "70 of 70 items answered by 2 stages" in emitted and "predictor written" in emitted and "ms a token" in emitted
+    assert "of 70 items" not in emitted and "predictor written" in emitted and "ms a token" in emitted
     held = records.read(folder / "answers.jsonl")
-    assert len(held.records) == 140 and all(record.label is not None for record in held.records)
-    assert all(record.label == 1 for record in held.records if record.stage == "large")
-    assert {record.split for record in held.records} == {"train", "held-out"}
+    assert len(held) == 140 and all(record.label is not None for record in held)
+    assert all(record.label == 1 for record in held if record.stage == "large")
+    assert {record.split for record in held} == {"train", "held-out"}
     rows = [json.loads(line) for line in (folder / "calibration.jsonl").read_text().splitlines()]
     assert {row["set"] for row in rows} == {"all", "first", "second"}
 
@@ -69,36 +82,34 @@ def test_a_predictor_is_trained_judged_and_used(folder: Path) -> None:
     (folder / "answers.jsonl").write_text("".join(lines[:60]))  # as a run that was cut short leaves it
     again = run(folder, *training(folder))
     assert "70 of 70" not in again
-    assert sorted((folder / "answers.jsonl").read_text().splitlines()) != [] and len(records.read(folder / "answers.jsonl").records) == 140
+    assert len(records.read(folder / "answers.jsonl")) == 140
 
-    picture = folder / "frontier.png"
     emitted = run(
         folder, "evaluate", "--predictor", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl",
         "--out", f"{folder}/rows.jsonl",
     )  # fmt: skip
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    assert {record.label for record in held.records if record.stage == "small"} == {0.0, 1.0}
+    assert {record.label for record in held if record.stage == "small"} == {0.0, 1.0}
     points = [row for row in rows if row["kind"] == "frontier" and row["set"] == "all"]
-    assert points[0]["stage"] == 0 and points[-1]["stage"] >= points[0]["stage"] and "area gained" in emitted
+    assert points[0]["stage"] == 0 and points[-1]["stage"] >= points[0]["stage"] and "mean gain over mixing at random" in emitted
     assert all(before["stage"] <= after["stage"] for before, after in pairwise(points))
-    pytest.importorskip("matplotlib")
-    run(folder, "evaluate", "--predictor", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl", "--plot", str(picture))
-    assert picture.read_bytes().startswith(b"\x89PNG") and int.from_bytes(picture.read_bytes()[16:20], "big") == 1200
+    assert {row["kind"] for row in rows} == {"stage", "frontier", "gain", "calibration"}
+    assert {row["stage"]: row["quality"] for row in rows if row["kind"] == "stage" and row["set"] == "all"}["large"] == 1
 
 
 def test_the_records_are_what_the_models_answer(folder: Path) -> None:
-    """Whatever the batch, a stage's answer is its own greedy answer, and the label its agreement with the last."""
+    """Whatever the batch, a stage's answer is its own greedy answer."""
     path = folder / "alone.jsonl"
-    arguments = training(folder)
+    arguments = training(folder, "--most", "25", "--seed", "3")
     arguments[arguments.index("--answers") + 1] = str(path)
-    run(folder, *arguments, "--most", "25", "--seed", "3")
+    assert CliRunner().invoke(app, ["cascade", *arguments]).exit_code == 1  # nobody has judged
     tokenizer = small_tokenizer()
     from fastspec.models import load_model
 
     models = {name: load_model(str(folder / name))[0] for name in ("small", "large")}
     prompts = {f"first-{at}": json.loads(line)["prompt"] for at, line in enumerate((folder / "first.jsonl").read_text().splitlines(), 1)}
     checked = 0
-    for record in records.read(path).records:
+    for record in records.read(path):
         if record.set == "first" and checked < 12:
             ids = tokenizer(prompts[record.item], return_tensors="pt")
             out = models[record.stage].generate(**ids, max_new_tokens=16, do_sample=False, pad_token_id=0)[0, ids["input_ids"].shape[1] :]
@@ -127,6 +138,8 @@ def test_bad_arguments_end_with_a_message(folder: Path, change: dict[str, str], 
 
 def test_what_train_writes_is_a_cascade_s_predictor(folder: Path) -> None:
     if not (folder / "p.safetensors").exists():
+        CliRunner().invoke(app, ["cascade", *training(folder)])
+        judge(folder)
         run(folder, *training(folder))
     from fastspec.models import load_model
 
@@ -138,3 +151,36 @@ def test_what_train_writes_is_a_cascade_s_predictor(folder: Path) -> None:
     fastspec.patch(large, cascade=cascade)
     ids = tokenizer("w5 w6 w7", return_tensors="pt")
     assert large.generate(**ids, assistant="cascade", max_new_tokens=8, do_sample=False).shape[1] <= 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--agreement"], "--right FILE"),
+        (["train", "--threshold=0.5"], "--right FILE"),
+        (["train", "--allow-code-execution"], "--task humaneval --confirm-run-unsafe-code"),
+        (["evaluate", "--plot", "a.png"], "--out FILE"),
+        (["evaluate", "--seed", "1"], "standard errors need none"),
+    ],
+)
+def test_an_option_that_left_says_where_it_went(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["cascade", *arguments])
+    assert result.exit_code == 1 and arguments[1].partition("=")[0] in result.output and message in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no items to answer: --prompts FILE or --task NAME"),
+        (["--metric", "exact_match"], "give --task NAME"),
+        (["--confirm-run-unsafe-code"], "give --task NAME"),
+        (["--task", "gsm8k"], 'pip install "fastspec-transformers[eval]"'),
+    ],
+)
+def test_a_run_without_items_ends_before_a_model_is_loaded(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    given = ["train", "--stage", "a=/nowhere", "--model", "b=/nowhere", "--out", "p", "--answers", "a"]
+    result = CliRunner().invoke(app, ["cascade", *given, *arguments])
+    assert result.exit_code == 1 and message in result.output, result.output

@@ -27,7 +27,7 @@ from fastspec.cascade.stopping import Rates
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.patches.cascade.stages import Patching, StageModel
 from fastspec.patches.session import session_of
-from fastspec.programs.training.cascade_answers import read_items, read_sets
+from fastspec.programs.training.cascade_answers import check_items, read_items
 
 HIGH = 1e9
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
@@ -242,11 +242,14 @@ def test_items_are_refused_by_line_and_ids_must_be_unique(tmp_path: Path) -> Non
     assert [item.name for item in read_items(first)] == ["a", "first-3"] and len(read_items(first, 1)) == 1
     second.write_text('{"id": "a", "prompt": "four"}')
     with pytest.raises(Unsupported, match="'a' is there twice, in first and second"):
-        read_sets([first, second], agreement=True)
-    for text, message in (("", "no prompts"), ("[1]", "line 1 is no JSON object"), ("{", "line 1 is no JSON object")):
+        check_items(read_items(first) + read_items(second), right=True)
+    with pytest.raises(Unsupported, match="no items"):
+        check_items([], right=True)
+    none = "line 1 is no JSON object"
+    for text, message in (("{}", "line 1: item None has neither a prompt nor turns"), ("[1]", none), ("{", none)):
         second.write_text(text)
         with pytest.raises(Unsupported, match=message):
-            read_sets([second], agreement=True)
+            read_items(second)
 
 
 @examples(40)
@@ -265,13 +268,14 @@ def test_tables_fit_80_columns(names: list[str], points: int, price: float) -> N
     assert len(lines) == 2 * (len(names) + 1) and max(map(len, lines)) <= 80
     assert all("9999.99" in line and "8888.88" in line and names[at][:18] in line for at, line in enumerate(lines[1 : len(names) + 1]))
     assert all("14042  0.01" in line for line in lines[-len(names) :])
-    said_ = {"kind": "frontier", "set": "s", "inside": True, "cost": 98765.4, "quality": 0.5, "hull": 0.4, "gain": 0.1, "stage": 0.25}
-    rows = [{**said_, "price": price + at, "gain_low": -0.125, "gain_high": 0.125} for at in range(points)]
-    outside = {**said_, "inside": False, "price": 3.0, "gain_low": 0.0, "gain_high": 0.0}
+    said_ = {"kind": "frontier", "set": "s", "inside": True, "cost": 98765.4, "quality": 0.5, "mixing": 0.4, "gain": -0.1, "stage": 0.25}
+    said_ |= {"stderr": 0.0125, "gain_stderr": 0.125}
+    rows = [{**said_, "price": price + at} for at in range(points)]
+    outside = {**said_, "inside": False, "price": 3.0}
     file.truncate(file.seek(0))
     cli_cascade._print_frontier(console, [outside, *rows])
     lines = file.getvalue().splitlines()[3:]
-    assert len(lines) == min(points, 15) and all("98765.4" in line and "-0.125 +0.125" in line and len(line) <= 80 for line in lines)
+    assert len(lines) == min(points, 15) and all("98765.4" in line and "-0.100  0.125  " in line and len(line) <= 80 for line in lines)
     assert cli_cascade._evenly(rows, 15)[:1] == rows[:1] and cli_cascade._evenly(rows, 15)[-1:] == rows[-1:]
 
 

@@ -16,7 +16,7 @@ from helpers_examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastspec.cascade.stopping import QualityTable, Rates, Scores, Solver, solve_chain
+from fastspec.cascade.stopping import QualityTable, Rates, Scores, Solver, backward
 from fastspec.errors import Unsupported
 
 STRATEGIES = ((1.0, 1.6, 4.2, 8.8), (0.6, 0.7, 0.82, 0.92))
@@ -34,6 +34,13 @@ def chains(draw: st.DrawFn):
         rows = [[b - a for a, b in zip([0, *row], [*row, 8], strict=True)] for row in cuts]
         transitions.append(torch.tensor(rows).double() / 8)
     return quality, costs, transitions, draw(st.integers(0, 300))
+
+
+def solve_chain(quality, costs, transitions, price):
+    """The optimal policy of a known Markov chain: (J_k [S_k], stop_k [S_k] bool) for every stage k; a tie stops."""
+    losses = [price * (1 - each) for each in quality]
+    values = backward(losses, costs, [matrix.mv for matrix in transitions])
+    return values, [loss <= value for loss, value in zip(losses, values, strict=True)]
 
 
 def loss_of_policy(policy, quality, costs, transitions, price) -> float:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from helpers_training import settings, small_target, small_tokenizer, write_prompts
 from rich.console import Console
-from typer.testing import CliRunner
 
-from fastspec.programs.cli.app import app
 from fastspec.programs.cli.progress import counting, training_bars
 from fastspec.programs.training import train
 
@@ -63,10 +59,3 @@ def test_without_a_terminal_rows_are_printed_and_answers_are_not_counted(tmp_pat
     train(config, target=small_target(), tokenizer=small_tokenizer())
     emitted = capsys.readouterr().out
     assert '"loss"' in emitted and "answered" not in emitted
-
-
-def test_a_missing_matplotlib_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    files = ["--predictor", str(tmp_path / "none.safetensors"), "--answers", str(tmp_path / "none.jsonl")]
-    done = CliRunner().invoke(app, ["cascade", "evaluate", *files, "--plot", str(tmp_path / "a.png")])
-    assert done.exit_code == 1 and 'pip install "fastspec-transformers[bench]"' in done.output, done.output

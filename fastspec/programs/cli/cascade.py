@@ -10,122 +10,163 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fastspec.cascade.labels import KEY_FIELDS
-from fastspec.cascade.sandbox import PROTECTION
+from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.programs.cli.options import Backend, Device, Dtype
 from fastspec.programs.cli.progress import counting
+
+LEFT = "is not there any more; the tag `laboratory` has the code"
+GONE = {
+    "--agreement": f"{LEFT}. docs/cascade.md has a script that judges by the last stage's answer, for --right FILE",
+    "--threshold": f"{LEFT}. It was --agreement's: see --right FILE",
+    "--allow-code-execution": f"{LEFT}. Unit tests are lm-eval's, such as --task humaneval --confirm-run-unsafe-code",
+    "--plot": f"{LEFT}. --out FILE has the rows to draw: price, cost, quality, mixing",
+    "--seed": "is of `fastspec cascade train` alone: standard errors need none",
+}
+"""Options of commands as they were -> where they went."""
+
+
+class _Command(typer.core.TyperCommand):
+    """Says of an option that a command has no more where it went."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.params for name in parameter.opts}
+        for name in (each.partition("=")[0] for each in args):
+            if name in GONE and name not in known:
+                raise Unsupported(f"{name} {GONE[name]}")
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
 Stages = Annotated[list[str], typer.Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")]
 Model = Annotated[str, typer.Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")]
 WIDTH = 80
-ITEMS = (
-    "Items as JSON lines; several files are several sets. A line has an `id`, a `prompt` or `turns`, and the key that answers are judged "
-    f"by, one of: {KEY_FIELDS}. Without one see --agreement."
+PROMPTS = (
+    "Items as JSON lines; several files are several sets. A line has an `id`, a `prompt` or `turns`, and the right "
+    "`answer`: a number, a text, a list of accepted texts, or beside `choices` a letter or a place from 0 on."
 )
-AGREEMENT = "Without a key: an answer is good where its words agree with the last stage's, which is then right by definition."
-EXECUTION = "Run the code that models wrote, for items with unit tests; docs/cascade.md says what it is kept from."
+TASK = f"NAME[,NAME] of lm-eval's tasks, which ask the questions and judge the answers. Needs {install_command('eval')}"
+METRIC = "With --task: METRIC or METRIC,FILTER that says what is right; by default a task's first. Several for several."
+UNSAFE = "With --task: lm-eval's switch for tasks that run models' code, beside HF_ALLOW_CODE_EVAL=1."
+RIGHT = "A judge's word on the answers: JSON lines with `item`, `stage` and `right` (true, false or a number in [0, 1])."
 POINTS = 15
 """Prices of a frontier that are printed; the rows have all."""
 RATED, LONG = 8, 64
 """Items after which the stages' rates are measured, and new tokens after each."""
 
 
-@app.command()
+@app.command(cls=_Command)
 def train(
     stage: Stages,
     model: Model,
-    prompts: Annotated[list[Path], typer.Option(help=ITEMS)],
     out: Annotated[Path, typer.Option(help="The predictor to write, a .safetensors file.")],
     answers: Annotated[Path, typer.Option(help="The stages' answers; a file that is there is gone on with.")],
+    prompts: Annotated[list[Path] | None, typer.Option(help=PROMPTS)] = None,
+    task: Annotated[list[str] | None, typer.Option(help=TASK)] = None,
+    include_path: Annotated[Path | None, typer.Option(help="With --task: a folder with task files of yours.")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help=METRIC)] = None,
+    confirm_run_unsafe_code: Annotated[bool, typer.Option("--confirm-run-unsafe-code", help=UNSAFE)] = False,
+    right: Annotated[Path | None, typer.Option(help=RIGHT)] = None,
     report: Annotated[Path | None, typer.Option(help="Append the calibration's rows to this file, as JSON lines.")] = None,
     head: Annotated[list[str] | None, typer.Option(help="NAME=HEAD: a stage's EAGLE-3 head, which it then decodes with.")] = None,
-    most: Annotated[int | None, typer.Option(min=1, help="Items of each file that are used.")] = None,
+    most: Annotated[int | None, typer.Option(min=1, help="Items of each file and task that are used.")] = None,
     share: Annotated[float, typer.Option(min=0, max=1, help="Part of the items that is trained on; the rest is held out.")] = 0.5,
     batch: Annotated[int, typer.Option(min=1, help="Items answered at a time.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
-    agreement: Annotated[bool, typer.Option("--agreement", help=AGREEMENT)] = False,
-    threshold: Annotated[float, typer.Option(min=0, max=1, help="With --agreement: the F1 to reach.")] = 0.5,
-    allow_code_execution: Annotated[bool, typer.Option("--allow-code-execution", help=EXECUTION)] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens, where no task sets it.")] = 256,
     device: Device = None,
     backend: Backend = "auto",
     dtype: Dtype = None,
     seed: Annotated[int, typer.Option(help="Seed of the split and of the training.")] = 0,
 ) -> None:
-    """Let every stage answer the items, judge the answers, train and calibrate a predictor, and report its calibration."""
+    """Let every stage answer the items, judge the answers, train and calibrate a predictor, and report its calibration.
+
+    What is right says the items' own `answer`, the task, or a file of yours (--right).
+    """
     from fastspec.cascade import records
     from fastspec.devices import use_device
     from fastspec.patches.cascade.stages import measure_rates
     from fastspec.programs.training import cascade, cascade_answers
 
     console = Console(highlight=False, markup=False)
-    items = cascade_answers.read_sets(prompts, most, agreement=agreement)
-    kind = cascade_answers.check_execution(items, allow_code_execution)
-    if kind is not None:
-        console.print(f"the code of models runs with sandbox {kind}: {PROTECTION[kind]}", soft_wrap=True)
-    models, tokenizer = models_of(stage, model, head or [], use_device(device), dtype, backend)
+    on = use_device(device)
+    items = [each for path in prompts or () for each in cascade_answers.read_items(path, most)]
+    score = None
+    if task:
+        tasks = _tasks(task, model, include_path, most, metric or [], confirm_run_unsafe_code)
+        items, score = items + tasks.items(), tasks.judge
+    elif include_path or metric or confirm_run_unsafe_code:
+        raise Unsupported("--include-path, --metric and --confirm-run-unsafe-code are of a task: give --task NAME")
+    cascade_answers.check_items(items, right=right is not None)
+    models, tokenizer = models_of(stage, model, head or [], on, dtype, backend)
     try:
         with counting(f"items answered by {len(models.stages)} stages", console) as tell:
             cascade_answers.answer(
                 models, tokenizer, items, answers, batch=batch, new_tokens=max_new_tokens, seed=seed, share=share, tell=tell
             )
-        some = [cascade_answers.encode(tokenizer, item.prompt) for item in items[:: -(-len(items) // RATED)]]
-        rates = measure_rates(models.stages, some, min(max_new_tokens, LONG))
+        some = [cascade_answers.encode(tokenizer, item) for item in items[:: -(-len(items) // RATED)]]
+        rates = measure_rates(models.stages, some, min(max(max_new_tokens, 2), LONG))
         where = cascade_answers.place(models.large)
     finally:
         models.close()
-    ways = cascade_answers.judge(answers, items, threshold=threshold, allow_code_execution=allow_code_execution)
+    ways = cascade_answers.judge(answers, items, right=right, score=score)
     where["judged"] = _told(ways)
     predictor = cascade.fit(answers, models.names, seed=seed, rates=rates, place=where)
     predictor.save(out)
-    table = records.table(records.read(answers), models.names)
     _print_rates(console, models.names, rates)
     _print_judged(console, ways)
-    told_of = {"seed": seed, **where}
-    rows = cascade.calibration_rows(cascade.held_out(predictor, table.where(split="held-out")), more=told_of) if share < 1 else []
+    rows = []
+    if share < 1:
+        held = cascade.held_out(predictor, records.table(records.read(answers), models.names, "held-out"))
+        rows = cascade.calibration_rows(held, more={"seed": seed, **where})
     _print_calibration(console, rows)
     _append(report, rows)
     console.print(f"predictor written to {out}")
 
 
-@app.command()
+@app.command(cls=_Command)
 def evaluate(
     predictor: Annotated[Path, typer.Option(help="The predictor that `fastspec cascade train` wrote.")],
     answers: Annotated[Path, typer.Option(help="The stages' answers that it wrote.")],
     out: Annotated[Path | None, typer.Option(help="Append the rows to this file, as JSON lines.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the frontier and the calibration into this picture.")] = None,
     risk: Annotated[float | None, typer.Option(min=0, max=1, help="Decide by this lower quantile of the probabilities' posterior.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the confidence intervals.")] = 0,
 ) -> None:
-    """The quality-cost frontier over the price of a bad answer, beside single stages, random mixing and the oracle, on held-out items."""
+    """Quality against cost over the price of a bad answer, beside single stages and random mixing, on held-out items."""
     from fastspec.cascade import records
-    from fastspec.cascade.plot import pictures
     from fastspec.cascade.predictor import Predictor
     from fastspec.programs.training import cascade, cascade_answers
 
     console = Console(highlight=False, markup=False)
-    if plot is not None:
-        pictures()  # before the work, not behind it
     held = Predictor.load(predictor)
     if held.rates is None:
         raise Unsupported(f"{predictor} does not say what its stages cost: make it with `fastspec cascade train`")
     read = records.read(answers)
-    ways = cascade_answers.ways_by_set(read.records)
-    table = records.table(read, held.stages).where(split="held-out")
+    ways = cascade_answers.ways_by_set(read)
+    table = records.table(read, held.stages, "held-out")
     told_of = {**held.place, "judged": _told(ways)}
-    rows = cascade.frontier_rows(held, table, held.rates, seed=seed, risk=risk, more=told_of)
-    rows += cascade.calibration_rows(cascade.held_out(held, table, risk), more={"seed": seed, **told_of})
+    rows = cascade.frontier_rows(held, table, held.rates, risk=risk, more=told_of)
+    calibration = cascade.calibration_rows(cascade.held_out(held, table, risk), more=told_of)
     _print_rates(console, held.stages, held.rates)
     _print_judged(console, ways)
     _print_frontier(console, rows)
-    _print_calibration(console, [row for row in rows if row["kind"] == "reliability"])
-    _append(out, rows)
-    if plot is not None:
-        from fastspec.cascade.plot import draw
+    _print_calibration(console, calibration)
+    _append(out, rows + calibration)
 
-        draw(rows, plot)
-        console.print(f"drawn to {plot}")
+
+def _tasks(
+    names: list[str], large: str, include: Path | None, most: int | None, metrics: list[str], unsafe: bool
+) -> Any:
+    """Tasks of lm-eval, asked in the large model's chat template."""
+    from fastspec.patches.cascade.stages import load_tokenizer
+
+    try:
+        from fastspec.programs.training.cascade_tasks import Tasks
+    except ModuleNotFoundError as error:
+        if error.name != "lm_eval":
+            raise
+        raise Unsupported(f"--task needs lm-eval: {install_command('eval')}") from error
+    named = [name for text in names for name in text.split(",") if name]
+    tokenizer = load_tokenizer(_named("--model", large)[1])
+    return Tasks(named, tokenizer, include=include, most=most, metrics=metrics, unsafe=unsafe)
 
 
 def models_of(
@@ -215,20 +256,20 @@ def _evenly(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
 
 
 def _print_frontier(console: Console, rows: list[dict[str, Any]]) -> None:
-    for name in dict.fromkeys(row["set"] for row in rows if row["kind"] == "frontier"):
+    for name in dict.fromkeys(row["set"] for row in rows):
         mine = [row for row in rows if row["set"] == name]
         console.print(f"\n{name}")
-        table = _table([], ["price, ms", "cost, ms", "quality", "mixing", "gain", "95 % interval", "stage"])
+        table = _table([], ["price, ms", "cost, ms", "quality", "+-", "mixing", "gain", "+-", "stage"])
         for row in _evenly([row for row in mine if row["kind"] == "frontier" and row["inside"]], POINTS):
             price = f"{row['price']:{'.0f' if row['price'] >= 10 else '.3g'}}"
-            table.add_row(
-                price, f"{row['cost']:.1f}", f"{row['quality']:.3f}", f"{row['hull']:.3f}", f"{row['gain']:+.3f}",
-                f"{row['gain_low']:+.3f} {row['gain_high']:+.3f}", f"{row['stage']:.2f}",
-            )  # fmt: skip
+            reached = f"{row['quality']:.3f}", f"{row['stderr']:.3f}", f"{row['mixing']:.3f}"
+            gained = f"{row['gain']:+.3f}", f"{row['gain_stderr']:.3f}", f"{row['stage']:.2f}"
+            table.add_row(price, f"{row['cost']:.1f}", *reached, *gained)
         console.print(table)
         for row in mine:
             if row["kind"] == "stage":
-                console.print(f"{row['stage']} alone: {row['cost']:.1f} ms, quality {row['quality']:.3f}")
-            if row["kind"] == "area":
-                share = "none" if row["share"] is None else f"{row['share']:.0%}"
-                console.print(f"area gained: {row['mean']:.4f} of quality on average, {share} of what the oracle gains")
+                quality = f"{row['quality']:.3f} +- {row['stderr']:.3f}"
+                console.print(f"{row['stage']} alone: {row['cost']:.1f} ms, quality {quality}")
+            if row["kind"] == "gain":
+                mean = "none, the last stage is no dearer" if row["mean_gain"] is None else f"{row['mean_gain']:+.4f}"
+                console.print(f"mean gain over mixing at random: {mean}; {row['items']} items, +- is a standard error")

@@ -1,19 +1,21 @@
-"""Training and judging a cascade's predictor on what its stages answered."""
+"""Training of a cascade's predictor on what its stages answered, and its worth: quality against cost over the price of
+a bad answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fastspec.cascade import evaluate, records
-from fastspec.cascade.plot import STOPS
+from fastspec.cascade import records
+from fastspec.cascade.calibration import expected_calibration_error
 from fastspec.cascade.predictor import Predictor
-from fastspec.cascade.stopping import Rates, Solver
+from fastspec.cascade.stopping import Rates, Scores, Solver
 
 Row = dict[str, Any]
 PRICES = 41
@@ -22,42 +24,54 @@ ROUNDS = 20
 
 
 def fit(
-    path: str | Path, stages: Sequence[str], *, seed: int, rates: Rates | None = None, place: Mapping[str, str] | None = None
+    path: str | Path,
+    stages: Sequence[str],
+    *,
+    seed: int,
+    rates: Rates | None = None,
+    place: Mapping[str, str] | None = None,
 ) -> Predictor:
-    """A predictor from the training items of a file of labelled records, with what its stages cost and where."""
-    table = records.table(records.read(path), stages).where(split="train")
+    """A predictor from the training items of a file of judged records, with what its stages cost and where."""
+    table = records.table(records.read(path), stages, "train")
     made = Predictor.fit(stages, table.features, table.labels, table.tokens + table.kept, table.kept, seed=seed)
     return replace(made, rates=rates, place=dict(place or {}))
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Held-out items with what the predictor says of them: by stage each item's `Scores`, and their `quality` [n, L - k]."""
+    """Held-out items with the predictor's word on them: by stage each item's `Scores`, and their `quality` [n, L -
+    k]."""
 
     table: records.Table
-    scores: tuple[tuple[Any, ...], ...]
+    scores: tuple[tuple[Scores, ...], ...]
     quality: tuple[Tensor, ...]
 
 
 def held_out(predictor: Predictor, table: records.Table, risk: float | None = None) -> Held:
     """Score every item of a table at every stage."""
     scores = tuple(
-        tuple(predictor.score(stage, row, risk) for row in features) for stage, features in enumerate(table.features)
-    )  # fmt: skip
-    return Held(table, scores, tuple(torch.tensor([each.quality for each in column], dtype=torch.float64) for column in scores))
+        tuple(predictor.score(stage, row, risk) for row in rows) for stage, rows in enumerate(table.features)
+    )
+    return Held(
+        table, scores, tuple(torch.tensor([each.quality for each in column], dtype=torch.float64) for column in scores)
+    )
 
 
-def calibration_rows(held: Held, *, bins: int = 10, more: Mapping[str, Any]) -> list[Row]:
-    """A reliability row for every set and every stage's probability of its own answer and of the later stages'."""
-    rows = []
-    for name in ("all", *sorted(set(held.table.sets))):
-        chosen = [at for at, each in enumerate(held.table.sets) if name in ("all", each)]
+def _sets(table: records.Table) -> Iterator[tuple[str, Tensor]]:
+    """ "all" and every set by name, with the places of its items [n]."""
+    for name in ("all", *sorted(set(table.sets))):
+        yield name, torch.tensor([at for at, each in enumerate(table.sets) if name in ("all", each)])
+
+
+def calibration_rows(held: Held, *, more: Mapping[str, Any]) -> list[Row]:
+    """The calibration error of every stage's probabilities, for its own answer and for the later stages', by set."""
+    stages, rows = held.table.stages, []
+    for name, chosen in _sets(held.table):
         for stage, quality in enumerate(held.quality):
             for later in range(quality.shape[1]):
-                said, about = held.table.stages[stage], held.table.stages[stage + later]
-                rows.append(evaluate.reliability(
-                    quality[chosen, later], held.table.labels[chosen, stage + later], set=name, stage=about, bins=bins, seen_at=said, **more
-                ))  # fmt: skip
+                error = expected_calibration_error(quality[chosen, later], held.table.labels[chosen, stage + later])
+                about = {"set": name, "seen_at": stages[stage], "stage": stages[stage + later]}
+                rows.append({"kind": "calibration", **about, "items": len(chosen), "ece": error, **more})
     return rows
 
 
@@ -72,8 +86,8 @@ def stops(solver: Solver, held: Held, price: float) -> Tensor:
 
 
 def prices_of(solver: Solver, held: Held, start: float, count: int = PRICES) -> list[float]:
-    """Prices from one at which every item stops at stage 0 to one from which on nothing changes, in equal ratios; the search begins at
-    `start`."""
+    """Prices from one at which every item stops at stage 0 to one from which on nothing changes, in equal ratios; the
+    search begins at `start`."""
     low, high = start, 2 * start
     for _ in range(ROUNDS):
         if not bool(stops(solver, held, low).any()):
@@ -88,30 +102,89 @@ def prices_of(solver: Solver, held: Held, start: float, count: int = PRICES) -> 
 
 
 def frontier_rows(
-    predictor: Predictor, table: records.Table, rates: Rates, *, seed: int, risk: float | None = None, more: Mapping[str, Any]
-) -> list[Row]:  # fmt: skip
-    """What `fastspec cascade evaluate` writes of held-out items, together and by set: see `fastspec.cascade.evaluate.summary`.
+    predictor: Predictor, table: records.Table, rates: Rates, *, risk: float | None = None, more: Mapping[str, Any]
+) -> list[Row]:
+    """Quality against cost of held-out items, together and by set; costs are `rates` applied to the tokens of each
+    item.
 
-    Costs are `rates` applied to the tokens of each item. Random mixing is given twice: "all" and each set against sending a request to
-    one of the models from scratch, and with `STOPS` added to the name against the same cascade with its stops drawn at random.
+    Rows have `kind` and `set`, and `more`. "stage": the mean `cost` (ms) and `quality` of a stage that answers
+    everything from scratch. "frontier": a `point` for each `price`. "gain": the `mean_gain` over the range of costs.
+    `stderr` is a standard error over items.
     """
-    solver = Solver(predictor.table(risk), rates)
-    held = held_out(predictor, table, risk)
-    costs = rates.costs(table.tokens, table.kept)
+    solver, held = Solver(predictor.table(risk), rates), held_out(predictor, table, risk)
+    costs, tokens = rates.costs(table.tokens, table.kept), (table.tokens + table.kept).double()
     prices = prices_of(solver, held, float(costs.mean()))
-    every = torch.stack([stops(solver, held, price) for price in prices])
-    scratch = torch.stack([_from_scratch(rates, table, stage) for stage in range(len(table.stages))], 1)
-    rows = []
-    for name in ("all", *sorted(set(table.sets))):
-        chosen = torch.tensor([at for at, each in enumerate(table.sets) if name in ("all", each)])
-        for suffix, mixing in (("", scratch), (STOPS, costs.cumsum(1))):
-            rows += evaluate.summary(
-                table.labels[chosen], costs[chosen], prices, every[:, chosen], set=name + suffix, stages=table.stages,
-                alone=mixing[chosen], seed=seed, more=more,
-            )  # fmt: skip
+    at_price = [stops(solver, held, price) for price in prices]
+    scratch = torch.tensor(rates.start_ms) + torch.tensor(rates.token_ms) * tokens
+    rows: list[Row] = []
+    for name, chosen in _sets(table):
+        labels, alone, run = table.labels[chosen], scratch[chosen], costs[chosen].cumsum(1)
+        points = [
+            {"price": price, **point(labels, run, alone, stop[chosen])}
+            for price, stop in zip(prices, at_price, strict=True)
+        ]
+        mine: list[Row] = [
+            {"kind": "stage", "stage": stage, "index": at, "cost": float(alone[:, at].mean()), **_mean(labels[:, at])}
+            for at, stage in enumerate(table.stages)
+        ]
+        mine += [{"kind": "frontier", **each} for each in points]
+        mine.append({"kind": "gain", "mean_gain": mean_gain(points, labels, run, alone), "items": len(chosen)})
+        rows += [{**row, "set": name, **more} for row in mine]
     return rows
 
 
-def _from_scratch(rates: Rates, table: records.Table, stage: int) -> Tensor:
-    """Milliseconds [n] of a stage that answers by itself."""
-    return rates.start_ms[stage] + rates.token_ms[stage] * (table.tokens + table.kept)[:, stage].double()
+def _mean(values: Tensor) -> dict[str, float]:
+    return {"quality": float(values.mean()), "stderr": float(values.std(correction=0)) / len(values) ** 0.5}
+
+
+def point(labels: Tensor, run: Tensor, alone: Tensor, stop: Tensor) -> Row:
+    """The mean cost and quality of n items that stop at the stages `stop` [n], beside `mixing`: the quality of sending
+    each item to the first or the last stage alone, at random, at the same mean cost.
+
+    labels [n, L]; run [n, L] the cost of an item that stops at a stage, alone [n, L] that of the stage by itself, in
+    ms. `gain_stderr` is that of the gain's linear approximation around the means, since the mixture's share varies with
+    the costs.
+    """
+    quality, cost = (each.gather(1, stop[:, None])[:, 0] for each in (labels, run))
+    rise, width = (each[:, -1] - each[:, 0] for each in (labels, alone))
+    dearer = float(width.mean())
+    share = (float(cost.mean()) - float(alone[:, 0].mean())) / dearer if dearer > 0 else 1.0
+    inside = 0 < share < 1
+    share = min(max(share, 0.0), 1.0)
+    gain = quality - (labels[:, 0] + share * rise)
+    spread = gain - (cost - alone[:, 0] - share * width) * rise.mean() / dearer if inside else gain
+    return {
+        "cost": float(cost.mean()),
+        **_mean(quality),
+        "stage": float(stop.double().mean()),
+        "shares": (torch.bincount(stop, minlength=labels.shape[1]) / len(stop)).tolist(),
+        "mixing": float((quality - gain).mean()),
+        "gain": float(gain.mean()),
+        "gain_stderr": _mean(spread)["stderr"],
+        "inside": inside,
+    }
+
+
+def mean_gain(points: Sequence[Row], labels: Tensor, run: Tensor, alone: Tensor) -> float | None:
+    """Quality less that of random mixing, averaged over the mean costs from the cascade's least to that of the last
+    stage alone.
+
+    The frontier runs straight from stage 0 answering everything through its points, and on at the last one's quality.
+    None where the last stage alone costs no more than the cascade's first.
+    """
+    first, last = float(alone[:, 0].mean()), float(alone[:, -1].mean())
+    best: dict[float, float] = {}
+    for cost, quality in [
+        (float(run[:, 0].mean()), float(labels[:, 0].mean())),
+        *((each["cost"], each["quality"]) for each in points),
+    ]:
+        best[cost] = max(quality, best.get(cost, quality))
+    costs, qualities = zip(*sorted(best.items()), strict=True)
+    knots = np.unique(
+        np.clip([*costs, first, last], max(costs[0], first), last)
+    )  # straight between these: the trapezoids are exact
+    if len(knots) < 2:
+        return None
+    mixed = np.interp(knots, [first, last], [float(labels[:, at].mean()) for at in (0, -1)])
+    gains = np.interp(knots, costs, qualities) - mixed
+    return float((np.diff(knots) * (gains[1:] + gains[:-1]) / 2).sum() / (knots[-1] - knots[0]))
