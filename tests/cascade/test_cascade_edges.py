@@ -21,12 +21,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
 import fastspec
-from fastspec import cli_cascade
 from fastspec.cascade.config import DTYPES, MODES, QUANTIZATIONS, RULES
 from fastspec.cascade.stopping import Rates
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.patches.cascade.stages import Patching, StageModel
 from fastspec.patches.session import session_of
+from fastspec.programs.cli import cascade as cli_cascade
 from fastspec.programs.training.cascade_answers import check_items, read_items
 
 HIGH = 1e9

@@ -11,8 +11,8 @@ from helpers_models import tiny_head
 from helpers_training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
-from fastspec import cli_device
 from fastspec.errors import Unsupported
+from fastspec.programs.cli import device as cli_device
 from fastspec.programs.cli.app import app
 
 
