@@ -103,12 +103,12 @@ def train(
             cascade_answers.answer(
                 models, tokenizer, items, answers, batch=batch, new_tokens=max_new_tokens, seed=seed, share=share, tell=tell
             )
+        ways = cascade_answers.judge(answers, items, right=right, score=score)
         some = [cascade_answers.encode(tokenizer, item) for item in items[:: -(-len(items) // RATED)]]
         rates = measure_rates(models.stages, some, min(max(max_new_tokens, 2), LONG))
         where = cascade_answers.place(models.large)
     finally:
         models.close()
-    ways = cascade_answers.judge(answers, items, right=right, score=score)
     where["judged"] = _told(ways)
     predictor = cascade.fit(answers, models.names, seed=seed, rates=rates, place=where)
     predictor.save(out)
