@@ -153,6 +153,7 @@ class Assembly:
         target = language_model(
             self.model, self.source, rows=rows, capacity=self.capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops,
             bounded=self.bounded, likeliest=self.likeliest and (drafter is None or not drafter.traits.reads_logits), first=first,
+            before_norm=self.decoding.before_norm,
         )  # fmt: skip
         if drafter is not None:
             drafter.bind(target)
