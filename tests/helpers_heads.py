@@ -88,10 +88,10 @@ def as_eagle3(head, embedding):
 
 
 def as_specforge(head, embedding):
-    config, state = as_eagle3(head, embedding)
-    nested = {"eagle_aux_hidden_state_layer_ids": [1, 5, 8], "use_aux_hidden_state": True}
-    more = {"architectures": ["LlamaForCausalLMEagle3"], "head_dim": 6, "fc_norm": True, "norm_output": True, "rope_theta": 10000.0}
-    return config | more | {"eagle_config": nested}, state
+    c, (config, state) = head.config, as_eagle3(head, embedding)
+    nested = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps], "use_aux_hidden_state": True}
+    more = {"architectures": ["LlamaForCausalLMEagle3"], "head_dim": c.head_dim, "rope_theta": 10000.0, "tie_word_embeddings": False}
+    return config | more | {"fc_norm": c.fc_norm, "norm_output": c.norm_output, "eagle_config": nested}, state
 
 
 def as_speculators(head, embedding):
@@ -161,3 +161,87 @@ def write(folder: Path, config: dict, state: dict[str, Tensor], form: str = "saf
     weight_map = {key: name for name, part in parts.items() for key in part}
     (folder / f"{stem}.{end}.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
+
+
+def published_by_yuhuili(head, embedding):
+    """SafeAILab/EAGLE's own heads; the one of Vicuna 13B has the target's number of layers in its config.json."""
+    config, state = as_eagle3(head, embedding)
+    return config | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40, "torch_dtype": "float16"}, state
+
+
+def published_by_yuhuili_before(head, embedding):
+    """SafeAILab/EAGLE's EAGLE-1 and EAGLE-2 heads: `bias` says that fc has one, the embedding is saved along."""
+    config, state = as_eagle(head, embedding)
+    return config | {"architectures": ["LlamaForCausalLM"], "qkv_bias": False}, state
+
+
+def published_by_tengyunw(head, embedding):
+    """Trained by the original code under SpecForge's class name: no ids of layers, and the head's own head_dim."""
+    config, state = as_eagle3(head, embedding)
+    return config | {"architectures": ["LlamaForCausalLMEagle3"], "head_dim": head.config.head_dim}, state
+
+
+def published_by_lmsys(head, embedding):
+    """SpecForge's heads for gpt-oss, before it knew fc_norm and norm_output."""
+    config, state = as_specforge(head, embedding)
+    return {name: value for name, value in config.items() if name not in ("fc_norm", "norm_output")}, state
+
+
+def published_by_nvidia(head, embedding):
+    """ModelOpt's export: nested fields, a norm before fc, and layers named by boundary, the last one included."""
+    c, (config, state) = head.config, as_eagle3(head, embedding)
+    nested = {"use_aux_hidden_state": True, "use_last_layernorm": True, "norm_before_fc": c.input_norm, "parallel_draft_step": 1}
+    nested |= {"use_input_layernorm_in_first_layer": True, "eagle_aux_hidden_state_layer_ids": list(c.taps)}
+    return config | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": nested, "num_hidden_layers": 1}, state
+
+
+def published_by_nvidia_for_llama4(head, embedding):
+    """ModelOpt's export for Llama 4: the target's class of configuration, in whose words a dense feed-forward has a size of its own."""
+    c, (config, state) = head.config, as_eagle3(head, embedding)
+    sizes = {"intermediate_size": c.intermediate_size * 2, "intermediate_size_mlp": c.intermediate_size, "head_dim": c.head_dim}
+    return config | sizes | {"model_type": "llama4_text", "use_qk_norm": False, "no_rope_layers": [1]}, state
+
+
+def published_by_angelslim(head, embedding):
+    config, state = as_angelslim(head, embedding)
+    return config | {"target_model_type": "qwen3", "head_dim": head.config.head_dim}, state
+
+
+def published_by_red_hat(head, embedding):
+    """speculators' export of today: the layer's RoPE by type of layer."""
+    config, state = as_speculators(head, embedding)
+    layer = dict(config["transformer_layer_config"])
+    theta = layer.pop("rope_theta")
+    layer |= {"layer_types": ["sliding_attention"], "sliding_window": 2048, "max_position_embeddings": 2048}
+    layer["rope_parameters"] = {"sliding_attention": {"rope_type": "default", "rope_theta": theta}}
+    verifier = {"name_or_path": "owner/target", "architectures": ["Qwen3ForCausalLM"]}
+    return config | {"transformer_layer_config": layer, "speculators_config": {"algorithm": "eagle3", "verifier": verifier}}, state
+
+
+def published_by_thoughtworks(head, embedding):
+    """SpecForge's heads with a copy of the target's embedding, rounded to bf16."""
+    config, state = as_specforge(head, embedding)
+    return config | {"dtype": "bfloat16"}, state | {"embed_tokens.weight": embedding.to(torch.bfloat16)}
+
+
+def published_by_amazon(head, embedding):
+    """P-EAGLE: several layers, and a learned placeholder in place of hidden states."""
+    config, state = as_eagle3(head, embedding)
+    more = {"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True, "ptd_token_id": 5}
+    return config | more, state | {"mask_hidden": torch.zeros(1, 1, state["fc.weight"].shape[1])}
+
+
+SPECFORGE = {"head_dim": 6}
+PUBLISHED = {
+    "yuhuili, EAGLE-3": (published_by_yuhuili, {}, "eagle3"),
+    "yuhuili, EAGLE-1/2": (published_by_yuhuili_before, EAGLE1 | {"attention_bias": False}, "eagle"),
+    "SpecForge, EAGLE-3": (as_specforge, SPECFORGE, "specforge"),
+    "SpecForge, EAGLE-3.1": (as_specforge, SPECFORGE | {"fc_norm": True, "norm_output": True}, "specforge"),
+    "lmsys": (published_by_lmsys, SPECFORGE, "specforge"),
+    "Tengyunw": (published_by_tengyunw, {}, "specforge"),
+    "RedHatAI": (published_by_red_hat, {"norm_before_residual": True, "norm_output": True, "input_norm": True}, "speculators"),
+    "nvidia": (published_by_nvidia, {"input_norm": True, "taps": (4, 8, 12), "last_tap_before_norm": True}, "modelopt"),
+    "AngelSlim": (published_by_angelslim, {}, "angelslim"),
+    "thoughtworks": (published_by_thoughtworks, SPECFORGE | {"fc_norm": True}, "specforge"),
+}
+"""Publisher -> a writer of its exporter's files, what its heads have beside the usual, and the dialect that they are read as."""

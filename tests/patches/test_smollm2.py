@@ -12,6 +12,7 @@ from rich.console import Console
 from test_cli import HEAD, check_demo, run
 
 import fastspec
+from fastspec.generation.heads.fit import Reading
 from fastspec.generation.heads.module import EagleHead
 from fastspec.models import SMOLLM2
 from fastspec.patches.assistants import heads
@@ -55,7 +56,7 @@ def test_probe_measures_on_the_answer_to_a_prompt(smollm2, monkeypatch, prompt: 
     monkeypatch.setattr("fastspec.models.load_model", lambda name, device: smollm2)
     monkeypatch.setattr(heads, "probe_head", probe_head)
     monkeypatch.setattr(heads, "PROBE_TOKENS", 4)
-    monkeypatch.setattr(heads, "_readings", lambda checkpoint, layers: [checkpoint])
+    monkeypatch.setattr(heads, "_readings", lambda checkpoint, target: [(Reading(), checkpoint)])
     if not template:
         monkeypatch.setattr(smollm2[1], "chat_template", None)
     done = run("inspect", HEAD, "--target", "any", "--probe", *(("--probe-prompt", prompt) if prompt else ()))

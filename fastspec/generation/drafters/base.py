@@ -190,6 +190,11 @@ class Decoding(ABC):
         may then be drawn from a distribution of the drafter's own (`Traits.draws`), given as `TokenTree.q`. Where it is None they are not.
         """
 
+    @property
+    def before_norm(self) -> bool:
+        """Whether a tap after the target's last layer is before the final norm; transformers' hidden states have it after."""
+        return False
+
     def reading(self, source: Source) -> Decoding:
         """The decoding of a call with this source."""
         return self

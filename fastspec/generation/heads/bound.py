@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -209,9 +210,24 @@ def _misfits_now(head: BoundHead, target: TargetParts, rows: tuple[int, int]) ->
     return reasons
 
 
+def check_range(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) -> None:
+    """Raise CheckpointError, naming the tensor, for finite weights that a target's dtype has no finite values for: bf16's in fp16."""
+    if dtype is not torch.float16:
+        return
+    for name, weight in weights.items():
+        if weight.is_floating_point() and not torch.isfinite(weight.to(dtype)).all():
+            raise CheckpointError(
+                f"{where}: {name} has values up to {float(weight.abs().max()):g}, and {dtype} ends at {torch.finfo(dtype).max:g}: load the "
+                "target in torch.bfloat16 or torch.float32"
+            )
+
+
 def _moved(head: BoundHead, target: TargetParts) -> BoundHead:
     """A copy of a head on the target's device and in its dtype; what it borrows of the target stays shared."""
     binding = head.binding
+    check_range(dict(head.module.named_parameters()), target.dtype, "this head")
+    if binding.own_embedding:
+        check_range({"embed_tokens.weight": cast(Tensor, binding.embedding.weight)}, target.dtype, "this head")
     module = copy.deepcopy(head.module, {id(head.module.binding): None}).to(target.device, target.dtype)
     if binding.own_embedding:
         binding = replace(binding, embedding=copy.deepcopy(binding.embedding).to(target.device, target.dtype))

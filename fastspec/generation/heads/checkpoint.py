@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.heads.dialects import Description, Flag, describe, normalise_key
+from fastspec.generation.heads.dialects import DIALECTS, Description, describe, normalise_key
+from fastspec.generation.heads.fields import Flag
 from fastspec.generation.heads.files import HeadFiles, some
 from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig
+from fastspec.generation.heads.others import refuse_others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +25,10 @@ class HeadCheckpoint:
 
     `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; `embedding` [V, H] is the head's own
     embedding, if it brought one. Where `taps_known` is False the checkpoint leaves the taps to the target's depth: `config.taps` then
-    only counts them. `flags` maps a switch to its value and what decided it; `notes` are for a person. `module` is the head itself where
-    it was given as one.
+    only counts them. `nested_taps` are the numbers that `eagle_config` gives them, until that depth is known. With `rope_interleaved` the
+    rows of `state` are those of a rotation of neighbouring channels. `flags` maps a switch to its value and what decided it; `notes` are
+    for a person, and `assumed` for everyone who uses the head: what was read into a file that leaves it open. `module` is the head itself
+    where it was given as one.
     """
 
     where: str
@@ -35,6 +39,9 @@ class HeadCheckpoint:
     taps_known: bool
     flags: dict[str, Flag]
     notes: tuple[str, ...]
+    nested_taps: tuple[int, ...] | None = None
+    rope_interleaved: bool = False
+    assumed: str | None = None
     module: EagleHead | None = None
 
     @classmethod
@@ -68,6 +75,17 @@ class HeadCheckpoint:
         """Parameters of the head, its own embedding not counted."""
         return sum(tensor.numel() for name, tensor in self.state.items() if name != "d2t")
 
+    @property
+    def last_drafted(self) -> int:
+        """The highest of the target's ids that the head drafts."""
+        d2t = self.state["d2t"] if "d2t" in self.state else torch.zeros(self.config.draft_vocab_size, dtype=torch.int64, device="cpu")
+        return int((d2t + torch.arange(len(d2t), device=d2t.device)).max())
+
+    @property
+    def last_tap_normed(self) -> bool:
+        """Whether a tap after the target's last layer is after its final norm."""
+        return self.dialect in DIALECTS and DIALECTS[self.dialect].last_tap_normed
+
 
 def translate(files: HeadFiles) -> HeadCheckpoint:
     """A head's files in the one form that fastspec runs.
@@ -76,6 +94,7 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     is no map into the target's vocabulary, and architectures that `EagleHead` does not cover.
     """
     where, notes = files.where, list[str]()
+    refuse_others(files.config, files.tensors, where)
     state = _normalise(files.tensors, where)
     _check_values(state, where)
     found = describe(files.config, files.tensors, state, where)
@@ -86,13 +105,15 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     _check_keys(found.config, state, where)
     return HeadCheckpoint(
         where=where,
-        dialect=found.dialect,
+        dialect=found.dialect.name,
         config=found.config,
         state=state,
         embedding=embedding,
         taps_known=found.taps_known,
         flags=found.flags,
         notes=(*found.notes, *notes),
+        nested_taps=found.nested_taps,
+        rope_interleaved=found.rope_interleaved,
     )
 
 
@@ -109,11 +130,11 @@ def _normalise(published: dict[str, Tensor], where: str) -> dict[str, Tensor]:
 
 
 def _check_values(state: dict[str, Tensor], where: str) -> None:
-    for name, tensor in state.items():
-        if name in ("d2t", "t2d"):
-            continue
+    weights = {name: tensor for name, tensor in state.items() if name not in ("d2t", "t2d")}
+    for name, tensor in weights.items():
         if tensor.dtype not in FLOATS:
             raise CheckpointError(f"{where}: {name} is {tensor.dtype}; quantised heads are not supported, use the 16- or 32-bit one")
+    for name, tensor in weights.items():
         if tensor.ndim not in (1, 2):
             raise CheckpointError(f"{where}: {name} has shape {list(tensor.shape)}; weights are vectors and matrices")
         if not torch.isfinite(tensor).all():
@@ -123,7 +144,7 @@ def _check_values(state: dict[str, Tensor], where: str) -> None:
 def _trim_spec_exit(found: Description, state: dict[str, Tensor], notes: list[str]) -> None:
     """AngelSlim's SpecExit adds one to three rows to fc, for signals that drafting does not use."""
     hidden = found.config.hidden_size
-    extra = state["fc.weight"].shape[0] - hidden if found.dialect == "angelslim" else 0
+    extra = state["fc.weight"].shape[0] - hidden if found.dialect.name == "angelslim" else 0
     if extra not in (1, 2, 3):
         return
     notes.append(f"fc.weight has {extra} extra output row(s), SpecExit's signals; the first {hidden} rows are used")

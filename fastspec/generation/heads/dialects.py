@@ -9,110 +9,75 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
+from fastspec.generation.heads.fields import Fields, Flag, check_kinds
 from fastspec.generation.heads.module import HeadConfig
 
 PREFIXES = ("model.", "eagle_module.")
 MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"}
+TAPS = "eagle_aux_hidden_state_layer_ids"
 TRAINED_THETA = 10000.0
-BLOCK_FORMS = (
-    ("DFlash 2", "selector_rank", "dflash2"),
-    ("DSpark", "markov_rank", "dspark"),
-    ("DFlash", "dflash_config", "dflash"),
-)
-"""Form of a head that drafts a block, a field of config.json that it alone has, and a word in the names of its classes."""
 OWN = "fastspec"
 """What `trained_by` says in the config.json of heads that `fastspec train` wrote, and the name of their dialect."""
-FIELD_KINDS = {
-    "a list of names": ("architectures", "layer_types"),
-    "a list of layer numbers": ("eagle_aux_hidden_state_layer_ids",),
-    "an object of fields": ("eagle_config", "transformer_layer_config", "rope_parameters", "rope_scaling"),
-    "true or false": ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", "use_aux_hidden_state", "use_last_layernorm"),
-    "a positive number": ("rope_theta", "rms_norm_eps", "partial_rotary_factor", "original_max_position_embeddings", "factor"),
-    "a name": ("model_type", "hidden_act", "rope_type", "type"),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Conventions of one program that writes heads, where config.json leaves them open or means something else than others."""
+
+    name: str
+    norm_before_residual: bool = False
+    """The switch where the field is absent."""
+    taps_by_rule: bool = False
+    """Whether it is the format's own rule that unnamed taps are 2, L / 2 and L - 3, so that nothing is assumed."""
+    last_tap_normed: bool = False
+    """Whether a tap after the last layer is after the target's final norm, as transformers' hidden_states has it."""
+    trained_theta: tuple[str, ...] = ()
+    """RoPE types that are trained with TRAINED_THETA whatever config.json says."""
+    theta_note: str | None = None
+    """What a person should know about a field rope_theta other than TRAINED_THETA."""
+    norm_output_note: str | None = None
+    """What a person should know about a field norm_output that is true."""
+
+
+DIALECTS = {
+    row.name: row
+    for row in (
+        Dialect(name="eagle"),
+        Dialect(name="vllm"),
+        Dialect(name="eagle3", taps_by_rule=True),
+        Dialect(name=OWN, taps_by_rule=True, last_tap_normed=True),
+        Dialect(
+            name="specforge",
+            theta_note=f"SpecForge before November 2025 trained with rope_theta {TRAINED_THETA:g} whatever the config says; probe it",
+            norm_output_note="SpecForge from May to September 2026 wrote norm_output true, its default, for heads that feed back the state "
+            "before the norm; such a head drafts better with norm_output=False: probe it",
+        ),
+        Dialect(name="speculators", norm_before_residual=True),
+        Dialect(name="angelslim", trained_theta=("default", "linear", "dynamic")),
+        Dialect(name="modelopt"),
+        Dialect(name="nemo"),
+    )
 }
-CHECKS: dict[str, Callable[[object], bool]] = {
-    "a list of names": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-    "a list of layer numbers": lambda value: isinstance(value, list) and all(type(item) is int and item >= 0 for item in value),
-    "an object of fields": lambda value: isinstance(value, Mapping),
-    "true or false": lambda value: isinstance(value, bool),
-    "a positive number": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"),
-    "a name": lambda value: isinstance(value, str),
-}
-
-
-class Flag(NamedTuple):
-    """A switch of the head and what decided it."""
-
-    value: Any
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.value} ({self.source})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The reading of one head; `taps_known` is False where the default taps wait for the target's number of layers."""
+    """The reading of one head; `taps_known` is False where the default taps wait for the target's number of layers, and `nested_taps`
+    are those that `eagle_config` names, whose counting the target's depth may decide. `rope_interleaved`: rotation turns neighbouring
+    channels, and not halves."""
 
-    dialect: str
+    dialect: Dialect
     config: HeadConfig
     taps_known: bool
+    nested_taps: tuple[int, ...] | None
+    rope_interleaved: bool
     flags: dict[str, Flag]
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """config.json by level: `top` is the file, `layer` describes the transformer layer, `nested` is `eagle_config`."""
-
-    top: Mapping[str, Any]
-    layer: Mapping[str, Any]
-    nested: Mapping[str, Any]
-    where: str
-
-    @classmethod
-    def of(cls, raw: Mapping[str, Any], where: str) -> Fields:
-        check_kinds(raw, where)
-        layer = raw
-        for name in ("transformer_layer_config", "model"):
-            inner = raw.get(name)
-            if isinstance(inner, Mapping):
-                layer = {**raw, **inner}
-        check_kinds(layer, where)
-        nested = layer.get("eagle_config") or {}
-        check_kinds(nested, where)
-        return cls(raw, layer, nested, where)
-
-    def find(self, name: str) -> Flag | None:
-        """The value of a field at the top, else in `eagle_config`, else in the layer's config; None where absent or null."""
-        for level, source in ((self.top, "config"), (self.nested, "eagle_config"), (self.layer, "layer config")):
-            if level.get(name) is not None:
-                return Flag(level[name], source)
-        return None
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer from the layer's config, or `eagle_config`; CheckpointError for anything else."""
-        value = self.layer.get(name)
-        value = self.nested.get(name) if value is None else value
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{self.where}/config.json: {name} is {value!r}; expected a positive integer")
-        return value
-
-
-def check_kinds(level: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError for a known field of another kind than its own; null stands for absent."""
-    for kind, names in FIELD_KINDS.items():
-        for name in names:
-            if level.get(name) is not None and not CHECKS[kind](level[name]):
-                raise CheckpointError(f"{where}/config.json: {name} is {level[name]!r}; expected {kind}")
 
 
 def normalise_key(key: str) -> str | None:
@@ -121,22 +86,17 @@ def normalise_key(key: str) -> str | None:
         key = key.removeprefix(prefix)
     if key.startswith("verifier_") or key.endswith("rotary_emb.inv_freq"):
         return None
-    key = re.sub(r"^midlayer\.", "layers.0.", key)
+    key = re.sub(r"^midlayer\.", "layers.0.", key).replace(".feed_forward.", ".mlp.")
     return "d2t" if key == "draft_id_to_target_id" else key
 
 
 def dialect_of(fields: Fields, published: Iterable[str], state: Mapping[str, Tensor]) -> str:
-    """Which program wrote the head. Raises CheckpointError, by name, for architectures that `EagleHead` does not cover."""
+    """Which program wrote the head. Raises CheckpointError for speculators of other kinds."""
     top, where = fields.top, fields.where
     architectures = top.get("architectures") or []
     kind = top.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise CheckpointError(f"{where}: speculators_model_type is {kind!r}; accepted is 'eagle3'")
-    if "Eagle3DeepseekV2ForCausalLM" in architectures or any("kv_a_proj" in key or "kv_b_proj" in key for key in state):
-        raise CheckpointError(
-            f"{where}: this head uses multi-head latent attention (Eagle3DeepseekV2ForCausalLM), which fastspec does not run; "
-            "use a head with Llama-style attention for this target"
-        )
     if kind == "eagle3":
         return "speculators"
     if top.get("model_type") == "eagle" and isinstance(top.get("model"), Mapping):
@@ -159,40 +119,29 @@ def is_eagle3(state: Mapping[str, Tensor]) -> bool:
     return any(key in state for key in ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t"))
 
 
-def block_form(raw: Mapping[str, Any]) -> str | None:
-    """The form of a head that drafts a block of tokens in one pass, by its config.json; None for any other head."""
-    nested = raw.get("dflash_config")
-    both = {**raw, **(nested if isinstance(nested, Mapping) else {})}
-    names = str([both.get(name) for name in ("architectures", "model_type", "speculators_model_type", "projector_type")]).lower()
-    return next((form for form, field, word in BLOCK_FORMS if both.get(field) is not None or word in names), None)
-
-
 def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[str, Tensor], where: str) -> Description:
     """Read a head's sizes and flags.
 
     `raw` is config.json, `published` the keys as stored, `state` the tensors under normalised keys, with embed_tokens and t2d.
     Raises CheckpointError for fields that are missing, out of range or mean something that `EagleHead` cannot do.
     """
-    if form := block_form(raw):
-        raise CheckpointError(
-            f"{where}: a {form} head, which drafts a block of tokens in one pass; fastspec decodes with EAGLE heads (docs/drafters.md says "
-            "why): train one with `fastspec train --kind eagle3`"
-        )
     fields = Fields.of(raw, where)
-    dialect = dialect_of(fields, published, state)
+    dialect = DIALECTS[dialect_of(fields, published, state)]
     notes: list[str] = []
     flags: dict[str, Flag] = {}
     eagle3 = is_eagle3(state)
-    sizes = _sizes(fields, state, eagle3)
+    sizes = _sizes(fields, state, eagle3, notes)
     _refuse_other_layers(fields, sizes["num_hidden_layers"])
-    rope = _rope(fields, dialect, flags, notes)
+    rope = _rope(fields, dialect, sizes["num_hidden_layers"], flags, notes)
+    interleaved = _interleaved(fields, state, flags, notes)
     switches: dict[str, Any] = _switches_from_keys(state, sizes, fields, flags)
     taps: tuple[int, ...] | None = ()
+    nested: tuple[int, ...] | None = None
     count = 0
     if eagle3:
         switches |= _switches_from_config(fields, dialect, flags, notes)
         count = _tap_count(fields, state, sizes["target_hidden_size"])
-        taps = _taps(fields, count, flags)
+        taps, nested = _taps(fields, count, flags)
     if "auto_map" in raw:
         notes.append("config.json names code (auto_map); code that comes with a head is never executed")
     try:
@@ -207,30 +156,81 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
         )
     except ValueError as error:
         raise CheckpointError(f"{where}: config.json and weights do not make a head: {error}") from error
-    return Description(dialect=dialect, config=config, taps_known=taps is not None, flags=flags, notes=tuple(notes))
+    return Description(
+        dialect=dialect,
+        config=config,
+        taps_known=taps is not None,
+        nested_taps=nested,
+        rope_interleaved=interleaved,
+        flags=flags,
+        notes=tuple(notes),
+    )
 
 
-def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool) -> dict[str, Any]:
+def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool, notes: list[str]) -> dict[str, Any]:
+    """Sizes of the head, of the weights where config.json leaves them out, or speaks of the target's as exporters make it."""
     hidden, heads, vocab = fields.size("hidden_size"), fields.size("num_attention_heads"), fields.size("vocab_size")
-    query = state.get("layers.0.self_attn.q_proj.weight")
-    rows = hidden if query is None else query.shape[0]
-    head_dim = fields.size("head_dim", rows // heads)
-    layers = fields.size("num_hidden_layers", 1)
-    if layers > len(state):
-        raise CheckpointError(f"{fields.where}: config.json says {layers} layers, the weights hold {len(state)} tensors; they do not match")
+    head_dim = fields.size("head_dim", _rows(state, "layers.0.self_attn.q_proj.weight", hidden) // heads)
+    key_rows = _rows(state, "layers.0.self_attn.k_proj.weight", heads * head_dim)
+    layers = len({found[1] for key in state if (found := re.match(r"layers\.(\d+)\.", key))}) or 1
+    declared = fields.layer.get("num_hidden_layers")
+    if declared not in (None, layers):
+        notes.append(f"config.json says num_hidden_layers {declared}, the weights hold {layers}, which are read")
     lm_head = state.get("lm_head.weight")
     draft = fields.size("draft_vocab_size", vocab if lm_head is None else lm_head.shape[0]) if eagle3 else vocab
     return {
         "hidden_size": hidden,
-        "intermediate_size": fields.size("intermediate_size"),
+        "intermediate_size": fields.size("intermediate_size_mlp" if _of_llama4(fields) else "intermediate_size"),
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.size("num_key_value_heads", heads),
+        "num_key_value_heads": fields.size("num_key_value_heads", max(1, key_rows // head_dim)),
         "head_dim": head_dim,
         "vocab_size": vocab,
         "draft_vocab_size": draft,
-        "target_hidden_size": fields.size("target_hidden_size", hidden) if eagle3 else hidden,
+        "target_hidden_size": _target_hidden(fields, state, hidden, notes) if eagle3 else hidden,
         "num_hidden_layers": layers,
     }
+
+
+def _rows(state: Mapping[str, Tensor], name: str, default: int) -> int:
+    tensor = state.get(name)
+    return default if tensor is None else tensor.shape[0]
+
+
+def _target_hidden(fields: Fields, state: Mapping[str, Tensor], hidden: int, notes: list[str]) -> int:
+    """The width of the states that a head reads where config.json leaves it out: the head's own, or for a narrow one a share of fc."""
+    fc = state.get("fc.weight")
+    named = fields.layer.get(TAPS) or fields.nested.get(TAPS)
+    count = len(named) if named else 3
+    declared = fields.size("target_hidden_size", hidden)
+    if fields.layer.get("target_hidden_size") is not None or fc is None or fc.ndim != 2 or fc.shape[1] % count:
+        return declared
+    size = fc.shape[1] // count
+    if size <= declared or (fc.shape[1] % declared == 0 and size % declared):
+        return declared
+    notes.append(f"config.json has no target_hidden_size; fc.weight reads {count} states of size {size}")
+    return size
+
+
+def _of_llama4(fields: Fields) -> bool:
+    """Whether the layer is described in Llama 4's terms: a dense feed-forward's size has a name of its own there."""
+    return fields.layer.get("intermediate_size_mlp") is not None
+
+
+def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, Flag], notes: list[str]) -> bool:
+    """Whether rotation turns neighbouring channels, as Llama 4's does."""
+    if not _of_llama4(fields):
+        return False
+    no_rope = fields.layer.get("no_rope_layers")
+    if isinstance(no_rope, list) and no_rope and not no_rope[0]:
+        raise CheckpointError(f"{fields.where}/config.json: no_rope_layers names a layer without rotation, which heads do not have")
+    if fields.layer.get("use_qk_norm") is True and not any("q_norm" in key for key in state):
+        raise CheckpointError(
+            f"{fields.where}/config.json: use_qk_norm norms queries and keys without weights (Llama 4), which fastspec does not run in "
+            "heads: use one without it"
+        )
+    flags["rope_interleaved"] = Flag(True, "Llama 4's rotation")
+    notes.append("programs differ in how a Llama 4 head rotates: neighbouring channels, which is used, or halves (rope_interleaved=False)")
+    return True
 
 
 def _refuse_other_layers(fields: Fields, layers: int) -> None:
@@ -252,22 +252,22 @@ def _refuse_other_layers(fields: Fields, layers: int) -> None:
         )
 
 
-def _rope(fields: Fields, dialect: str, flags: dict[str, Flag], notes: list[str]) -> dict[str, Any]:
+def _rope(fields: Fields, dialect: Dialect, layers: int, flags: dict[str, Flag], notes: list[str]) -> dict[str, Any]:
     cfg = fields.layer
-    given = cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}
-    if isinstance(given.get("full_attention"), Mapping):
-        given = given["full_attention"]
+    given = _rope_of_layer(fields, cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}, layers)
     check_kinds(given, fields.where)
     kind = given.get("rope_type") or given.get("type") or "default"
     theta, source = given.get("rope_theta") or cfg.get("rope_theta"), "config"
-    if dialect == "angelslim" and kind in ("default", "linear", "dynamic"):
+    if kind in dialect.trained_theta:
         if theta not in (None, TRAINED_THETA):
-            notes.append(f"config.json says rope_theta {theta}, but AngelSlim trains this RoPE type with {TRAINED_THETA:g}; that is used")
-        theta, source = TRAINED_THETA, "AngelSlim's trainer"
+            notes.append(
+                f"config.json says rope_theta {theta}, but {dialect.name} trains this RoPE type with {TRAINED_THETA:g}; that is used"
+            )
+        theta, source = TRAINED_THETA, f"{dialect.name}'s trainer"
     elif theta is None:
         theta, source = TRAINED_THETA, "absent, EAGLE's default"
-    elif dialect == "specforge" and theta != TRAINED_THETA:
-        notes.append(f"SpecForge before November 2025 trained with rope_theta {TRAINED_THETA:g} whatever the config says; probe it")
+    elif dialect.theta_note is not None and theta != TRAINED_THETA:
+        notes.append(dialect.theta_note)
     if kind == "mrope":
         notes.append("rope_type 'mrope' is read as 'default': the two agree on text")
         kind = "default"
@@ -285,6 +285,21 @@ def _rope(fields: Fields, dialect: str, flags: dict[str, Flag], notes: list[str]
         raise CheckpointError(f"{fields.where}/config.json: rope_type 'linear' needs a factor")
     flags["rope_theta"] = Flag(float(theta), source)
     return rope | {"rope_type": kind, "rope_theta": float(theta)}
+
+
+def _rope_of_layer(fields: Fields, given: Mapping[str, Any], layers: int) -> Mapping[str, Any]:
+    """The RoPE of the head's layers, where a type of layer has one each. Raises CheckpointError where these differ."""
+    by_type = {name: rope for name, rope in given.items() if isinstance(rope, Mapping)}
+    if not by_type:
+        return given
+    types = (fields.layer.get("layer_types") or [])[:layers] or (["full_attention"] if "full_attention" in by_type else list(by_type))
+    named = [by_type[name] for name in types if name in by_type]
+    if len(named) != len(types) or any(rope != named[0] for rope in named):
+        raise CheckpointError(
+            f"{fields.where}/config.json: rope_parameters are of {sorted(by_type)}, the head's layers {sorted(set(types))}; accepted is "
+            "one RoPE for all its layers"
+        )
+    return named[0]
 
 
 def _switches_from_keys(state: Mapping[str, Tensor], sizes: Mapping[str, Any], fields: Fields, flags: dict[str, Flag]) -> dict[str, bool]:
@@ -313,29 +328,30 @@ def _switches_from_keys(state: Mapping[str, Tensor], sizes: Mapping[str, Any], f
     return switches
 
 
-def _switches_from_config(fields: Fields, dialect: str, flags: dict[str, Flag], notes: list[str]) -> dict[str, bool]:
-    before = fields.find("norm_before_residual") or Flag(dialect == "speculators", f"absent, default of {dialect}")
-    output = fields.find("norm_output")
+def _switches_from_config(fields: Fields, dialect: Dialect, flags: dict[str, Flag], notes: list[str]) -> dict[str, bool]:
+    before = fields.find("norm_before_residual") or Flag(dialect.norm_before_residual, f"absent, default of {dialect.name}")
+    output = fields.find("norm_output") or fields.find("return_hidden_post_norm") or Flag(False, "absent")
     last = fields.find("use_last_layernorm")
-    if (last is not None and last.value is False) or (dialect == "specforge" and output is not None and output.value is False):
-        raise CheckpointError(
-            f"{fields.where}: the head has no norm before its LM head (norm_output / use_last_layernorm false); not supported"
-        )
-    if output is None:
-        output = Flag(False, "absent")
-    elif dialect == "specforge" and output.value:
-        # SpecForge's field says that the norm is applied before the LM head at all; what it feeds back stays un-normed.
-        output = Flag(False, "SpecForge feeds back the hidden state before the norm")
-    elif output.value and dialect not in ("speculators", OWN):
-        notes.append("norm_output is read as speculators and vLLM do (the normed hidden state is fed back); SpecForge means otherwise")
+    if last is not None and last.value is False:
+        raise CheckpointError(f"{fields.where}: the head has no norm before its LM head (use_last_layernorm is false); not supported")
+    if output.value and dialect.norm_output_note is not None:
+        notes.append(dialect.norm_output_note)
     flags["norm_before_residual"], flags["norm_output"] = before, output
     return {"norm_before_residual": bool(before.value), "norm_output": bool(output.value)}
 
 
 def _tap_count(fields: Fields, state: Mapping[str, Tensor], target_hidden: int) -> int:
-    fc = state.get("fc.weight")
+    uses, fc = fields.find("use_aux_hidden_state"), state.get("fc.weight")
+    if uses is not None and uses.value is False:
+        raise CheckpointError(
+            f"{fields.where}: a head without auxiliary hidden states (use_aux_hidden_state is false) reads the target's last state alone, "
+            "which fastspec does not run in EAGLE-3 heads: use one that reads intermediate layers, or train one with `fastspec train`"
+        )
     if fc is None or fc.ndim != 2:
-        raise CheckpointError(f"{fields.where}: fc.weight is missing or not a matrix; every EAGLE head has it: download the head again")
+        raise CheckpointError(
+            f"{fields.where}: fc.weight is missing or not a matrix; EAGLE-3 heads that read intermediate layers have it, and heads without "
+            "auxiliary hidden states, which fastspec does not run, have none"
+        )
     if fc.shape[1] % target_hidden:
         raise CheckpointError(
             f"{fields.where}: fc.weight takes {fc.shape[1]} inputs, which is no multiple of the target's hidden size {target_hidden}; "
@@ -344,25 +360,31 @@ def _tap_count(fields: Fields, state: Mapping[str, Tensor], target_hidden: int) 
     return fc.shape[1] // target_hidden
 
 
-def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[int, ...] | None:
-    """Indices into hidden_states, or None where the target's depth decides."""
-    uses = fields.find("use_aux_hidden_state")
-    if uses is not None and uses.value is False:
-        raise CheckpointError(f"{fields.where}: use_aux_hidden_state is false: a head that reads no intermediate layers is not supported")
-    name = "eagle_aux_hidden_state_layer_ids"
-    # The top-level list counts as hidden_states does; the nested one names layer outputs, unless it starts with 2, as in heads
-    # whose authors copied the other convention.
-    top, nested = fields.layer.get(name), fields.nested.get(name)
-    ids, source = (top, "config") if top else (nested, "eagle_config, counted from layer outputs")
+def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Indices into hidden_states, or None where the target's depth decides, and the numbers that `eagle_config` gives."""
+    top, nested = fields.layer.get(TAPS), fields.nested.get(TAPS)
+    ids = top or nested
     if not ids:
         flags["taps"] = Flag("2, L/2, L-3", "absent, EAGLE-3's default")
         if count != 3:
-            raise CheckpointError(f"{fields.where}: fc.weight reads {count} layers but config.json does not name them ({name})")
-        return None
+            raise CheckpointError(f"{fields.where}: fc.weight reads {count} layers but config.json does not name them ({TAPS})")
+        return None, None
     if len(ids) != count:
-        raise CheckpointError(f"{fields.where}: {name} is {ids}; fc.weight reads {count} layers, so {count} layer numbers are expected")
-    if not top and ids[0] == 2:
-        source = "eagle_config, counted as hidden_states"
-    taps = tuple(ids) if top or ids[0] == 2 else tuple(i + 1 for i in ids)
-    flags["taps"] = Flag(taps, source)
-    return taps
+        raise CheckpointError(f"{fields.where}: {TAPS} is {ids}; fc.weight reads {count} layers, so {count} layer numbers are expected")
+    if top:
+        flags["taps"] = Flag(tuple(top), "config")
+        return tuple(top), None
+    taps, flags["taps"] = counted(tuple(ids), None)
+    return taps, tuple(ids)
+
+
+def counted(ids: tuple[int, ...], num_layers: int | None) -> tuple[tuple[int, ...], Flag]:
+    """Indices into hidden_states of the numbers that `eagle_config` gives, for a target of `num_layers` (None: unknown).
+
+    They name layer outputs, one less, as SpecForge's do, unless they begin with 2 or would lead past the target's last layer, as in heads
+    whose authors count like the top-level list.
+    """
+    if ids[0] == 2 or (num_layers is not None and max(ids) == num_layers):
+        return ids, Flag(ids, "eagle_config, counted as hidden_states")
+    taps = tuple(i + 1 for i in ids)
+    return taps, Flag(taps, "eagle_config, counted from layer outputs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.heads.bound import BoundHead, TargetParts, bind
+from fastspec.generation.heads.bound import BoundHead, TargetParts, bind, check_range
 from fastspec.generation.heads.checkpoint import HeadCheckpoint, translate
 from fastspec.generation.heads.files import read_files
 from fastspec.generation.heads.fit import Reading, fitted
@@ -24,14 +25,17 @@ def read_checkpoint(source: Path | EagleHead) -> HeadCheckpoint:
     return HeadCheckpoint.of(source) if isinstance(source, EagleHead) else translate(read_files(source))
 
 
-def load(source: Path | EagleHead, target: TargetParts, reading: Reading, scaled_rope: ScaledRope) -> BoundHead:
-    """A head for a target, on its device and in its dtype; a module is bound as it is. Raises CheckpointError for one that does not fit."""
-    return bound(fitted(read_checkpoint(source), target.sizes, reading), target, scaled_rope)
+def load(source: Path | EagleHead, target: TargetParts, reading: Reading, scaled_rope: ScaledRope) -> tuple[BoundHead, str | None]:
+    """A head for a target, on its device and in its dtype, and what was assumed of it (`HeadCheckpoint.assumed`); a module is bound as it
+    is. Raises CheckpointError for one that does not fit."""
+    checkpoint = fitted(read_checkpoint(source), target.sizes, reading)
+    return bound(checkpoint, target, scaled_rope), checkpoint.assumed
 
 
 def bound(checkpoint: HeadCheckpoint, target: TargetParts, scaled_rope: ScaledRope) -> BoundHead:
     """A fitted checkpoint, built and bound."""
     if checkpoint.module is None:
+        check_range(checkpoint.state, target.dtype, checkpoint.where)
         module = build_head(checkpoint).to(target.device, target.dtype).requires_grad_(False).eval()
     else:
         module = _placed(checkpoint.module, target)
@@ -46,8 +50,24 @@ def build_head(checkpoint: HeadCheckpoint) -> EagleHead:
         raise CheckpointError(f"{checkpoint.where} names no taps: call with_taps(checkpoint, num_layers) with the target's depth first")
     with torch.device("meta"):
         head = EagleHead(checkpoint.config)
-    head.load_state_dict(checkpoint.state, strict=True, assign=True)
+    state = _in_halves(checkpoint) if checkpoint.rope_interleaved else checkpoint.state
+    head.load_state_dict(state, strict=True, assign=True)
     return head.to(checkpoint.state["fc.weight"].dtype)
+
+
+def _in_halves(checkpoint: HeadCheckpoint) -> dict[str, Tensor]:
+    """Weights of a head that rotates neighbouring channels, with each head's channels put in the order in which halves are rotated: queries
+    and keys have the same products."""
+    config = checkpoint.config
+    size = config.head_dim
+    turned = int(size * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    channels = torch.arange(size, device="cpu")
+    order = torch.cat((channels[:turned:2], channels[1:turned:2], channels[turned:]))
+    state = dict(checkpoint.state)
+    for name, tensor in state.items():
+        if re.search(r"self_attn\.[qk]_(proj|norm)\.", name):
+            state[name] = tensor.unflatten(0, (-1, size))[:, order.to(tensor.device)].flatten(0, 1)
+    return state
 
 
 def _placed(module: EagleHead, target: TargetParts) -> EagleHead:
@@ -68,6 +88,18 @@ def _embedding(checkpoint: HeadCheckpoint, target: TargetParts) -> nn.Module | N
     if checkpoint.module is not None:
         binding = checkpoint.module.bound
         return binding.embedding if binding.own_embedding or own.shape[1] != target.sizes.embedding_size else None
-    own, shared = own.to(target.device, target.dtype), target.embedding.weight
+    shared = target.embedding.weight
     assert isinstance(shared, Tensor)
-    return None if torch.equal(own, shared.detach().to(own.device, own.dtype)) else nn.Embedding.from_pretrained(own, freeze=True)
+    if is_copy(own, shared):
+        return None
+    check_range({"embed_tokens.weight": own}, target.dtype, checkpoint.where)
+    kept: nn.Embedding = nn.Embedding.from_pretrained(own.to(target.device, target.dtype), freeze=True)
+    return kept
+
+
+def is_copy(own: Tensor, shared: Tensor) -> bool:
+    """Whether a head's embedding is the target's, in whichever of the two dtypes it was rounded to."""
+    own, shared = own.to(shared.device), shared.detach()
+    if own.shape != shared.shape:
+        return False
+    return torch.equal(own.to(shared.dtype), shared) or torch.equal(own, shared.to(own.dtype))

@@ -55,7 +55,8 @@ class HeadConfig:
 
     `kind` is "eagle3", or "eagle" for EAGLE-1/2 heads (the two share their weights). `taps` are indices into transformers'
     `hidden_states` (index i is the output of layer i - 1); for kind "eagle" they are empty: the feature is the last hidden state
-    after the target's final norm. `own_lm_head` is False for heads that use the target's LM head: whole, or with `target_rows`
+    after the target's final norm. `last_tap_before_norm`: a tap after the target's last layer is before that norm, where `hidden_states`
+    has it after the norm. `own_lm_head` is False for heads that use the target's LM head: whole, or with `target_rows`
     its rows of the drafted tokens, behind a matrix [H, H] of the head's own.
     """
 
@@ -83,6 +84,7 @@ class HeadConfig:
     norm_output: bool = False
     own_lm_head: bool = True
     target_rows: bool = False
+    last_tap_before_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("eagle3", "eagle"):
@@ -113,6 +115,8 @@ class HeadConfig:
             raise ValueError('fc_norm, input_norm, norm_output and norm_before_residual belong to kind "eagle3"')
         if self.target_rows:
             raise ValueError('target_rows belongs to kind "eagle3"; heads of kind "eagle" use the target\'s whole LM head')
+        if self.last_tap_before_norm:
+            raise ValueError('last_tap_before_norm belongs to kind "eagle3"; heads of kind "eagle" have no taps')
 
     def _check_eagle3(self) -> None:
         if not self.taps or min(self.taps) < 0:

@@ -83,6 +83,11 @@ class EagleDecoding(Decoding):
         return self.head.config.taps
 
     @property
+    def before_norm(self) -> bool:
+        """Whether the head reads the last layer's output before the final norm."""
+        return self.head.config.last_tap_before_norm
+
+    @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The head."""
         return (self.head.module,)

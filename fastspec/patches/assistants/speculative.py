@@ -34,6 +34,8 @@ from fastspec.patches.hf.seq2seq import encode
 PADDING = 1024
 """Two vocabularies whose sizes differ by no more count as one, padded differently, as Qwen's are."""
 
+READS_TARGET = ("gemma4_assistant", "gemma4_unified_assistant")
+"""Model types whose forward takes the keys and values of a target in place of tokens."""
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
 MANY_ROUNDS, SELDOM = 32, 0.05
 """Rounds with drafts, and the share of them in which one was accepted, under which a call warns. A draft model that is right about the next
@@ -202,6 +204,12 @@ def check_draft(draft: Any, target: Any) -> Any:
         raise Unsupported(
             "speculative= takes a transformers model, or (draft_model, draft_tokenizer, tokenizer) where the tokenizers differ, "
             f"not {given}: load one with AutoModelForCausalLM.from_pretrained(...)"
+        )
+    if model.config.model_type in READS_TARGET:
+        raise Unsupported(
+            f"{type(model).__name__} is no draft model of its own: it reads the keys and values of its target, which fastspec does not "
+            "run. Without assistant=, model.generate(..., assistant_model=draft) runs it as transformers does; speculative= takes a "
+            "smaller Gemma 4, and 'nasd' needs no model"
         )
     check_supported(model)
     if any(recurrent_layers(model.config)):

@@ -158,6 +158,7 @@ class Assembly:
             self.model, self.source, rows=rows, capacity=self.capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops,
             bounded=self.bounded, likeliest=self.likeliest and (drafter is None or not drafter.traits.reads_logits), first=first,
             dropped=self.dropped,
+            before_norm=self.decoding.before_norm,
         )  # fmt: skip
         if drafter is not None:
             drafter.bind(target)

@@ -70,6 +70,11 @@ class OwnPrefill:
         """Let a target stand behind the prompts -> logits of each prompt's last token [B, V], and the features [B, new, F] of the tokens
         that the cache did not hold, left padding removed. Raises Unsupported where the pass leaves more than keys and values of them."""
         assert isinstance(target, HFModel)
+        if target.before_norm:
+            raise Unsupported(
+                f"this head reads the last layer's output before the final norm, which {type(self.model).__name__} does not give of "
+                "prompts that it reads itself, such as those with images: use 'nasd', 'speculative' or another head"
+            )
         before = self.inputs.get(CACHE)
         cache = DynamicCache(config=self.model.config.get_text_config()) if before is None else copy.deepcopy(before)
         new = self.keep.shape[1] - int(cache.get_seq_length())

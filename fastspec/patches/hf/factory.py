@@ -20,9 +20,10 @@ from fastspec.patches.hf.tree_check import check_states, check_trust
 def language_model(
     model: Any, source: Source | None, *, rows: int, capacity: int, tail: int, taps: Any, ops: Ops, drafts: bool = False,
     bounded: bool = True, likeliest: bool = False, first: int | None = None, dropped: Sequence[Span | None] | None = None,
+    before_norm: bool = False,
 ) -> HFModel:  # fmt: skip
     """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts`, `bounded`, `likeliest`,
-    `first` and `dropped` as for `HFModel`.
+    `first`, `dropped` and `before_norm` as for `HFModel`.
 
     Raises Unsupported for a model that has no adapter, or one of its decoder alone, and cannot be relied on
     (`fastspec.patches.hf.tree_check`).
@@ -48,11 +49,17 @@ def language_model(
         check_trust(model, reads_source=source is not None)
         if taps is not None and source is None:
             check_states(model)
+        if before_norm:
+            raise Unsupported(
+                "this head reads the last layer's output before the final norm, which fastspec's own loop over the layers gives: it "
+                f"needs an adapter, and {type(model).__name__} runs in generic mode ({mode.why or 'it has none'}): use 'nasd', "
+                "'speculative' or another head"
+            )
     elif is_wrapped(model) or may_see_ahead(model):
         check_trust(model, adapter=adapter)
     if source is not None:
         return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
     return HFModel(
         model, adapter, rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops, drafts=drafts, bounded=bounded, likeliest=likeliest,
-        first=first, dropped=dropped,
+        first=first, dropped=dropped, before_norm=before_norm,
     )  # fmt: skip

@@ -54,8 +54,9 @@ class HFModel(Target):
     """The target of one generate call: `rows` sequences of at most `capacity` tokens, and `tail` nodes of a tree behind them.
 
     `taps` are indices into transformers' hidden_states; () gives the last hidden state after the final norm; None leaves
-    the features empty. With an adapter the layers' own modules are called in a plain loop; without one the model's forward
-    runs as it is, with a 4-D mask and a cache that writes into the same buffers.
+    the features empty. With `before_norm` a tap after the last layer is before the final norm. With an adapter the layers' own modules
+    are called in a plain loop; without one the model's forward runs as it is, with a 4-D mask and a cache that writes into the same
+    buffers.
 
     With `drafts` its tokens are nothing but drafts: texts may go past what the model reads exactly.
     Where it is `bounded`, layers that see a span of the text keep no more of it than that.
@@ -69,8 +70,9 @@ class HFModel(Target):
     def __init__(
         self, model: Any, adapter: Adapter | None, *, rows: int, capacity: int, tail: int, taps: tuple[int, ...] | None, ops: Ops,
         early: tuple[HFModel, int] | None = None, drafts: bool = False, bounded: bool = True, likeliest: bool = False,
-        first: int | None = None, dropped: Sequence[Span | None] | None = None,
+        first: int | None = None, dropped: Sequence[Span | None] | None = None, before_norm: bool = False,
     ) -> None:  # fmt: skip
+        self.before_norm = before_norm
         self.model, self.adapter, self.taps, self.ops, self.likeliest = model, adapter, taps, ops, likeliest
         self.last_position = rope_bound(model.config)
         self.rows = position_rows(model) if adapter is None else None
@@ -331,8 +333,8 @@ class HFModel(Target):
         parts = [features[..., place * width : (place + 1) * width] for place in range(len(taps))]
         kept = {tap: parts[taps.index(tap)] for tap in taps if tap < self.depth}  # written there: joining them would be a launch
         change, total = self.whole(total, nodes, kept) or self._one_by_one(total, own, nodes, kept)
-        hidden, _ = self.norm(total) if change is None else self.norm(change, total)
-        kept[self.depth] = hidden
+        hidden, last = self.norm(total) if change is None else self.norm(change, total)
+        kept[self.depth] = last if self.before_norm else hidden
         for tap, part in zip(taps, parts, strict=True):
             if kept[tap] is not part:
                 part.copy_(kept[tap])

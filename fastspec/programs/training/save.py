@@ -63,6 +63,8 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
             "the original formats hold one plain layer, EAGLE-3's with its own LM head, and both of EAGLE-3.1's norms or neither; "
             f"this head is {c}"
         )
+    if c.last_tap_before_norm:
+        raise ValueError("a run trains on hidden_states, whose last one is after the target's final norm; this head reads it before")
     if c.norm_before_residual:
         raise ValueError("the original EAGLE-3 format has no norm_before_residual")
     tensors = {}

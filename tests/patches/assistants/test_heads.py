@@ -136,7 +136,9 @@ def test_inspect_says_how_each_switch_was_decided(tmp_path, make_target):
     assert ("fits the target", "yes") in rows
     assert any("never executed" in note for note in report.notes)
     misfit = inspect_head(tmp_path, make_target(vocab_size=65).config)
-    assert misfit.misfits == ("the head was made for a vocabulary of 97, the target's has 65",)
+    last = int(head.drafted().max())
+    reason = f"it drafts tokens up to {last}: use the head made for this target"
+    assert misfit.misfits == (f"the head was made for a vocabulary of 97, the target's has 65, and {reason}",)
 
 
 def test_probe_measures_every_reading(tmp_path, make_target):
@@ -146,24 +148,43 @@ def test_probe_measures_every_reading(tmp_path, make_target):
     write(tmp_path, *as_speculators(head, embedding.clone()))
     prompt = torch.tensor([[1, 5, 9, 11]])
     rows = probe_head(tmp_path, target, prompt)
-    assert len(rows) == 2 * 3 * 2
-    assert [row.agreement for row in rows] == sorted((row.agreement for row in rows), reverse=True)
+    assert len(rows) == 2 * 3 * 2 * 2
+    assert [row.score for row in rows] == sorted((row.score for row in rows), reverse=True)
     declared = next(row for row in rows if row.declared)
     assert (declared.taps, declared.rope_theta, declared.norm_before_residual) == ((1, 2, 3), 500.0, False)
     assert load_head(tmp_path, target, **rows[0].overrides()).config.taps == rows[0].taps
 
     ids = target.generate(prompt, max_new_tokens=64, do_sample=False)
     head.bind(target.get_input_embeddings(), None)
-    hits = []
+    hits, later = [], []
     with torch.no_grad():
         out = target(ids, output_hidden_states=True)
         features = torch.cat([out.hidden_states[i] for i in (1, 2, 3)], -1)
         for t in range(2, ids.shape[1] - 1):  # draft from tokens up to t + 1 what the target picks after them
             positions = torch.arange(t + 1)[None]
-            hidden = head.step(ids[:, 1 : t + 2], head.fuse(features[:, : t + 1]), positions, heads_module._causal)
+            cache = {}
+
+            def attend(layer, q, k, v, cache=cache):  # a cache of the pairs so far, as drafting has it
+                k, v = (torch.cat((cache[name], new), 1) if name in cache else new for name, new in (("k", k), ("v", v)))
+                cache |= {"k": k, "v": v}
+                return heads_module._causal(layer, q, k, v) if q.shape[1] > 1 else attend_one(q, k, v)
+
+            hidden = head.step(ids[:, 1 : t + 2], head.fuse(features[:, : t + 1]), positions, attend)
             hits.append(int(head.to_target(head.logits(hidden[:, -1]).argmax(-1))) == int(out.logits[0, t + 1].argmax()))
+            if t + 2 == ids.shape[1]:
+                break
+            on = head.step(ids[:, t + 2 : t + 3], hidden[:, -1:], positions[:, -1:] + 1, attend)
+            later.append(int(head.to_target(head.logits(on[:, -1]).argmax(-1))) == int(out.logits[0, t + 2].argmax()))
     assert declared.tokens == len(hits)
     assert declared.agreement == pytest.approx(sum(hits) / len(hits))
+    assert declared.second == pytest.approx(sum(later) / len(later))
+
+
+def attend_one(q, k, v):
+    """Attention of one query [B, 1, Hq, D] over all keys [B, T, Hkv, D]."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    weights = (torch.einsum("bqhd,bthd->bhqt", q, k) * q.shape[-1] ** -0.5).softmax(-1)
+    return torch.einsum("bhqt,bthd->bqhd", weights, v)
 
 
 def test_one_head_on_two_models_reads_each_models_own_embedding_and_stays_as_it_was() -> None:
@@ -180,20 +201,29 @@ def test_one_head_on_two_models_reads_each_models_own_embedding_and_stays_as_it_
 
 
 VERDICTS = (
-    (0.70, 0.66, "read it as declared (66% of 64 drafts are the target's)"),
-    (0.70, 0.30, "fastspec.load_head('heads/x', model, rope_theta=1e4, taps=(1, 2, 3), norm_before_residual=True))"),
+    (0.70, 0.66, "read it as declared (66% of 64 drafts are the target's, 66% of those after them)"),
+    (0.70, 0.30, "fastspec.load_head('heads/x', model, rope_theta=1e4, norm_before_residual=True))"),
     (0.15, 0.02, "no reading drafts well (15% at best): this head was trained for another target, too little, or"),
 )
 
 
 @pytest.mark.parametrize(("best", "declared", "words"), VERDICTS)
 def test_a_verdict_follows_the_probe(best, declared, words):
-    found = {"taps": (1, 2, 3), "tokens": 64}
+    found = {"taps": (1, 2, 3), "tokens": 64, "norm_output": False}
     rows = [
-        ProbeRow(rope_theta=1e4, norm_before_residual=True, agreement=best, declared=False, **found),
-        ProbeRow(rope_theta=5e5, norm_before_residual=False, agreement=declared, declared=True, **found),
+        ProbeRow(rope_theta=1e4, norm_before_residual=True, agreement=best, second=best, declared=False, **found),
+        ProbeRow(rope_theta=5e5, norm_before_residual=False, agreement=declared, second=declared, declared=True, **found),
     ]
     assert words.replace("1e4", "10000.0") in verdict("heads/x", rows)
+
+
+def test_a_verdict_names_the_state_fed_back_where_the_second_step_alone_tells():
+    found = {"rope_theta": 1e5, "taps": (2, 15, 27), "norm_before_residual": False, "agreement": 0.492, "tokens": 65}
+    rows = [
+        ProbeRow(norm_output=True, second=0.391, declared=False, **found),
+        ProbeRow(norm_output=False, second=0.172, declared=True, **found),
+    ]
+    assert "fastspec.load_head('heads/x', model, norm_output=True))" in verdict("heads/x", rows)
 
 
 def test_inspect_prints_the_verdict_behind_the_readings(tmp_path, make_target):

@@ -112,7 +112,7 @@ def test_a_wrong_draft_phase_is_caught():
     device = torch.device("cpu")
     told = phase_difference(TORCH, torch.float32, device, Wrong)
     assert told is not None and "the tree's tokens are" in told
-    assert list(compare.problems(TORCH, torch.float32, device, (), Wrong)) == [("Wrong (a small head)", told)]
+    assert list(compare.problems(TORCH, torch.float32, device, (), Wrong)) == [compare.Problem("Wrong (a small head)", told)]
     assert "scores are off by up to 0.2" in str(phase_difference(TORCH, torch.float32, device, Off))
     late = replace(TORCH, tree_input=lambda *args: (TORCH.tree_input(*args)[0] + 9, *TORCH.tree_input(*args)[1:]))
     assert phase_difference(late, torch.float32, device, EagleDrafter) is not None
@@ -302,7 +302,7 @@ def test_the_one_launch_is_checked_when_it_is_first_chosen(runs, monkeypatch):
     assistant = fastspec.Eagle3(depth=1, top_k=2, total_tokens=3)
     model.generate(**prompts(3), max_new_tokens=2, assistant=assistant)
     assert checked == [()], "the backend's ops and its ordinary drafter"
-    runs["found"] = [("FusedDrafter (a small head)", "wrong")]
+    runs["found"] = [compare.Problem("FusedDrafter (a small head)", "wrong")]
     for _ in range(2):
         with pytest.raises(FastSpecError, match=r"FusedDrafter \(a small head\): wrong\. An assistant without FusedDrafter runs"):
             model.generate(**prompts(3), max_new_tokens=2, assistant=replace(assistant, fused=True))

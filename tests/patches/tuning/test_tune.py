@@ -24,6 +24,7 @@ from fastspec.kernels.linear.launches import HopperLaunch, PartsLaunch, RowLaunc
 from fastspec.kernels.linear.linear import Launch
 from fastspec.kernels.tuned_launches import MISSING
 from fastspec.patches.backends import TORCH, triton_ops
+from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.session import session_of
 from fastspec.patches.tuning import candidates, store, tune
 from fastspec.programs.cli.app import app
@@ -233,6 +234,7 @@ def test_tables_are_shipped_where_they_were_measured(name, wanted, monkeypatch):
 
 def test_a_head_s_shapes_are_asked_for_too():
     model = tiny_model(num_hidden_layers=3).half()
+    pack_model(model)  # as patch does on CUDA
     fastspec.patch(model, eagle3=tiny_head(model).half(), backend="triton")
     with tuned_launches.recorded() as asked:
         model.generate(**prompts(3), max_new_tokens=2, do_sample=False, assistant=SMALL, eos_token_id=None)

@@ -1,0 +1,333 @@
+"""Heads as their publishers export them: each reads back as the head that was written, or is refused by its name."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_heads import (
+    BASE,
+    LAYERS,
+    PUBLISHED,
+    as_eagle3,
+    as_specforge,
+    as_speculators,
+    logits,
+    make_head,
+    published_by_amazon,
+    published_by_nvidia,
+    published_by_nvidia_for_llama4,
+    published_by_red_hat,
+    write,
+)
+
+from fastspec.errors import CheckpointError
+from fastspec.generation.heads.bound import Sizes
+from fastspec.generation.heads.checkpoint import HeadCheckpoint
+from fastspec.generation.heads.fit import Reading, fitted, override, with_taps
+from fastspec.generation.heads.load import build_head, is_copy, read_checkpoint
+
+SIZES = Sizes(BASE.vocab_size, BASE.hidden_size, LAYERS, BASE.hidden_size)
+
+
+def read(folder: Path, config: dict, state: dict, layers: int = LAYERS) -> HeadCheckpoint:
+    return with_taps(read_checkpoint(write(folder, config, state)), layers)
+
+
+@pytest.mark.parametrize("publisher", PUBLISHED)
+def test_a_head_of_each_publisher_reads_back_as_the_head_that_was_written(publisher, tmp_path):
+    torch.manual_seed(1)
+    writer, changes, dialect = PUBLISHED[publisher]
+    head = make_head(**changes)
+    if head.config.kind == "eagle":
+        head.d2t.zero_()
+    embedding = torch.randn(head.config.vocab_size, head.config.hidden_size)
+    checkpoint = read(tmp_path, *writer(head, embedding))
+    assert checkpoint.dialect == dialect
+    assert replace(checkpoint.config, max_position_embeddings=2048) == replace(
+        head.config, max_position_embeddings=2048
+    )
+    assert torch.equal(logits(build_head(checkpoint), embedding), logits(head, embedding))
+
+
+def test_p_eagle_is_refused_by_its_name(tmp_path):
+    config, state = published_by_amazon(make_head(), None)
+    with pytest.raises(CheckpointError, match=r"P-EAGLE head, which drafts all tokens in one pass.*fastspec train"):
+        read(tmp_path, config, state)
+    for field in ("parallel_drafting", "ptd_token_id"):
+        del config[field]
+    with pytest.raises(CheckpointError, match="P-EAGLE"):
+        read(tmp_path, config, state)
+    with pytest.raises(CheckpointError, match="P-EAGLE"):
+        read(tmp_path, config | {"speculators_model_type": "peagle"}, as_eagle3(make_head(), None)[1])
+
+
+@pytest.mark.parametrize("fed_back", [False, True])
+def test_norm_output_says_what_a_specforge_head_feeds_back(fed_back, tmp_path):
+    head = make_head(norm_output=fed_back)
+    checkpoint = read(tmp_path, *as_specforge(head, None))
+    assert checkpoint.config.norm_output is fed_back
+    assert torch.equal(logits(build_head(checkpoint), torch.ones(37, 16)), logits(head, torch.ones(37, 16)))
+    assert any("May to September 2026" in note for note in checkpoint.notes) is fed_back
+    assert override(checkpoint, Reading(norm_output=not fed_back)).config.norm_output is not fed_back
+    config, state = published_by_nvidia(head, None)  # TensorRT-LLM's name for it
+    config["eagle_config"]["return_hidden_post_norm"] = fed_back
+    assert read(tmp_path, config, state).config.norm_output is fed_back
+
+
+def nested(ids: list[int] | None) -> dict:
+    return {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
+
+
+TAPS = (
+    ([1, 5, 8], (2, 6, 9), False, False),
+    ([2, 6, 9], (2, 6, 9), False, False),
+    ([3, 6, 9], (4, 7, 10), False, True),
+    ([0, 6, 11], (1, 7, 12), True, True),
+    ([4, 8, 12], (4, 8, 12), True, True),
+    ([2, 8, 12], (2, 8, 12), True, False),
+    (None, (2, 6, 9), False, True),
+)
+
+
+@pytest.mark.parametrize(("ids", "taps", "before_norm", "assumed"), TAPS, ids=str)
+def test_nested_ids_are_counted_by_what_fits_the_target(ids, taps, before_norm, assumed, tmp_path):
+    config, state = as_eagle3(make_head(), None)
+    checkpoint = read(tmp_path, config | nested(ids), state)
+    assert checkpoint.config.taps == taps and checkpoint.flags["taps"].value == taps
+    assert checkpoint.config.last_tap_before_norm is before_norm
+    assert (checkpoint.assumed is not None) is assumed
+    assert not assumed or (
+        f"{taps}" in checkpoint.assumed and "inspect --probe" in checkpoint.assumed and "taps=" in checkpoint.assumed
+    )
+    given = fitted(read_checkpoint(tmp_path), SIZES, Reading(taps=(3, 7, 12)))
+    assert given.config.taps == (3, 7, 12) and given.config.last_tap_before_norm and given.assumed is None
+
+
+@pytest.mark.parametrize("config", [{}, {"trained_by": "fastspec"}], ids=["original", "fastspec"])
+def test_unnamed_taps_are_the_rule_of_the_original_formats(config, tmp_path):
+    plain, state = as_eagle3(make_head(), None)
+    assert read(tmp_path, plain | config, state).assumed is None
+
+
+def test_the_last_tap_of_a_head_that_fastspec_trained_is_after_the_norm_as_it_was_trained(tmp_path):
+    config, state = as_eagle3(make_head(), None)
+    more = {"trained_by": "fastspec", "eagle_aux_hidden_state_layer_ids": [2, 6, LAYERS]}
+    assert not read(tmp_path, config | more, state).config.last_tap_before_norm
+
+
+def test_weights_decide_how_many_layers_and_key_value_heads_there_are(tmp_path):
+    head = make_head()
+    config, state = as_eagle3(head, None)
+    del config["num_key_value_heads"]
+    checkpoint = read(tmp_path, config | {"num_hidden_layers": 40}, state)
+    assert (checkpoint.config.num_hidden_layers, checkpoint.config.num_key_value_heads) == (1, 2)
+    assert "num_hidden_layers 40" in checkpoint.notes[0]
+    two = make_head(num_hidden_layers=2)
+    config, state = as_speculators(two, torch.zeros(37, 16))
+    config["transformer_layer_config"]["num_hidden_layers"] = 1
+    assert read(tmp_path, config, state).config.num_hidden_layers == 2
+
+
+class Interleaved(torch.nn.Module):
+    """Llama 4's rotation by complex numbers, of neighbouring channels."""
+
+    def __init__(self, frequencies):
+        super().__init__()
+        self.frequencies = frequencies
+
+    def forward(self, x, positions):
+        turned = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+        angle = positions[..., None, None].double() * self.frequencies.double()
+        return torch.view_as_real(turned * torch.polar(torch.ones_like(angle), angle)).flatten(-2).to(x.dtype)
+
+
+@pytest.mark.parametrize("more", [{}, {"qk_norm": True, "attention_bias": True}], ids=str)
+def test_a_llama_4_head_rotates_neighbouring_channels_and_has_its_own_size_of_the_feed_forward(more, tmp_path):
+    torch.manual_seed(4)
+    head = make_head(head_dim=8, **more)
+    checkpoint = read(tmp_path, *published_by_nvidia_for_llama4(head, None))
+    assert checkpoint.config.intermediate_size == head.config.intermediate_size
+    loaded, rotate = build_head(checkpoint), Interleaved(head.inv_freq)
+    x, positions = torch.randn(1, 5, 32), torch.arange(5)[None]
+    one, zero = torch.ones(1, 5, 1, 4), torch.zeros(1, 5, 1, 4)
+    q, k, v = head.layers[0].self_attn.heads(x, one, zero)  # turned by nothing
+    expected = torch.einsum("bqhd,bkhd->bhqk", rotate(q, positions)[:, :, ::2], rotate(k, positions))
+    q, k, values = loaded.layers[0].self_attn.heads(x, *loaded.rotary(positions))
+    torch.testing.assert_close(torch.einsum("bqhd,bkhd->bhqk", q[:, :, ::2], k), expected)  # sums of another order
+    assert torch.equal(values, v)
+    halves = build_head(override(checkpoint, Reading(rope_interleaved=False)))
+    assert torch.equal(logits(halves, torch.ones(37, 16)), logits(head, torch.ones(37, 16)))
+
+
+LLAMA4 = {
+    "use_qk_norm norms queries and keys without weights": {"use_qk_norm": True},
+    "no_rope_layers names a layer without rotation": {"no_rope_layers": [0]},
+}
+
+
+@pytest.mark.parametrize("message", LLAMA4)
+def test_other_layers_of_llama_4_are_refused_by_name(message, tmp_path):
+    config, state = published_by_nvidia_for_llama4(make_head(), None)
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, config | LLAMA4[message], state)
+
+
+def test_rope_of_one_type_of_layer_is_read_and_of_several_only_where_they_agree(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    config, state = published_by_red_hat(make_head(rope_parameters=rope), torch.zeros(37, 16))
+    assert read(tmp_path, config, state).config.rope_parameters == rope
+    layer = config["transformer_layer_config"]
+    layer["rope_parameters"] = {"sliding_attention": rope, "full_attention": rope | {"rope_theta": 1e6}}
+    assert read(tmp_path, config, state).config.rope_parameters == rope
+    layer["layer_types"] = ["full_attention"]
+    assert read(tmp_path, config, state).config.rope_parameters["rope_theta"] == 1e6
+    layer["layer_types"] = ["full_attention"]
+    layer["rope_parameters"] = {"sliding_attention": rope}
+    with pytest.raises(
+        CheckpointError, match=r"rope_parameters are of \['sliding_attention'\], the head's layers \['full_attention'\]"
+    ):
+        read(tmp_path, config, state)
+
+
+def whole_model(config: dict, state: dict) -> None:
+    for name in ("fc.weight", "midlayer.hidden_norm.weight", "d2t", "t2d"):
+        del state[name]
+    state |= {re_named(name): state.pop(name) for name in list(state)}
+
+
+def whole_mixture(config: dict, state: dict) -> None:
+    whole_model(config, state)
+    state |= {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2), "mtp.fc.weight": torch.ones(2, 4)}
+
+
+def re_named(name: str) -> str:
+    return "model." + name.replace("midlayer.", "layers.0.")
+
+
+def medusa(config: dict, state: dict) -> None:
+    state.clear()
+    state |= {"0.0.linear.weight": torch.ones(16, 16), "0.1.weight": torch.ones(37, 16)}
+
+
+def mtp(config: dict, state: dict) -> None:
+    state.clear()
+    state |= {
+        "mtp.fc.weight": torch.ones(16, 32),
+        "mtp.pre_fc_norm_hidden.weight": torch.ones(16),
+        "mtp.norm.weight": torch.ones(16),
+    }
+
+
+def without_states(config: dict, state: dict) -> None:
+    config["eagle_config"] = {"use_aux_hidden_state": False}
+    del state["fc.weight"]
+
+
+def eight_bit(config: dict, state: dict) -> None:
+    for name in ("fc.weight", "lm_head.weight"):
+        state[name] = state[name].to(torch.float8_e4m3fn)
+        state[name + "_scale"] = torch.ones(())
+
+
+def of_experts(config: dict, state: dict) -> None:
+    state["midlayer.mlp.experts.0.up_proj.weight"] = state.pop("midlayer.mlp.up_proj.weight")
+
+
+OTHERS = {
+    r"a language model of its own and no head: .*speculative=draft_model": whole_model,
+    r"a language model of its own": whole_mixture,
+    r"Medusa heads, which draft every position from one hidden state.*fastspec train": medusa,
+    r"Medusa heads": lambda config, state: config.update({"medusa_num_heads": 4}),
+    r"an MTP module, which comes with its own model": mtp,
+    r"an EAGLE-4 head": lambda config, state: config.update({"architectures": ["LlamaForCausalLMEagle4"]}),
+    r"Gemma 4's assistant, which reads the keys and values": lambda config, state: config.update(
+        {"model_type": "gemma4_assistant"}
+    ),
+    r"head without auxiliary hidden states \(use_aux_hidden_state is false\).*reads intermediate layers": without_states,
+    r"heads without auxiliary hidden states, which fastspec does not run, have none": lambda config, state: state.pop(
+        "fc.weight"
+    ),
+    r"float8_e4m3fn; quantised heads are not supported": eight_bit,
+    r"mixture of experts": of_experts,
+    r"multi-head latent attention": lambda config, state: config.update(
+        {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_other_drafting_modules_are_refused_by_their_name_with_the_way_to_go(message, tmp_path):
+    config, state = as_eagle3(make_head(), None)
+    OTHERS[message](config, state)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        read(tmp_path, config, state)
+    assert "download" not in str(raised.value)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_narrow_head_says_what_it_lacks(named, tmp_path):
+    config, state = as_specforge(make_head(target_hidden_size=32), None)
+    if named:
+        config["target_hidden_size"] = 32
+    checkpoint = read(tmp_path, config, state)
+    assert checkpoint.config.target_hidden_size == 32
+    with pytest.raises(CheckpointError, match=r"16 wide and has no embedding.*export it with its embed_tokens\.weight"):
+        fitted(checkpoint, Sizes(37, 32, LAYERS, 32), Reading())
+    fitted(
+        read(tmp_path, config, state | {"embed_tokens.weight": torch.ones(37, 16)}),
+        Sizes(37, 32, LAYERS, 32),
+        Reading(),
+    )
+
+
+def test_a_target_with_added_tokens_takes_a_head_whose_drafts_are_among_them(tmp_path):
+    more, fewer, last = Sizes(40, 16, LAYERS, 16), Sizes(30, 16, LAYERS, 16), "drafts tokens up to"
+    head = make_head()
+    checkpoint = read(tmp_path, *as_eagle3(head, None))
+    assert fitted(checkpoint, more, Reading()).config.vocab_size == 37
+    with pytest.raises(CheckpointError, match=last):
+        fitted(checkpoint, Sizes(int(head.drafted().max()), 16, LAYERS, 16), Reading())
+    fitted(checkpoint, Sizes(int(head.drafted().max()) + 1, 16, LAYERS, 16), Reading())
+    with pytest.raises(
+        CheckpointError, match="vocabulary of 37, the target's has 2000: use the head made for this target"
+    ):
+        fitted(checkpoint, Sizes(2000, 16, LAYERS, 16), Reading())
+    own = read(tmp_path, *as_speculators(head, torch.ones(37, 16)))
+    with pytest.raises(CheckpointError, match=r"no rows for the tokens from 37 on.*own_embedding=False"):
+        fitted(own, more, Reading())
+    fitted(own, more, Reading(own_embedding=False))
+    writer, changes, _ = PUBLISHED["yuhuili, EAGLE-1/2"]
+    old = read(tmp_path, *writer(make_head(**changes), torch.ones(37, 16)))
+    for sizes in (more, fewer):
+        with pytest.raises(CheckpointError, match="whole LM head"):
+            fitted(old, sizes, Reading())
+
+
+def test_the_embedding_of_a_head_is_kept_or_left_as_asked(tmp_path):
+    checkpoint = read(tmp_path, *as_speculators(make_head(), torch.ones(37, 16)))
+    assert override(checkpoint, Reading(own_embedding=False)).embedding is None
+    assert override(checkpoint, Reading(own_embedding=True)).embedding is checkpoint.embedding
+    with pytest.raises(CheckpointError, match="brought no embedding"):
+        override(read(tmp_path, *as_eagle3(make_head(), None)), Reading(own_embedding=True))
+
+
+DTYPES = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float16))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_a_copy_in_another_dtype_is_a_copy(dtypes):
+    wide = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+    own, shared = (wide.to(dtype) for dtype in dtypes)
+    assert is_copy(own, shared) and not is_copy(own + 1, shared) and not is_copy(own[1:], shared)
+
+
+def test_a_head_that_nvidia_names_by_boundaries_warns_of_nothing_else(tmp_path):
+    head = make_head(input_norm=True, taps=(2, 8, 12))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint = read(tmp_path, *published_by_nvidia(head, None))
+    assert checkpoint.assumed is None and checkpoint.config.last_tap_before_norm
