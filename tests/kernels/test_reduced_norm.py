@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_words import Group, near
+from helpers.examples import examples
+from helpers.words import Group, near
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_generate import MAKERS, SHALLOW, TREE, prompts, seer1
-from helpers_models import FAMILIES, tiny_head, tiny_model
+from helpers.generate import MAKERS, SHALLOW, TREE, prompts, seer1
+from helpers.models import FAMILIES, tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec

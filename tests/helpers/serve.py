@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from helpers_training import small_target, small_tokenizer
 
 import fastspec
+from helpers.training import small_target, small_tokenizer
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
