@@ -44,7 +44,7 @@ from fastspec.kernels.parallel.symmetric import way_of
 from fastspec.patches.hf import shards
 
 GENERIC = "hunyuan_v1_dense"
-FAMILIES = "llama", "mixtral", "gemma4_text", "qwen3_5_text", "gpt_oss", GENERIC
+FAMILIES = "llama", "gemma4_text", "qwen3_5_text", "gpt_oss", GENERIC
 """Those that stand for the others here; the others take minutes."""
 OTHERS = [kind for kind in ADAPTED if kind not in FAMILIES and getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None)]
 KINDS = [(run.__name__, run, "") for run in (calls, cut_heads, drafted, narrow, packed, captured, seen, hooked, refusals, tuned, by_first)]
