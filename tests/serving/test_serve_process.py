@@ -31,6 +31,14 @@ pytestmark = MARKS
 GIVEN = {"model": NAME, "prompt": "w5", "temperature": 0}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """A process may take as long as it needs to end: one that a server kills for its users' sake has another status."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "PATIENCE", SECONDS)
+        yield
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with Remote(opened) as batch, serving(batch, batch.tokenizer) as running:
