@@ -2,7 +2,7 @@
 
     python tests/compile_targets.py 86
     python tests/compile_targets.py gfx942 135M "8 rows"     # an AMD target: no registers are read
-    python tests/compile_targets.py 86 135M,mixers 0/6       # a sixth of every fifth launch
+    python tests/compile_targets.py 86 135M,mixers 0/12      # a twelfth of every fifth launch
     python tests/compile_targets.py - < jobs                 # a line of such arguments each, as JSON lists; an empty line ends its rows
 
 The host functions run as they do on such a device, with tensors on the CPU, and each launch is compiled in place of being run.

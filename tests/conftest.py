@@ -15,14 +15,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import pytest
 import torch
-from helpers_examples import register
-from helpers_pairwise import left_out
+from helpers.examples import register
+from helpers.pairwise import left_out
 
 register()
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is defined: the kernels' tests run on the CPU
-    from helpers_interpreter import remember_builtins
+    from helpers.interpreter import remember_builtins
 
     remember_builtins()
 
@@ -75,7 +75,7 @@ def shared_device():
 @pytest.fixture(scope="module")
 def pairs():
     """kind -> (the unpatched model, only read, the same patched); drafts are mostly wrong for "random" and all right for "bigram"."""
-    from helpers_generate import MAKERS, unpatched
+    from helpers.generate import MAKERS, unpatched
 
     import fastspec
 
@@ -95,9 +95,17 @@ def pair(request, pairs):
 @pytest.fixture(params=["autoregressive", "eagle3", "nasd"])
 def assistant(request):
     """An assistant by name, and one by a config of a small tree."""
-    from helpers_generate import TREE
+    from helpers.generate import TREE
 
     return TREE if request.param == "eagle3" else request.param
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """A backend of plain torch that captures."""
+    from helpers.captured import stand_in
+
+    stand_in(monkeypatch)
 
 
 @pytest.fixture(scope="session")

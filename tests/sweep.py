@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import transformers
-from helpers_models import tiny_head
-from helpers_seq2seq import near, tiny_seq2seq
-from helpers_sweep import TOKENS, tiny
-from helpers_vision import prompts_with_images, seeing
+from helpers.models import tiny_head
+from helpers.seq2seq import near, tiny_seq2seq
+from helpers.sweep import TOKENS, tiny
+from helpers.vision import prompts_with_images, seeing
 from transformers.models.auto import modeling_auto
 
 import fastspec

@@ -89,6 +89,19 @@ def test_transformers_is_imported_where_it_may_be() -> None:
             assert not any(name.split(".")[0] == "transformers" for name in imports(path)), path
 
 
+def test_no_test_module_imports_another() -> None:
+    """`tests/helpers` holds what several use, imported by its full name: two test modules may have the same name."""
+    tests = Path(__file__).parent
+    modules = {path.stem for path in tests.rglob("*.py") if path.stem == "conftest" or path.stem.startswith("test_")}
+    wrong = [
+        f"{path.relative_to(tests)} imports {name}"
+        for path in sorted(tests.rglob("*.py"))
+        for name in sorted(imports(path))
+        if modules & set(name.split("."))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_importing_fastspec_is_light() -> None:
     code = "import time; t = time.process_time(); import fastspec, sys; print(time.process_time() - t, *sys.modules)"
     seconds, *modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 import typer
-from helpers_cascade import trained
-from helpers_pages import NEEDS, PAGES, ROOT, STOOD_IN, Snippet, snippets, stand_in_heads
-from helpers_seq2seq import tiny_seq2seq
-from helpers_training import small_target, small_tokenizer
+from helpers.cascade import trained
+from helpers.pages import NEEDS, PAGES, ROOT, STOOD_IN, Snippet, snippets, stand_in_heads
+from helpers.seq2seq import tiny_seq2seq
+from helpers.training import small_target, small_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastspec

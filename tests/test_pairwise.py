@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from helpers_pairwise import covering, left_out
+from helpers.pairwise import covering, left_out
 from hypothesis import given
 from hypothesis import strategies as st
 

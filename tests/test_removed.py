@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import tiny_model
-from helpers_training import settings
+from helpers.models import tiny_model
+from helpers.training import settings
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_cascade import NAMED, Told, cascaded, stages, trained
-from helpers_examples import examples
-from helpers_generate import prompts, shallow_model
+from helpers.cascade import NAMED, Told, cascaded, stages, trained
+from helpers.examples import examples
+from helpers.generate import prompts, shallow_model
+from helpers.tokenizers import DRAFT, TARGET
 from hypothesis import given
 from hypothesis import strategies as st
-from test_retokenized import DRAFT, TARGET
 from transformers import GenerationConfig
 
 import fastspec

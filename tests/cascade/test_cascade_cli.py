@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_training import small_target, small_tokenizer, write_prompts
+from helpers.training import small_target, small_tokenizer, write_prompts
 from typer.testing import CliRunner
 
 import fastspec

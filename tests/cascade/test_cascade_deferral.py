@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
+from helpers.cascade import twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,24 +16,8 @@ from fastspec.cascade.config import RANGES, RULES
 from fastspec.cascade.deferral import mixed
 from fastspec.errors import Unsupported
 
-Distribution = list[Any]  # Fractions or floats, which sum to one
 CLOSE = 1e-12
 """Half a dozen float64 operations on numbers up to one, each rounded by 1.1e-16, with room for six tokens' sums."""
-
-
-def twin(rule: str, alpha: Any, p: Distribution, q: Distribution, p_raw: Distribution, q_raw: Distribution) -> Distribution:
-    """The formula alone, in the arithmetic of its arguments; `alpha` is a number."""
-    mine, best = max(q_raw), max(p_raw)
-    if rule in ("chow", "diff", "opt"):
-        further = sum(max(b - a, 0) for a, b in zip(p, q, strict=True))
-        small = {"chow": mine >= 1 - alpha, "diff": mine >= best - alpha, "opt": mine >= best - alpha * further}[rule]
-        return list(q if small else p)
-    kept = {
-        "token_v1": [each >= best - alpha for each in q_raw], "token_v2": [each >= best - alpha for each in p_raw],
-        "token_v3": [each >= (1 - alpha) * best for each in p_raw],
-    }[rule]  # fmt: skip
-    left = 1 - sum(each for each, keep in zip(q, kept, strict=True) if keep)
-    return [left * a + (b if keep else 0) for a, b, keep in zip(p, q, kept, strict=True)]
 
 
 @st.composite

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_cascade import NAMED, cascaded, stages, trained
-from helpers_examples import examples
-from helpers_generate import prompts, shallow_model
+from helpers.cascade import NAMED, cascaded, stages, trained
+from helpers.examples import examples
+from helpers.generate import prompts, shallow_model
+from helpers.tokenizers import DRAFT, LETTERS, TARGET, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from test_retokenized import DRAFT, LETTERS, TARGET, tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 

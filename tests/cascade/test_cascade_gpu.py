@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_cascade import NAMED, Told, cascaded, stages, trained
-from helpers_generate import prompts
-from helpers_models import tiny_model
-from test_retokenized import TARGET
+from helpers.cascade import NAMED, Told, cascaded, stages, trained
+from helpers.generate import prompts
+from helpers.models import tiny_model
+from helpers.tokenizers import TARGET
 
 import fastspec
 from fastspec.cascade.predictor import Predictor

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_training import small_target, small_tokenizer
+from helpers.training import small_target, small_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_generate import NEVER
-from helpers_models import tiny_model
+from helpers.examples import examples
+from helpers.generate import NEVER
+from helpers.models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, QuantizedCache, StaticCache

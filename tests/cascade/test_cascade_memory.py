@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_enumerate import PROCESSES, Make, Tables, Text, agree, closed, distribution_of, enumerated, request
-from helpers_examples import examples
-from helpers_generate import free, prompts, shallow_model
-from helpers_models import tiny_model
+from helpers.cascade import twin
+from helpers.enumerate import PROCESSES, Make, Tables, Text, agree, closed, distribution_of, enumerated, request
+from helpers.examples import examples
+from helpers.generate import free, prompts, shallow_model
+from helpers.models import tiny_model
+from helpers.sampling import SIGNIFICANCE, p_value
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cascade_deferral import twin
-from test_sampling import SIGNIFICANCE, p_value
 from torch import Tensor
 
 from fastspec.cascade.config import RANGES, RULES

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_cascade import cascaded, stages
-from helpers_models import tiny_model
+from helpers.cascade import cascaded, stages
+from helpers.models import tiny_model
 
 import fastspec
 from fastspec.errors import Unsupported

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_cascade import trained
-from helpers_models import tiny_model
+from helpers.cascade import trained
+from helpers.models import tiny_model
 
 import fastspec
 from fastspec.errors import Unsupported

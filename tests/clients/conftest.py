@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 
 import pytest
-from helpers_clients import HEAD
+from helpers.clients import HEAD
 
 import fastspec
 

@@ -7,7 +7,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from helpers_clients import HEAD, MARKS, QUESTIONS, asked, chats, drafting
+from helpers.clients import HEAD, MARKS, QUESTIONS, asked, chats, drafting
 
 import fastspec
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_clients import MARKS
-from helpers_training import VOCAB, small_target
+from helpers.clients import MARKS
+from helpers.training import VOCAB, small_target
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner

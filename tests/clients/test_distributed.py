@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import shlex
@@ -12,9 +11,10 @@ import sys
 from pathlib import Path
 
 import torch
-from helpers_clients import MARKS, QUESTIONS, asked
-from helpers_page import shown
-from torch import distributed, multiprocessing
+from helpers.clients import MARKS, QUESTIONS, asked
+from helpers.page import shown
+from helpers.sharded import sharded
+from torch import multiprocessing
 
 pytestmark = MARKS
 
@@ -46,25 +46,6 @@ def test_ddp(folder, smollm2, tokenizer, tmp_path):
     assert sorted(calls for calls, _ in reported) == ["1", "2"]
     assert min(float(length) for _, length in reported) > 1
     assert "left to transformers" not in told
-
-
-def sharded(rank: int, port: int, path: Path) -> None:
-    """One of two processes that run the page's snippet on prompts of their own, in rounds of their own number."""
-    from helpers_generate import bigram, prompts, seer
-
-    import fastspec
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    distributed.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
-    inputs = prompts(5, 9, seed=rank)
-    expected = bigram().generate(**inputs, max_new_tokens=24, do_sample=False)
-    names = {"model": fastspec.patch(bigram(), eagle3=seer(bigram()), assistant="eagle3"), "inputs": inputs}
-    exec(shown("fully_shard"), names)
-    found = fastspec.report(names["model"])
-    made = {"same": torch.equal(names["answer"], expected), "rounds": found.last.rounds, "accepted": found.last.acceptance_length}
-    torch.save(made | {"left": dict(found.unassisted)}, path / f"{rank}.pt")
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 def test_fsdp2(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_clients import MARKS, answers, asked, drafting
+from helpers.clients import MARKS, answers, asked, drafting
 from torch import Tensor
 from transformers import LogitsProcessor
 

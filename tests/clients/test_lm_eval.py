@@ -5,30 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers_clients import MARKS, drafting
+from helpers.clients import MARKS, drafting
+from helpers.lm_eval import answered, task
 
 pytestmark = MARKS
-
-ROWS = [
-    {"q": "What is 2+2?", "label": 0}, {"q": "Name the capital of France.", "label": 1}, {"q": "What colour is the sky?", "label": 2},
-    {"q": "Count: one, two, three, four,", "label": 3},
-]  # fmt: skip
-SHARED = {"test_split": "test", "doc_to_text": "Question: {{q}}\nAnswer:"}
-
-
-def task(name: str, **over: Any) -> Any:
-    """A task of four documents, without the network."""
-    from datasets import Dataset
-    from lm_eval.api.task import ConfigurableTask
-
-    return ConfigurableTask(config={"task": name, "custom_dataset": lambda **_: {"test": Dataset.from_list(ROWS)}, **SHARED, **over})
-
-
-def answered() -> Any:
-    return task(
-        "answered", output_type="generate_until", doc_to_target="{{label}}", metric_list=[{"metric": "exact_match"}],
-        generation_kwargs={"until": ["\n\n", "Question:", "2017-01-01 2"], "max_gen_toks": 24, "do_sample": False},
-    )  # fmt: skip
 
 
 def chosen() -> Any:
@@ -65,7 +45,7 @@ def test_log_likelihoods_are_the_models_own(pair, tokenizer):
 
 def test_a_server_answers_its_local_completions_model(pair, tokenizer):
     """Four requests at a time through `fastspec serve`: each is what `generate` gives alone, cut where a stop begins."""
-    from helpers_serve import NAME, served
+    from helpers.serve import NAME, served
     from lm_eval import simple_evaluate
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_clients import MARKS, QUESTIONS, asked, drafted
-from helpers_page import PAGE, SNIPPETS, patching, run, shown
-from test_lm_eval import answered
-from test_quantised import packed
+from helpers.clients import MARKS, QUESTIONS, asked, drafted
+from helpers.lm_eval import answered
+from helpers.page import PAGE, SNIPPETS, patching, run, shown
+from helpers.quantised import packed
 
 import fastspec
 

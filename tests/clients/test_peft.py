@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_clients import HEAD, MARKS, QUESTIONS, answers, asked, drafting, plain
+from helpers.clients import HEAD, MARKS, QUESTIONS, answers, asked, drafting, plain
 from packaging.version import Version
 
 import fastspec

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_clients import HEAD, MARKS, QUESTIONS, agree, answers, asked, drafting, own_spread
-from helpers_page import PAGE
+from helpers.clients import HEAD, MARKS, QUESTIONS, agree, answers, asked, drafting, own_spread
+from helpers.page import PAGE
+from helpers.quantised import packed
 from transformers import AutoModelForCausalLM
 
 import fastspec
@@ -54,27 +55,6 @@ def bitsandbytes(**options: Any) -> Callable[[Path], Any]:
         return load(folder, BitsAndBytesConfig(**options))
 
     return make
-
-
-def packed(folder: Path, bits: int) -> Path:
-    """A directory that compressed-tensors wrote: weights rounded to the nearest, in groups of 64, and packed."""
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, apply_quantization_config
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=bits, strategy="group", group_size=64))
-    apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"]))
-    for layer in model.modules():
-        if hasattr(layer, "quantization_scheme"):
-            groups = layer.weight.data.unflatten(1, (-1, 64))
-            scale, _ = calculate_qparams(groups.amin(2), groups.amax(2), layer.quantization_scheme.weights)
-            layer.weight_scale.data.copy_(scale)
-    packer, path = ModelCompressor.from_pretrained_model(model), folder.parent / f"packed{bits}"
-    packer.compress_model(model)
-    model.save_pretrained(path)
-    packer.update_config(path)
-    return path
 
 
 def compressed_tensors(bits: int) -> Callable[[Path], Any]:

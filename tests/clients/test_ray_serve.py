@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_clients import MARKS
-from helpers_serve import NAME, openai
-from helpers_training import small_target, small_tokenizer
+from helpers.clients import MARKS
+from helpers.serve import NAME, openai
+from helpers.training import small_target, small_tokenizer
 
 pytestmark = MARKS
 ray = pytest.importorskip("ray")

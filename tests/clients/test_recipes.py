@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_clients import HEAD, MARKS, QUESTIONS, answers, asked, drafting
-from helpers_pages import snippets
+from helpers.clients import HEAD, MARKS, QUESTIONS, answers, asked, drafting
+from helpers.pages import snippets
 from transformers import AutoModelForCausalLM
 
 import fastspec

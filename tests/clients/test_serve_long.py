@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_clients import MARKS
-from helpers_models import tiny_head
-from helpers_serve import NAME, SECONDS, alone, ask_all, hold_as_alone, openai, requests, served, talk
-from helpers_training import small_target, small_tokenizer
+from helpers.clients import MARKS
+from helpers.models import tiny_head
+from helpers.serve import NAME, SECONDS, alone, ask_all, hold_as_alone, openai, requests, served, talk
+from helpers.training import small_target, small_tokenizer
 
 import fastspec
 

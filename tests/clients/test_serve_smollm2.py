@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from helpers_clients import MARKS, QUESTIONS
-from helpers_serve import NAME, served
+from helpers.clients import MARKS, QUESTIONS
+from helpers.serve import NAME, served
 
 pytestmark = MARKS
 

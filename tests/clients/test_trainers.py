@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_clients import HEAD, MARKS, QUESTIONS, agree, answers, asked, drafting
-from helpers_page import shown
+from helpers.clients import HEAD, MARKS, QUESTIONS, agree, answers, asked, drafting
+from helpers.page import shown
 
 import fastspec
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_generate import MAKERS, SHALLOW, prompts, same, seer1, stats
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import MAKERS, SHALLOW, prompts, same, seer1, stats
+from helpers.models import tiny_head, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 

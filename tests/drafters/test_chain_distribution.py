@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_enumerate import PROCESSES, Make, Tables, agree, closed, distribution_of, enumerated
-from helpers_examples import examples
+from helpers.enumerate import PROCESSES, Make, Tables, agree, closed, distribution_of, enumerated
+from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_heads import DIALECTS, LAYERS, as_eagle3, as_speculators, logits, make_head, write
+from helpers.examples import examples
+from helpers.heads import DIALECTS, LAYERS, as_eagle3, as_speculators, logits, make_head, write
 from hypothesis import given
 from hypothesis import strategies as st
 

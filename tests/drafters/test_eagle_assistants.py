@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import EAGLE1, NEVER, SHALLOW, bigram, kept, prompts, same, seer1, stats
-from helpers_heads import EAGLE1 as PUBLISHED_KEYS
-from helpers_heads import as_eagle, write
-from helpers_models import DISTINCT, tiny_head, tiny_model
-from test_sampling import CASES, SIGNIFICANCE, distribution, p_value, padded, sample
+from helpers.generate import EAGLE1, NEVER, SHALLOW, bigram, kept, prompts, same, seer1, stats
+from helpers.heads import EAGLE1 as PUBLISHED_KEYS
+from helpers.heads import as_eagle, write
+from helpers.models import DISTINCT, tiny_head, tiny_model
+from helpers.sampling import CASES, SIGNIFICANCE, distribution, p_value, padded, sample
 
 import fastspec
 from fastspec import CheckpointError, Eagle1, Eagle2, Unsupported

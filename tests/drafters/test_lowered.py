@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 import torch
-from helpers_generate import TREE, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import TREE, prompts
+from helpers.models import tiny_head, tiny_model
 from torch import nn
 
 import fastspec

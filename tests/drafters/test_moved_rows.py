@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_dynamic_tree import drawn, head_of
+from helpers.head_variants import drawn, head_of
 from torch import Tensor
 
 import fastspec

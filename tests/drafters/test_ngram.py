@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import LENGTH, NEVER, free, prompts, same, stats
-from helpers_models import tiny_model
-from test_sampling import distribution as distribution_of
-from test_sampling import p_value, padded, sample
+from helpers.generate import LENGTH, NEVER, free, prompts, same, stats
+from helpers.models import tiny_model
+from helpers.sampling import distribution as distribution_of
+from helpers.sampling import p_value, padded, sample
 
 import fastspec
 from fastspec.generation.drafters.cost import COSTS, SMOLLM2_BYTES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_heads import (
+from helpers.heads import (
     BASE,
     LAYERS,
     PUBLISHED,

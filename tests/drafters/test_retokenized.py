@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import bigram, prompts, same, shallow_model, stats
+from helpers.generate import bigram, prompts, same, shallow_model, stats
+from helpers.tokenizers import DRAFT, LETTERS, TARGET
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -28,20 +27,6 @@ from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.assistants.speculative import Pair, TextDecoding, check, cost, pass_ms
 from fastspec.patches.backends import TORCH
-
-LETTERS = [chr(code) for code in range(33, 123)]
-
-
-def tokenizer(letters: list[str], merges: list[tuple[str, str]]) -> Any:
-    """One token a letter, and one for each merged pair."""
-    pieces = [*letters, *("".join(pair) for pair in merges)]
-    inner = Tokenizer(BPE({piece: index for index, piece in enumerate(pieces)}, merges))
-    inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
-
-
-TARGET = tokenizer(LETTERS, [("a", "b"), ("c", "d"), ("ab", "cd"), ("x", "y"), ("y", "z"), ("1", "2"), ("b", "c")])  # 97 tokens
-DRAFT = tokenizer(LETTERS[::-1], [("b", "c"), ("a", "bc"), ("z", "z")])
 
 
 @pytest.mark.parametrize("config", [Speculative(gamma=3), Speculative(most=5)], ids=str)

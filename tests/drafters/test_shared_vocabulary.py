@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_enumerate import PROCESSES, Make, Tables, agree, closed, distribution_of, enumerated
-from helpers_examples import examples
-from helpers_generate import prompts, stats
-from helpers_models import tiny_model
+from helpers.enumerate import PROCESSES, Make, Tables, agree, closed, distribution_of, enumerated
+from helpers.examples import examples
+from helpers.generate import prompts, stats
+from helpers.models import tiny_model
+from helpers.sampling import CASES, check_distribution
+from helpers.tokenizers import DRAFT, TARGET, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from test_retokenized import DRAFT, TARGET, tokenizer
-from test_sampling import CASES, check_distribution
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor

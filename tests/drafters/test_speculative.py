@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import SHALLOW, bigram, kept, prompts, same, stats
-from helpers_models import tiny_model
+from helpers.generate import SHALLOW, bigram, kept, prompts, same, stats
+from helpers.models import tiny_model
+from helpers.sampling import CASES, check_distribution
+from helpers.tokenizers import DRAFT, TARGET
 from hypothesis import given
 from hypothesis import strategies as st
-from test_retokenized import DRAFT, TARGET
-from test_sampling import CASES, check_distribution
 
 import fastspec
 from fastspec import Speculative

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.head_variants import EXACT, drawn, forward, head_of
 from hypothesis import given
 from hypothesis import strategies as st
-from test_dynamic_tree import EXACT, drawn, forward, head_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from helpers_chat import screen, tokenizer
-from helpers_generate import NEVER, Oracle, bigram, free, prompts, seer
-from helpers_open import told
-from test_stop_strings import worded
+from helpers.chat import screen, tokenizer
+from helpers.generate import NEVER, Oracle, bigram, free, prompts, seer
+from helpers.open import told
+from helpers.tokenizers import worded
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TemperatureLogitsWarper
 
 import fastspec

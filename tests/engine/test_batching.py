@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_generate import MAKERS, TREE, prompts
+from helpers.examples import examples
+from helpers.generate import MAKERS, TREE, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode

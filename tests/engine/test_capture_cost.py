@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_generate import MAKERS, TREE, prompts
-from helpers_models import tiny_model
+from helpers.generate import MAKERS, TREE, prompts
+from helpers.models import tiny_model
 
 import fastspec
 from fastspec.generation import capture

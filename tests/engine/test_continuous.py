@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_cascade import cascaded, stages
-from helpers_generate import MAKERS, TREE, free, stats, unpatched
-from helpers_models import tiny_head
-from helpers_seq2seq import sources, tiny_seq2seq
-from test_fallback import ON_CUDA, prompts, soon_out
-from test_generate_streams import Recorder
+from helpers.captured import stand_in
+from helpers.cascade import cascaded, stages
+from helpers.devices import ON_CUDA, prompts
+from helpers.fallback import soon_out
+from helpers.generate import MAKERS, TREE, Recorder, free, stats, unpatched
+from helpers.models import tiny_head
+from helpers.seq2seq import sources, tiny_seq2seq
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported

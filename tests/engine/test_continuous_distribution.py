@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_enumerate import PROCESSES, Scripts, Tables, Text, agree, closed
+from helpers.enumerate import PROCESSES, Scripts, Tables, Text, agree, closed
 from torch import Tensor
 
 import fastspec

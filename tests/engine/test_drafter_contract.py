@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import MAKERS, prompts, stats
-from helpers_models import tiny_model
+from helpers.captured import stand_in
+from helpers.generate import MAKERS, prompts, stats
+from helpers.models import tiny_model
 from torch import Tensor
 
 import fastspec

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import prompts, shallow_model
+from helpers.captured import stand_in
+from helpers.generate import prompts, shallow_model
 from torch import Tensor
 
 import fastspec

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from helpers_examples import examples
-from helpers_state import AttentionState
+from helpers.examples import examples
+from helpers.state import AttentionState
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import answer, bigram, same, shallow_model, stats, unpatched
-from helpers_generate import prompts as make_prompts
-from helpers_models import tiny_model
-from test_retokenized import DRAFT, TARGET
+from helpers.captured import stand_in
+from helpers.devices import ON_CUDA, prompts
+from helpers.fallback import soon_out
+from helpers.generate import answer, bigram, same, shallow_model, stats, unpatched
+from helpers.models import tiny_model
+from helpers.tokenizers import DRAFT, TARGET
 
 import fastspec
 from fastspec import Speculative
-from fastspec.generation.drafters import policy as draft_length
 from fastspec.generation.drafters.ngram import drafter as nasd
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.fallback import Fallback
@@ -25,26 +25,10 @@ from fastspec.patches.session import session_of
 NEVER = 1000
 
 
-def prompts(device: str, *lengths: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(device) for name, tensor in make_prompts(*lengths, seed=seed).items()}
-
-
 KINDS = {
     "draft model": lambda: tiny_model(seed=3, num_hidden_layers=1), "early exit": lambda: None,
     "another tokenizer": lambda: (tiny_model(seed=2, vocab_size=93), DRAFT, TARGET), "nasd": lambda: None,
 }  # fmt: skip
-
-
-ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
-def soon_out(monkeypatch: Any) -> None:
-    """Let drafters pause after few rounds, for a short time, and rounds be asynchronous from the first on."""
-    monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
-    monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])  # where a look-up costs more than a pass of a model this small
-    monkeypatch.setattr(draft_length, "CREDIT", 0.5)
-    monkeypatch.setattr(nasd, "GRANTED", 0.5)
-    monkeypatch.setattr(draft_length, "LONGEST_PAUSE", 7)
 
 
 @pytest.fixture(params=["torch", "stand-in", pytest.param("cuda", marks=ON_CUDA)])

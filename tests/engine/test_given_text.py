@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_generate import MAKERS, SHALLOW, TREE, answer, prompts, unpatched
-from helpers_models import tiny_head, tiny_model
+from helpers.examples import examples
+from helpers.generate import MAKERS, SHALLOW, TREE, answer, prompts, unpatched
+from helpers.models import tiny_head, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 

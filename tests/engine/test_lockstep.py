@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import LENGTH, MAKERS, NEVER, SHALLOW, TREE, Oracle, free, kept, stats
-from helpers_models import tiny_head, tiny_model
-from helpers_seq2seq import sources, tiny_seq2seq
-from test_fallback import ON_CUDA, prompts
+from helpers.captured import stand_in
+from helpers.devices import ON_CUDA, prompts
+from helpers.generate import LENGTH, MAKERS, NEVER, SHALLOW, TREE, Oracle, free, kept, stats
+from helpers.models import tiny_head, tiny_model
+from helpers.seq2seq import sources, tiny_seq2seq
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria, SynthIDTextWatermarkingConfig, WatermarkingConfig
 

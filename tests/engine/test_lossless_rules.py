@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 

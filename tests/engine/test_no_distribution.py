@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import NEVER, OwnProcessor, bigram, free, prompts, seer, seer1, shallow_model
-from helpers_open import told
-from test_retokenized import DRAFT, TARGET
+from helpers.captured import stand_in
+from helpers.generate import NEVER, OwnProcessor, bigram, free, prompts, seer, seer1, shallow_model
+from helpers.open import told
+from helpers.tokenizers import DRAFT, TARGET
 from torch import Tensor, nn
 from transformers import LogitsProcessorList
 

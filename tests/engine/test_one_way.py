@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from helpers_captured import stand_in
-from helpers_generate import prompts, shallow_model
-from helpers_models import tiny_head
+from helpers.captured import stand_in
+from helpers.generate import prompts, shallow_model
+from helpers.models import tiny_head
 
 import fastspec
 from fastspec.generation import engine

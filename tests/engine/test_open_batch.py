@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import NEVER, TREE, answer, shallow_model
-from helpers_open import GREEDY, alone, made, texts, told
-from helpers_vision import prompts_with_images, seeing
-from test_generate_streams import Recorder
-from test_recurrent import recurrent
-from test_windows import windowed
+from helpers.captured import stand_in
+from helpers.families import recurrent, windowed
+from helpers.generate import NEVER, TREE, Recorder, answer, shallow_model
+from helpers.open import GREEDY, alone, made, texts, told
+from helpers.vision import prompts_with_images, seeing
 from torch import Tensor
 from transformers import GenerationConfig
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import TREE, shallow_model
-from helpers_open import GREEDY, Gate, alone, made, texts, told
+from helpers.captured import stand_in
+from helpers.generate import TREE, shallow_model
+from helpers.open import GREEDY, Gate, alone, made, texts, told
 from torch import Tensor, nn
 
 import fastspec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import CancelledError
 
 import pytest
-from helpers_generate import NEVER, prompts, shallow_model
+from helpers.generate import NEVER, prompts, shallow_model
 
 import fastspec
 from fastspec import FastSpecError

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import MAKERS, NEVER, TREE
-from helpers_open import GREEDY, texts, told
-from helpers_training import small_target, small_tokenizer
+from helpers.generate import MAKERS, NEVER, TREE
+from helpers.open import GREEDY, texts, told
+from helpers.training import small_target, small_tokenizer
 
 import fastspec
 from fastspec.generation.engine.engine import Engine

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import TREE
-from helpers_open import GREEDY, made, texts, told
+from helpers.captured import stand_in
+from helpers.generate import TREE
+from helpers.open import GREEDY, made, texts, told
 
 import fastspec
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import TREE, stats
-from helpers_models import tiny_model
-from helpers_open import GREEDY, NEVER, alone, made, texts, told
-from test_fallback import ON_CUDA
-from test_recurrent import recurrent
-from test_windows import windowed
+from helpers.captured import stand_in
+from helpers.devices import ON_CUDA
+from helpers.families import recurrent, windowed
+from helpers.generate import TREE, stats
+from helpers.models import tiny_model
+from helpers.open import GREEDY, NEVER, alone, made, texts, told
 
 import fastspec
 from fastspec.generation.engine.rounds import Rounds

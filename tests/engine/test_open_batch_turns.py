@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import TREE
-from helpers_open import GREEDY, SECONDS, Gate, alone, made, texts, told
-from helpers_seq2seq import tiny_seq2seq
-from helpers_training import small_tokenizer
+from helpers.generate import TREE
+from helpers.open import GREEDY, SECONDS, Gate, alone, made, texts, told
+from helpers.seq2seq import tiny_seq2seq
+from helpers.training import small_tokenizer
 from torch import Tensor
 from transformers import TextIteratorStreamer
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import TREE, shallow_model
-from helpers_open import GREEDY, SECONDS, Gate, alone, made, texts, told
-from test_recurrent import recurrent
-from test_windows import windowed
+from helpers.captured import stand_in
+from helpers.families import recurrent, windowed
+from helpers.generate import TREE, shallow_model
+from helpers.open import GREEDY, SECONDS, Gate, alone, made, texts, told
 
 import fastspec
 from fastspec.generation.drafters.base import Decoding, Drafter

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers_generate import MAKERS, TREE, prompts
+from helpers.generate import MAKERS, TREE, prompts
 
 import fastspec
 from fastspec.errors import Unsupported

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_round_program import NODES, Digesting, Drafting, Model, Ticking, chain, judged, made
+from helpers.round_program import NODES, Digesting, Drafting, Model, Ticking, chain, judged, made
 
 from fastspec.generation.drafters.base import Place
 from fastspec.generation.engine.round_program import Judged, Scored

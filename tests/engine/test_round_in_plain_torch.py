@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import tiny_model
-from helpers_pages import snippets
+from helpers.models import tiny_model
+from helpers.pages import snippets
 
 
 class Counted:

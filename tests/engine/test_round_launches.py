@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import MAKERS, prompts
+from helpers.generate import MAKERS, prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastspec

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_rounds import CPU, LONGEST, Counting, Reader, Stepping, Told, Waiting
+from helpers.rounds import CPU, LONGEST, Counting, Reader, Stepping, Told, Waiting
 from torch import Tensor
 
 from fastspec.generation.engine.batching import Batch

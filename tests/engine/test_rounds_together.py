@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_rounds import Counting, Stepping, Waiting
+from helpers.rounds import Counting, Stepping, Waiting
 from torch import Tensor
 
 from fastspec.generation.engine.rounds import Rounds

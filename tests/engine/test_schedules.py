@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import Stand, stand_in
-from helpers_generate import EAGLE1, MAKERS, TREE, answer, prompts, shallow_model, unpatched
-from helpers_models import tiny_head, tiny_model
-from test_retokenized import DRAFT, TARGET
+from helpers.captured import Stand
+from helpers.generate import EAGLE1, MAKERS, TREE, answer, prompts, shallow_model, unpatched
+from helpers.models import tiny_head, tiny_model
+from helpers.tokenizers import DRAFT, TARGET
 
 import fastspec
 from fastspec.generation.drafters.base import Place
@@ -35,13 +35,6 @@ from fastspec.patches.hf import model as hf_model
 from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.pool import KEPT
 from fastspec.patches.session import session_of
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """A backend of plain torch that captures."""
-    stand_in(monkeypatch)
-
 
 OPTIONS = {
     "greedy": {}, "history": {"repetition_penalty": 1.3}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 1},

@@ -8,8 +8,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers_models import tiny_model
-from helpers_open import GREEDY, SECONDS, Gate, alone, made, texts, told
+from helpers.models import tiny_model
+from helpers.open import GREEDY, SECONDS, Gate, alone, made, texts, told
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_state import AttentionState
+from helpers.examples import examples
+from helpers.state import AttentionState
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

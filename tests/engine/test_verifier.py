@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_walks import drawn_tree
+from helpers.trees import drawn_tree
 from torch import Tensor
 
 from fastspec import Unsupported

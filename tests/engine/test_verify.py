@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 

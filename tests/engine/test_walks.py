@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
+from helpers.trees import VOCAB, drawn_tree
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,17 +22,10 @@ from fastspec.kernels.drafting.reference import ancestor_words
 from fastspec.kernels.verification.reference import SamplingSettings, categorical, pick, posterior_walk, under_settings
 from fastspec.patches.backends import TORCH
 
-VOCAB = 3
 SEEDS = st.integers(0, 2**31)
 DRAWN = examples(40)
 CPU = torch.device("cpu")
 ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others
-
-
-def drawn_tree(rows: int, nodes: int, generator: torch.Generator) -> TokenTree:
-    """Few tokens, so that equal siblings and long paths are common."""
-    parents = (torch.rand(rows, nodes, generator=generator) * torch.arange(nodes)).long()
-    return TokenTree.from_parents(torch.randint(0, VOCAB, (rows, nodes), generator=generator), parents)
 
 
 class Table:

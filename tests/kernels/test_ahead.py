@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import Stand, stand_in
-from helpers_generate import prompts, shallow_model
-from helpers_models import tiny_head, tiny_model
+from helpers.captured import Stand, stand_in
+from helpers.generate import prompts, shallow_model
+from helpers.models import tiny_head, tiny_model
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fastspec

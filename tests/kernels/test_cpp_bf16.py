@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_generate import TREE, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.examples import examples
+from helpers.generate import TREE, prompts
+from helpers.models import tiny_head, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 

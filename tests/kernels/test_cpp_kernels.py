@@ -9,9 +9,9 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_generate import TREE, prompts, shallow_model
-from helpers_models import tiny_head, tiny_model
+from helpers.examples import examples
+from helpers.generate import TREE, prompts, shallow_model
+from helpers.models import tiny_head, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 

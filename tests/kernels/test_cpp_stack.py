@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_generate import TREE, prompts, shallow_model
-from helpers_models import tiny_head
+from helpers.examples import examples
+from helpers.generate import TREE, prompts, shallow_model
+from helpers.models import tiny_head
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_models import tiny_model
+from helpers.examples import examples
+from helpers.models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_words import Group
+from helpers.examples import examples
+from helpers.words import Group
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -9,15 +9,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels_attention import DTYPES, EVERYWHERE, HAS_CUDA, HEADS, ON_CUDA, TYPED, Case, excess, good
-from test_reference_ops import random_parents
+from helpers.kernels import EVERYWHERE, HAS_CUDA, ON_CUDA
+from helpers.kernels_attention import DTYPES, HEADS, TYPED, Case, excess, good
+from helpers.trees import random_parents
 
 from fastspec.kernels.attention import few_queries as few_attention
 from fastspec.kernels.attention import hopper as hopper_attention

@@ -7,11 +7,10 @@ from itertools import product
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
+from helpers.kernels import EVERYWHERE, FLOATS, ON_CUDA, ON_CUDA_DTYPES, SEEDS, check_draws, moved_as_is, poisoned, strided
 from hypothesis import given
 from hypothesis import strategies as st
-from test_kernels_draft import FLOATS, SEEDS, moved_as_is, poisoned
-from test_kernels_verify import EVERYWHERE, ON_CUDA, ON_CUDA_DTYPES, check_draws, strided
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp

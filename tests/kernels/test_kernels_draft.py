@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
+from helpers.kernels import EVERYWHERE, FLOATS, ON_CUDA, ON_CUDA_DTYPES, SEEDS, moved_as_is, poisoned
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,27 +17,8 @@ from fastspec.kernels.drafting import topk_expand as kernel
 from fastspec.kernels.drafting.topk_expand import topk_expand
 from fastspec.kernels.drafting.tree_build import tree_build
 
-HAS_CUDA = torch.cuda.is_available()
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="the interpreter is off where there is a CUDA device"))
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")])
-EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
-ON_CUDA = pytest.mark.parametrize("device", [CUDA])
-ON_CUDA_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-SEEDS = st.integers(0, 2**31)
 DRAWN = examples(8)
-FLOATS = st.sampled_from([torch.float32, torch.float16])
 NODE_COUNTS, VOCABULARIES = st.sampled_from([1, 2, 7]), st.sampled_from([16, 63, 130])
-
-
-class poisoned:
-    """Fills what torch.empty gives with NaN, or with the largest integer: results and scratch alike."""
-
-    def __enter__(self) -> None:
-        torch.use_deterministic_algorithms(True)
-        assert torch.empty(3).isnan().all() and torch.utils.deterministic.fill_uninitialized_memory
-
-    def __exit__(self, *_: object) -> None:
-        torch.use_deterministic_algorithms(False)
 
 
 def expand(hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, device: str) -> tuple[Tensor, ...]:
@@ -51,15 +33,6 @@ def expand(hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2
     wanted = reference.stable_topk(children, count)  # the ranking follows from the children alone, so it is exact
     assert torch.equal(best, wanted[0]) and torch.equal(index, wanted[1])
     return children, tokens, best, index
-
-
-def moved_as_is(x: Tensor, device: str) -> Tensor:
-    """x on the device with the same strides: `to` alone makes some views contiguous."""
-    if x.device.type == device:
-        return x
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    flat = torch.as_strided(x, (span,), (1,), x.storage_offset()).to(device)
-    return torch.as_strided(flat, x.shape, x.stride())
 
 
 def ids_by_target(vocab: int, generator: torch.Generator) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor

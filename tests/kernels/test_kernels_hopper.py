@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
+from helpers.kernels_linear import GATES, check_chain, gated, product
 from hypothesis import given
 from hypothesis import strategies as st
-from test_kernels_linear import GATES, check_chain, gated, product
 from torch import Tensor
 from torch.nn import functional as F
 

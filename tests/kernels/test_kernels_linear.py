@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
+from helpers.kernels import CPU, CUDA
+from helpers.kernels_linear import DTYPES, GATES, check_chain, drawn, gated, product
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,12 +16,7 @@ from fastspec.kernels.linear import linear as kernel
 from fastspec.kernels.linear import reference
 from fastspec.kernels.linear.launches import Launch, RowLaunch, launch_for
 from fastspec.kernels.linear.linear import linear, linear_row
-from fastspec.kernels.linear.reference import GELU_TANH, SILU, Gate
-
-ON_GPU = torch.cuda.is_available()
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(ON_GPU, reason="kernels are compiled here and take no CPU tensors"))
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="no CUDA device")])
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the interpreter's bfloat16 is wrong
+from fastspec.kernels.linear.reference import SILU, Gate
 
 SMALL = [Launch(16, 32, 4, 3), Launch(16, 16, 4, 3), Launch(32, 32, 4, 2), Launch(32, 16, 4, 3, tma=True)]
 ONE_ROW = [RowLaunch(8, 32, 4), RowLaunch(1, 16, 1), RowLaunch(4, 64, 2)]
@@ -29,47 +24,6 @@ ONE_ROW = [RowLaunch(8, 32, 4), RowLaunch(1, 16, 1), RowLaunch(4, 64, 2)]
 WIDE = [Launch(64, 128, 4, 4), Launch(128, 64, 4, 4), Launch(64, 64, 4, 3, tma=True), Launch(16, 128, 4, 4)]
 WIDE += [RowLaunch(4, 512, 2), RowLaunch(4, 1024, 4), RowLaunch(2, 2048, 8), RowLaunch(1, 256, 1)]
 WIDE += [Launch(64, 128, 4, 3, tma=True, pdl=True), Launch(64, 64, 4, 3, pdl=True), Launch(128, 64, 8, 4)]
-
-GATES = None, SILU, GELU_TANH
-"""Of a product with a gate and an up part; None has neither."""
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The product in float64, and what its rounded fp32 sum may be off by.
-
-    A sum of K products in fp32 is off by at most K roundings of the sum of their magnitudes; 2**-22 for each, because tensor cores cut off
-    where others round. Then the result is rounded once, by half a unit in the last place, or half of the smallest subnormal.
-    """
-    x, weight, wide = x.double(), weight.double(), x.dtype
-    exact = F.linear(x, weight, None if bias is None else bias.double())
-    size = F.linear(x.abs(), weight.abs(), None if bias is None else bias.double().abs())
-    error = (x.shape[-1] + 1) * 2**-22 * size
-    return exact, error + torch.finfo(wide).eps / 2 * (exact.abs() + error) + torch.finfo(wide).smallest_normal * torch.finfo(wide).eps
-
-
-def gated(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate = SILU) -> tuple[Tensor, Tensor]:
-    """opened(gate) * up in float64, and its bound: gate, up, what opens and the product are each rounded; the slope of SiLU is below 1.1,
-    that of GELU below 1.13."""
-    exact, error = product(x, weight, bias)
-    (gate, up), (e_gate, e_up) = exact.chunk(2, -1), error.chunk(2, -1)
-    half, least = torch.finfo(x.dtype).eps / 2, torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
-    inside = kind.alpha * (gate + kind.cubic * gate**3)
-    silu = gate * torch.sigmoid(inside)
-    e_silu = 1.13 * e_gate
-    e_silu = e_silu + (half + (inside.clamp(max=0.0).abs() + 4) * 2**-22) * (silu.abs() + e_silu) + least  # exp's error grows with it
-    e_out = silu.abs() * e_up + up.abs() * e_silu + e_silu * e_up
-    return silu * up, e_out + half * ((silu * up).abs() + e_out) + least
-
-
-def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, device: str, biased: bool, sliced: bool = False):
-    """x [rows, depth], weight [channels, depth], bias; `sliced`: their lines lie apart, among NaN that no kernel may read."""
-    x, weight = torch.randn(rows, depth, device=device), torch.randn(channels, depth, device=device)
-    if dtype == torch.float16 and depth > 2048:
-        weight /= depth**0.5  # gate times up would not fit into fp16
-    if sliced:
-        x, weight = F.pad(x, (0, 5), value=torch.nan), F.pad(weight, (0, 3), value=torch.nan)
-    bias = torch.randn(channels, device=device).to(dtype) if biased else None
-    return x.to(dtype)[:, :depth], weight.to(dtype)[:, :depth], bias
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch | RowLaunch, gate: Gate | None) -> None:
@@ -203,25 +157,3 @@ def test_a_graph_of_dependent_products_gives_what_torch_gives(device, launches):
     check_chain(1 if isinstance(launches[0], RowLaunch) else 16, launches)
 
 
-def check_chain(rows: int, launches: list[Any]) -> None:
-    """A chain of products, each of which reads the one before it, replayed on changing inputs: a launch that runs ahead is found out."""
-    torch.manual_seed(1)
-    weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 2048**0.5 for _ in range(12)]
-    x = torch.zeros(rows, 2048, device="cuda", dtype=torch.bfloat16)
-
-    def chain() -> list[Tensor]:
-        outs = [x]
-        for i, weight in enumerate(weights):
-            outs.append(linear(outs[-1], weight, None, launch=launches[i % len(launches)]))
-        return outs
-
-    chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = chain()
-    for _ in range(20):
-        x.normal_()
-        graph.replay()
-        for before, after, weight in zip(outs[:-1], outs[1:], weights, strict=True):
-            exact, bound = product(before, weight, None)
-            assert bool(((after.double() - exact).abs() <= bound).all())

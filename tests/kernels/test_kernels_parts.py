@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
+from helpers.kernels import CPU, CUDA
+from helpers.kernels_linear import DTYPES, drawn, product
 from hypothesis import given
 from hypothesis import strategies as st
-from test_kernels_linear import CPU, CUDA, DTYPES, drawn, product
 from torch import nn
 from torch.nn import functional as F
 

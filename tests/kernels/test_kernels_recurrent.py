@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,8 +20,9 @@ from fastspec.kernels.recurrent.reference import DecayRates
 
 pytest.importorskip("triton")
 
-from test_kernels_attention import HAS_CUDA, TYPED
-from test_reference_ops import random_parents
+from helpers.kernels import HAS_CUDA
+from helpers.kernels_attention import TYPED
+from helpers.trees import random_parents
 
 from fastspec.kernels.layer import gated
 from fastspec.kernels.recurrent import commit, conv, delta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

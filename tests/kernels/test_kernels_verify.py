@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
+from helpers.kernels import EVERYWHERE, FLOATS, ON_CUDA, ON_CUDA_DTYPES, SEEDS, check_draws, moved_as_is, poisoned, strided
 from hypothesis import given
 from hypothesis import strategies as st
-from test_kernels_draft import CPU, CUDA, FLOATS, SEEDS, moved_as_is, poisoned
 from torch import Tensor
 
 from fastspec.kernels.verification import reference
 from fastspec.kernels.verification.posterior_eval import CHUNK, pick, posterior_walk
 from fastspec.kernels.verification.reference import SamplingSettings
 
-EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
-ON_CUDA = pytest.mark.parametrize("device", [CUDA])
-ON_CUDA_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 DRAWN = examples(25)
 LEADING = st.sampled_from([(), (1,), (3,), (2, 3), (1, 7), (2, 1, 3)])
 VOCABS = st.sampled_from([1, 7, 63, 65, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 65])
@@ -27,29 +24,6 @@ def picked(scores: Tensor, uniform: Tensor | None, device: str) -> Tensor:
         got = pick(moved_as_is(scores, device), None if uniform is None else moved_as_is(uniform, device))
     assert got.dtype == torch.int64 and got.shape == scores.shape[:-1]
     return got.cpu()
-
-
-def strided(scores: Tensor) -> Tensor:
-    """The same scores as part of a wider tensor: NaN before them, +inf behind them."""
-    wide = torch.cat((torch.full_like(scores, torch.nan), scores, torch.full_like(scores, torch.inf)), -1)
-    return wide[..., scores.shape[-1] : 2 * scores.shape[-1]]
-
-
-def check_draws(scores: Tensor, uniform: Tensor, got: Tensor) -> None:
-    """Each token's share of the running mass in float64 holds its level.
-
-    The mass is off by at most 2^-18 of the whole: exp is good to 2^-22, and a chunk's sum of fp32 numbers takes fewer than 60 roundings
-    in a row, each of 2^-24. A token of probability 0 has an empty share, but must not be taken within that tolerance either.
-    """
-    probs = scores.double().softmax(-1).reshape(-1, scores.shape[-1])
-    mass = probs.cumsum(-1)
-    ids, level = got.reshape(-1, 1).to(probs.device), uniform.reshape(-1, 1).double() * mass[:, -1:]
-    assert ids.min() >= 0 and ids.max() < scores.shape[-1]
-    chance, upper = probs.gather(1, ids), mass.gather(1, ids)
-    assert (chance > 0).all()
-    assert ((upper - chance <= level + 2**-18) & (level <= upper + 2**-18)).all()
-    passed = (probs * (torch.arange(scores.shape[-1], device=probs.device) < ids)).sum(-1, keepdim=True)
-    assert (passed[level == 0] < 2**-120).all()  # a draw of 0 skips only what fp32 cannot tell from 0
 
 
 @EVERYWHERE

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_words import Group, near
-from hypothesis import given
+from helpers.examples import examples
+from helpers.words import Group, near
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -65,11 +65,12 @@ def test_every_process_gets_the_norm_of_the_sum(device, processes, size, dtype, 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @given(
-    processes=st.integers(2, 3), size=st.sampled_from([2, 6, 24, 64, 130]), depth=st.sampled_from([8, 24, 65]),
+    processes=st.integers(2, 3), size=st.sampled_from([2, 6, 24]), depth=st.sampled_from([8, 24, 65]),
     launch=st.sampled_from([RowLaunch(2, 16, 1), RowLaunch(4, 32, 2), RowLaunch(8, 16, 1)]), biased=st.booleans(),
     with_residual=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
-@examples(25)
+@example(processes=3, size=130, depth=65, launch=RowLaunch(8, 16, 1), biased=True, with_residual=True, seed=0)
+@examples(8)
 def test_a_row_s_product_sends_itself(device, processes, size, depth, launch, biased, with_residual, seed):
     """The norm is that of the sum of the products, message after message, those of rows that norms send in between too."""
     torch.manual_seed(seed)

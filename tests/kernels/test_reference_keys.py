@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from helpers_examples import examples
+from helpers.examples import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_models import tiny_model
+from helpers.examples import examples
+from helpers.models import tiny_model
+from helpers.trees import random_parents
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -32,11 +33,6 @@ from fastspec.patches.hf.rotary import position_factor
 SIZES = st.sampled_from([1, 2, 7, 63, 65, 130])
 SEEDS = st.integers(0, 2**31)
 DRAWN = examples(25)
-
-
-def random_parents(rows: int, nodes: int, generator: torch.Generator) -> Tensor:
-    index = torch.arange(nodes)
-    return (torch.rand(rows, nodes, generator=generator) * index).long().clamp(max=(index - 1).clamp(min=0))
 
 
 def dense_mask(parents: list[int]) -> Tensor:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_generate import MAKERS, SHALLOW, TREE, prompts, seer1
-from helpers_models import FAMILIES, tiny_head, tiny_model
+from helpers.generate import MAKERS, TREE, prompts, seer1
+from helpers.models import FAMILIES, tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec
@@ -49,7 +49,7 @@ def moved(inputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 )
 def test_every_family_gives_in_fp32_what_the_unpatched_model_gives(family, device):
     model = tiny_model(family, num_hidden_layers=2, num_attention_heads=4).to(device)
-    inputs = moved(prompts(3, 7), device)
+    inputs = moved(prompts(2, 4), device)
     options = {"do_sample": False, "max_new_tokens": 4 if device == "cuda" else 3}  # the second round reads what the first one kept
     expected = model.generate(**inputs, **options)
     with fastspec.patched(model, eagle3=tiny_head(model).to(device), backend="triton"):
@@ -63,7 +63,7 @@ def test_texts_outgrow_windows(device):
     """A window of six positions in one layer of two; a prompt, the texts and the trees behind them pass it."""
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     model = tiny_model("qwen2", sliding_window=6, use_sliding_window=True, num_attention_heads=4, **layers).to(device)
-    inputs = moved(prompts(3, 9), device)
+    inputs = moved(prompts(2, 7), device)
     options = {"do_sample": False, "max_new_tokens": 4}
     expected = model.generate(**inputs, **options)
     with fastspec.patched(model, eagle3=tiny_head(model).to(device), backend="triton"):
@@ -76,9 +76,9 @@ def test_texts_outgrow_windows(device):
 @EVERYWHERE
 def test_the_backend_s_ops_are_called(device):
     target, head = MAKERS["bigram"]
-    model = target(**SHALLOW).to(device)
-    inputs = moved(prompts(3, 5), device)
-    options = {"do_sample": False, "max_new_tokens": 8 if device == "cpu" else 20}
+    model = target(num_hidden_layers=2).to(device)
+    inputs = moved(prompts(2, 4), device)
+    options = {"do_sample": False, "max_new_tokens": 6 if device == "cpu" else 20}
     expected = model.generate(**inputs, **options)
     if device == "cpu":
         pack_model(model)  # as patch does on CUDA
@@ -96,7 +96,7 @@ def test_the_backend_s_ops_are_called(device):
 @pytest.mark.parametrize(("rows", "choices"), [(1, (True, False, None)), pytest.param(3, (True,), marks=pytest.mark.slow)])
 def test_a_user_chooses_how_a_draft_phase_is_launched(rows, choices, drafters):
     """In one launch, also in batches, in separate kernels, or as fastspec would; the tokens are the same."""
-    plain, model = tiny_model(num_hidden_layers=3), tiny_model(num_hidden_layers=3)
+    plain, model = tiny_model(num_hidden_layers=2), tiny_model(num_hidden_layers=2)
     inputs, options = prompts(*[3, 4, 2][:rows]), {"do_sample": False, "max_new_tokens": 3, "eos_token_id": None}
     want = plain.generate(**inputs, **options).tolist()
     fastspec.patch(model, eagle3=tiny_head(model), backend="triton")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import MAKERS, TREE
-from helpers_open import GREEDY, texts, told
+from helpers.captured import stand_in
+from helpers.generate import MAKERS, TREE
+from helpers.open import GREEDY, texts, told
 from torch import Tensor, nn
 
 import fastspec

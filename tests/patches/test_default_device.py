@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_cascade import cascaded, stages
-from helpers_generate import TREE, prompts, shallow_model
-from helpers_heads import as_speculators, write
-from helpers_models import tiny_head, tiny_model
-from helpers_seq2seq import sources, tiny_seq2seq
+from helpers.cascade import cascaded, stages
+from helpers.generate import TREE, prompts, shallow_model
+from helpers.heads import as_speculators, write
+from helpers.models import tiny_head, tiny_model
+from helpers.seq2seq import sources, tiny_seq2seq
 from transformers import MaxTimeCriteria
 
 import fastspec

@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from helpers_generate import MAKERS, TREE, bigram, prompts, seer, seer1
-from helpers_models import FAMILIES, tiny_head, tiny_model
+from helpers.generate import MAKERS, TREE, bigram, prompts, seer, seer1
+from helpers.models import FAMILIES, tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec

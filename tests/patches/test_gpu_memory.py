@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import MAKERS, TREE, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import MAKERS, TREE, prompts
+from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec.generation.state.sequence import FIRST_SLOTS

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_heads import make_head, plain_config
-from helpers_models import tiny_head, tiny_model
+from helpers.heads import make_head, plain_config
+from helpers.models import tiny_head, tiny_model
 from safetensors.torch import save_file
 
 import fastspec

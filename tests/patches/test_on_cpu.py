@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_generate import TREE, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import TREE, prompts
+from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec.cache_folder import cache_folder

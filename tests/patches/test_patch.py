@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import tiny_head, tiny_model
-from helpers_patch import assert_same, snapshot
+from helpers.models import tiny_head, tiny_model
+from helpers.patch import assert_same, snapshot
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 

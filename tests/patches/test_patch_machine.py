@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_models import tiny_head, tiny_model
+from helpers.examples import examples
+from helpers.models import tiny_head, tiny_model
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cli import HEAD, check_demo, run
 from rich.console import Console
-from test_cli import HEAD, check_demo, run
 
 import fastspec
 from fastspec.generation.heads.fit import Reading

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from helpers_captured import stand_in, what_no_graph_served
-from helpers_generate import prompts
-from helpers_models import tiny_head, tiny_model
-from helpers_seq2seq import tiny_seq2seq
+from helpers.captured import stand_in, what_no_graph_served
+from helpers.generate import prompts
+from helpers.models import tiny_head, tiny_model
+from helpers.seq2seq import tiny_seq2seq
 
 import fastspec
 from fastspec.errors import Unsupported

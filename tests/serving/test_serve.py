@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers_models import tiny_head
-from helpers_serve import (
+from helpers.models import tiny_head
+from helpers.serve import (
     MARKS,
     NAME,
     Served,
@@ -26,7 +26,7 @@ from helpers_serve import (
     talk,
     words,
 )  # fmt: skip
-from helpers_training import small_target
+from helpers.training import small_target
 
 import fastspec
 from fastspec.patches.call import one_prompt

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 
 import pytest
-from helpers_serve import MARKS, Served, openai, served
-from helpers_training import small_target
+from helpers.serve import MARKS, Served, openai, served
+from helpers.training import small_target
 from typer.testing import CliRunner
 
 import fastspec

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import tiny_head
-from helpers_serve import MARKS, NAME, SECONDS, Served, post, served, talk
-from helpers_training import END, small_target, small_tokenizer
+from helpers.models import tiny_head
+from helpers.serve import MARKS, NAME, SECONDS, Served, post, served, talk
+from helpers.training import END, small_target, small_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

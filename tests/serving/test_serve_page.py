@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_models import tiny_head
-from helpers_pages import snippets
-from helpers_serve import MARKS, openai, served, uvicorn
-from helpers_training import small_target, small_tokenizer
+from helpers.models import tiny_head
+from helpers.pages import snippets
+from helpers.serve import MARKS, openai, served, uvicorn
+from helpers.training import small_target, small_tokenizer
 
 import fastspec
 from fastspec.programs.serving.middleware import RequestMiddleware

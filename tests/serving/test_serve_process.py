@@ -17,17 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers_models import tiny_head
-from helpers_serve import MARKS, NAME, SECONDS, TREE, Served, ask_all, hold_as_alone, openai, post, requests, serving
-from helpers_training import small_target, small_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from helpers.serve import MARKS, NAME, SECONDS, Served, ask_all, hold_as_alone, openai, post, requests, serving
+from helpers.serve_process import opened, unnamed
+from helpers.training import small_target
 
-import fastspec
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.engine.engine import Engine
-from fastspec.patches.hf import stop_strings
 from fastspec.programs.serving import remote
 from fastspec.programs.serving.remote import Remote
 from fastspec.programs.serving.rounds_process import Criterion
@@ -37,46 +31,12 @@ pytestmark = MARKS
 GIVEN = {"model": NAME, "prompt": "w5", "temperature": 0}
 
 
-class Odd(Exception):
-    """One that cannot be pickled."""
-
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
-
-
-def opened(rows: int = 4, max_length: int = 400, endless: bool = False, fails: str = "") -> Any:
-    """The batch of the other process; `fails` says what raises there: to open it, a round once, or rounds for good."""
-    torch.set_num_threads(1)
-    if fails == "opening":
-        raise Unsupported("no such model")
-    model = small_target(peak=0.15)
-    if endless:
-        model.generation_config.eos_token_id = None
-    fastspec.patch(model, eagle3=tiny_head(model))
-    batch = fastspec.continuous(model, TREE, rows=rows, max_length=max_length, prefill_chunk=16)
-
-    step = Engine.step
-
-    def failing(*_: Any) -> Any:
-        if fails == "once":
-            Engine.step = step  # type: ignore[method-assign]
-        raise Odd(1, 2)
-
-    if endless:  # stop strings are not compared with the vocabulary here
-        stop_strings.StopStringCriteria = None  # type: ignore[assignment]
-    if fails:
-        Engine.step = failing  # type: ignore[method-assign]
-    if fails == "for good":
-        batch._rounds = failing
-    return batch, lettered() if endless else small_tokenizer()
-
-
-def lettered() -> PreTrainedTokenizerFast:
-    """A word per token; transformers' stop strings need one that stands for letters."""
-    words = {"abcdef" if word == "w4" else word: number for word, number in small_tokenizer().get_vocab().items()}
-    raw = Tokenizer(models.WordLevel(words, unk_token="<start>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<start>")
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """A process may take as long as it needs to end: one that a server kills for its users' sake has another status."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "PATIENCE", SECONDS)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -221,13 +181,6 @@ def test_rounds_that_fail_for_good_are_unhealthy() -> None:
             server.get("/health")
 
 
-def unnamed() -> Any:
-    """A batch whose tokenizer cannot be pickled."""
-    batch, tokenizer = opened()
-    tokenizer.own = lambda: None
-    return batch, tokenizer
-
-
 def test_a_batch_that_cannot_be_opened_raises_what_it_raised() -> None:
     with pytest.raises(Unsupported, match="no such model") as told:
         Remote(partial(opened, fails="opening"))
@@ -248,9 +201,12 @@ def test_a_program_that_closes_nothing_ends_in_a_folder_of_unlucky_names(tmp_pat
     """Its other process looks for modules where the program does, and not in the current folder before."""
     for name in ("multiprocessing", "signal", "pickle", "struct"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('unlucky')")
-    program = "import sys; sys.path[:0] = {path!r}; import test_serve_process as t; batch = t.Remote(t.opened); print(batch.alive)"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[1])])], cwd=tmp_path,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    program = (
+        f"import sys; sys.path[:0] = [{str(Path(__file__).parents[1])!r}]\n"
+        "from helpers.serve_process import opened\n"
+        "from fastspec.programs.serving.remote import Remote\n"
+        "batch = Remote(opened)\n"
+        "print(batch.alive)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

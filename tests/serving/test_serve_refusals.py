@@ -8,8 +8,8 @@ import threading
 from typing import Any
 
 import pytest
-from helpers_serve import MARKS, NAME, Served, openai, post, served
-from helpers_training import small_target, small_tokenizer
+from helpers.serve import MARKS, NAME, Served, openai, post, served
+from helpers.training import small_target, small_tokenizer
 from transformers import GenerationConfig
 
 import fastspec

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in, what_no_graph_served
-from helpers_models import tiny_head
-from helpers_open import GREEDY, alone, made, texts, told
-from helpers_serve import MARKS
-from helpers_training import small_target, small_tokenizer
-from test_fallback import ON_CUDA
+from helpers.captured import stand_in, what_no_graph_served
+from helpers.devices import ON_CUDA
+from helpers.models import tiny_head
+from helpers.open import GREEDY, alone, made, texts, told
+from helpers.serve import MARKS
+from helpers.training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
 import fastspec

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_training import small_target, small_tokenizer
+from helpers.bench import quick  # noqa: F401
+from helpers.training import small_target, small_tokenizer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -39,13 +40,6 @@ def saved(tmp_path_factory) -> Path:
     rows = [{"id": f"p{i}", "category": "ab"[i // 2], "turns": [text, "never asked"]} for i, text in enumerate(texts)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch) -> None:
-    """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.programs.bench.device.read_bandwidth", lambda device: 1e9)
 
 
 def bench(saved: Path, *arguments: str):

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_heads import EAGLE1, as_eagle, as_eagle3, write
-from helpers_models import tiny_head, tiny_model
+from helpers.bench import quick  # noqa: F401
+from helpers.heads import EAGLE1, as_eagle, as_eagle3, write
+from helpers.models import tiny_head, tiny_model
+from helpers.tokenizers import DRAFT, TARGET
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from test_bench import quick  # noqa: F401
-from test_retokenized import DRAFT, TARGET
 from typer.testing import CliRunner
 
 from fastspec.config import Speculative

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_examples import examples
+from helpers.examples import examples
 from hypothesis import Phase, given
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_training import small_target, small_tokenizer
+from helpers.training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
 from fastspec.programs.bench import run_bench

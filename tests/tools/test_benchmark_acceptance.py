@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_heads import as_eagle3, write
-from helpers_models import tiny_head, tiny_model
-from helpers_training import small_target, small_tokenizer
+from helpers.heads import as_eagle3, write
+from helpers.models import tiny_head, tiny_model
+from helpers.training import small_target, small_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 

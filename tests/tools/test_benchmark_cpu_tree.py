@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import tiny_head
-from helpers_training import small_target, small_tokenizer
+from helpers.models import tiny_head
+from helpers.training import small_target, small_tokenizer
 
 from fastspec.programs.training.save import save_head
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import tiny_model
+from helpers.models import tiny_model
 
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache_names import kept_cache

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_chat import TEMPLATE, make_chat, screen, target, tokenizer
-from helpers_generate import LENGTH, Oracle, bigram, seer
+from helpers.chat import TEMPLATE, interrupt_after, make_chat, screen, target, tokenizer
+from helpers.generate import LENGTH, Oracle, bigram, seer
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
@@ -215,18 +215,6 @@ def test_what_nasd_drafts_is_counted_without_copies(chat: Chat) -> None:
     assert [len(found.tokens) - 1 for found in streamer.trees or ()] == [
         len(set(zip(tree.parents[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True))) for tree in trees
     ]
-
-
-def interrupt_after(monkeypatch, count: int) -> None:
-    real = AnswerStreamer.put
-
-    def put(self: AnswerStreamer, value: Any) -> None:
-        real(self, value)
-        if len(self.ids) == count:
-            monkeypatch.setattr(AnswerStreamer, "put", real)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(AnswerStreamer, "put", put)
 
 
 @pytest.mark.parametrize("name", ["autoregressive", PLAIN])

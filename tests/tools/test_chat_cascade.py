@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_cascade import trained
-from helpers_chat import cascade_file, screen, target, tokenizer
-from helpers_examples import examples
-from helpers_models import tiny_model
+from helpers.cascade import trained
+from helpers.chat import cascade_file, interrupt_after, screen, target, tokenizer
+from helpers.examples import examples
+from helpers.models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from test_chat import interrupt_after
 from typer.testing import CliRunner
 
 import fastspec

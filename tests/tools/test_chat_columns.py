@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from helpers_chat import make_chat, screen
+from helpers.chat import make_chat, screen
 from rich.console import Console
 
 from fastspec.patches.call import refusals

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers_chat import make_chat, screen, target, tokenizer
-from helpers_generate import bigram, seer
-from helpers_models import tiny_model
+from helpers.chat import make_chat, screen, target, tokenizer
+from helpers.generate import bigram, seer
+from helpers.models import tiny_model
 from tokenizers import models
 
 import fastspec

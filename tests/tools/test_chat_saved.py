@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers_chat import make_chat, screen
-from helpers_training import small_target, small_tokenizer
+from helpers.chat import make_chat, screen
+from helpers.training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
 from fastspec.errors import Unsupported

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_chat import make_chat, screen, target, tokenizer
-from helpers_examples import examples
-from helpers_generate import bigram, seer, seer1
-from helpers_models import tiny_model
+from helpers.chat import make_chat, screen, target, tokenizer
+from helpers.examples import examples
+from helpers.generate import bigram, seer, seer1
+from helpers.models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 

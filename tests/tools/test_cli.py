@@ -8,23 +8,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers_heads import as_eagle3, write
-from helpers_models import tiny_head
-from helpers_training import small_target, small_tokenizer
+from helpers.cli import HEAD, check_demo, run
+from helpers.heads import as_eagle3, write
+from helpers.models import tiny_head
+from helpers.training import small_target, small_tokenizer
 from rich.console import Console
-from typer.testing import CliRunner
 
-from fastspec.programs.cli.app import app
 from fastspec.programs.demo import Result, Run, print_table
-
-HEAD = "smollm2-135m-instruct"
-
-
-def run(*arguments: str):
-    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +39,6 @@ def test_demo_json_is_one_object_on_stdout_and_nothing_else(saved: Path) -> None
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     check_demo(json.loads(done.stdout), str(saved / "model"), "w9 w12")
-
-
-def check_demo(found: dict[str, Any], model: str, prompt: str) -> None:
-    """What the JSON of a demo on the CPU says."""
-    assert set(found) == {"model", "device", "dtype", "load", "prompts", "rows"}
-    assert (found["model"], found["dtype"], found["prompts"]) == (model, "float32", [prompt])
-    assert [row["method"] for row in found["rows"]] == ["transformers", "autoregressive", "eagle3"]
-    for row in found["rows"]:
-        assert set(row) == {"method", "tokens_per_second", "ratio", "acceptance_length", "identical"}
-        assert row["tokens_per_second"] > 0 and row["identical"] is True
-    assert found["rows"][0]["ratio"] == 1.0
-    assert found["rows"][1]["acceptance_length"] == 1.0
 
 
 @pytest.mark.parametrize(

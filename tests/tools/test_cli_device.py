@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_heads import as_eagle3, write
-from helpers_models import tiny_head
-from helpers_training import small_target, small_tokenizer
+from helpers.heads import as_eagle3, write
+from helpers.models import tiny_head
+from helpers.training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
 from fastspec.errors import Unsupported

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_seq2seq import tiny_seq2seq
-from helpers_training import small_target, small_tokenizer
+from helpers.seq2seq import tiny_seq2seq
+from helpers.training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
 import fastspec

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from helpers_training import settings, small_target, small_tokenizer, write_prompts
+from helpers.training import settings, small_target, small_tokenizer, write_prompts
 from rich.console import Console
 
 from fastspec.programs.cli.progress import counting, training_bars

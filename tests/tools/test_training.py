@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers_training import settings, small_target, small_texts, small_tokenizer, write_prompts
+from helpers.training import settings, small_target, small_texts, small_tokenizer, whole_run, write_prompts
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -119,13 +119,6 @@ def test_other_texts_or_sizes_are_refused_on_resuming(material: Material, tmp_pa
     assert Trainer(settings(tmp_path, batch_tokens=256, resume=False), *material, Accelerator(cpu=True)).progress.step == 0
 
 
-def whole_run(tmp_path: Path, output: str, **changes: object) -> Any:
-    prompts, heldout = write_prompts(tmp_path / "prompts.jsonl", 60), write_prompts(tmp_path / "heldout.jsonl", 8)
-    kinds = {"continue_cut": True, "second_answers": True, "follow_ups": True}
-    options = {"answers": (), "prompts": prompts, "heldout": heldout, "shard_texts": 16, "epochs": 2.0, **kinds}
-    return settings(tmp_path / output, **{**options, **changes})
-
-
 @pytest.mark.slow
 def test_one_command_called_until_it_is_done_equals_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = small_target(1, peak=0.08), small_tokenizer()
@@ -199,10 +192,9 @@ def test_a_named_gpu_is_the_current_one_unless_processes_share_the_work(monkeypa
 TWO = """
 import sys, torch
 from pathlib import Path
-sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1], "tools"))]
+sys.path[:0] = [sys.argv[1]]
 torch.set_num_threads(1)
-from helpers_training import small_target, small_tokenizer
-from test_training import whole_run
+from helpers.training import small_target, small_tokenizer, whole_run
 from fastspec.programs.training import train
 from fastspec.programs.training.target import TargetReader
 from fastspec.programs.training.trainer import Trainer

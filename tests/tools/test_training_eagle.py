@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers_examples import examples
-from helpers_models import tiny_head
-from helpers_training import VOCAB, settings, small_target, small_texts, small_tokenizer, write_prompts
+from helpers.examples import examples
+from helpers.models import tiny_head
+from helpers.training import VOCAB, settings, small_target, small_texts, small_tokenizer, write_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, cpu_offload
-from helpers_captured import stand_in
-from helpers_examples import examples
-from helpers_training import settings, small_target, small_texts
+from helpers.captured import stand_in
+from helpers.examples import examples
+from helpers.training import settings, small_target, small_texts
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file

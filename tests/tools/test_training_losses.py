@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_training import settings
+from helpers.training import settings
 
 from fastspec.programs.training.losses import LOSSES, row_losses, summed_rows
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers_models import tiny_head
-from helpers_training import settings, small_target, small_texts
+from helpers.models import tiny_head
+from helpers.training import settings, small_target, small_texts
 from transformers import LlamaForCausalLM
 
 from fastspec.errors import Unsupported

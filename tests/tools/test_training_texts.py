@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers_training import END, VOCAB, settings, small_target, small_texts, small_tokenizer
+from helpers.training import END, VOCAB, settings, small_target, small_texts, small_tokenizer
 from transformers import GenerationConfig
 
 import fastspec

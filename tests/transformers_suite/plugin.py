@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import tiny_head
+from helpers.models import tiny_head
 from transformers import GenerationMixin, set_seed
 
 import fastspec

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_heads import BASE, as_speculators, logits, make_head, write
-from helpers_models import tiny_head, tiny_model
-from helpers_training import small_tokenizer
+from helpers.heads import BASE, as_speculators, logits, make_head, write
+from helpers.models import tiny_head, tiny_model
+from helpers.training import small_tokenizer
 from typer.testing import CliRunner
 
 from fastspec.errors import CheckpointError

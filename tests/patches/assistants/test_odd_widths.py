@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from helpers_generate import prompts
-from helpers_models import tiny_head
-from helpers_sweep import tiny
+from helpers.generate import prompts
+from helpers.models import tiny_head
+from helpers.sweep import tiny
 from transformers import AutoModelForCausalLM
 
 import fastspec

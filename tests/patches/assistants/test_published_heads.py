@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_heads import as_eagle3, as_specforge, as_speculators, make_head, published_by_nvidia, write
-from helpers_models import tiny_model
+from helpers.heads import as_eagle3, as_specforge, as_speculators, make_head, published_by_nvidia, write
+from helpers.models import tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma4_assistant import Gemma4AssistantConfig

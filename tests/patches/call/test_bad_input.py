@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_heads import as_speculators, make_head, write
-from helpers_models import tiny_head, tiny_model
+from helpers.heads import as_speculators, make_head, write
+from helpers.models import tiny_head, tiny_model
 from transformers import GenerationConfig, StoppingCriteriaList
 
 import fastspec

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import TREE, prompts, shallow_model
-from helpers_models import tiny_head, tiny_model
-from helpers_seq2seq import tiny_seq2seq
+from helpers.generate import TREE, prompts, shallow_model
+from helpers.models import tiny_head, tiny_model
+from helpers.seq2seq import tiny_seq2seq
 from transformers import DynamicCache
 from transformers.utils import generic
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers_generate import TREE, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import TREE, prompts
+from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec.generation.engine.engine import Engine

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_cascade import trained
-from helpers_generate import TREE, prompts, shallow_model, stats
-from helpers_models import tiny_head
+from helpers.cascade import trained
+from helpers.generate import TREE, prompts, shallow_model, stats
+from helpers.models import tiny_head
 from transformers import GenerationConfig
 
 import fastspec

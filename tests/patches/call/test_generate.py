@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_generate import NEVER, TREE, Oracle, free, prompts, same, stats
+from helpers.generate import NEVER, TREE, Oracle, free, prompts, same, stats
 from transformers import GenerationConfig
 
 from fastspec.generation import prompt_parts

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import test_schedules as test_captured
 import torch
-from helpers_generate import LENGTH, NEVER, Oracle, free, prompts, same, stats
-from helpers_models import tiny_model
+from helpers.generate import LENGTH, NEVER, Oracle, free, prompts, same, stats
+from helpers.models import tiny_model
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as lp
@@ -257,9 +256,6 @@ def test_drafts_that_were_drawn_need_processed_scores(pair, monkeypatch):
     monkeypatch.setattr(verifier, "walk_drawn", lambda tree, scores, *rest: (seen.append(scores), walk(tree, scores, *rest))[1])
     drawn(pair[1], fastspec.Speculative(early_exit=2))
     assert seen and all((scores > -torch.inf).sum(-1).max() <= 5 for scores in seen)
-
-
-captures = test_captured.captures
 
 
 def test_captured_rounds_that_process_no_scores_are_not_those_of_calls_that_want_them(captures):

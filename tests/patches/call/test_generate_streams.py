@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import LENGTH, NEVER, TREE, free, prompts, same
+from helpers.generate import LENGTH, NEVER, TREE, Recorder, free, prompts, same
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
@@ -68,20 +68,6 @@ def test_stop_strings(pair, assistant, tokenizer):
     strings = [f"w{texts[0][4]}", f"w{texts[1][7]}"]
     out = same(pair, assistant, inputs, stop_strings=strings, tokenizer=tokenizer, eos_token_id=NEVER)
     assert out.shape[1] < 5 + LENGTH
-
-
-class Recorder:
-    """A streamer that writes down what it is given."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def put(self, value: Tensor) -> None:
-        assert value.device.type == "cpu"
-        self.events.append(value.tolist())
-
-    def end(self) -> None:
-        self.events.append("end")
 
 
 class RoundRecorder(Recorder):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import NEVER, free, prompts
+from helpers.generate import NEVER, free, prompts
 from torch import Tensor
 from transformers import DynamicCache
 

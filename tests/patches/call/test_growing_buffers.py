@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers_captured import stand_in
-from helpers_generate import Oracle, OwnProcessor, bigram, free, prompts, seer
-from helpers_models import tiny_head, tiny_model
+from helpers.captured import stand_in
+from helpers.generate import Oracle, OwnProcessor, bigram, free, prompts, seer
+from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec.generation.engine.round_program import EXTENT_BUCKET

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_cascade import NAMED, cascaded, trained
-from helpers_examples import examples
-from helpers_generate import shallow_model
-from helpers_models import tiny_head
+from helpers.cascade import NAMED, cascaded, trained
+from helpers.examples import examples
+from helpers.generate import shallow_model
+from helpers.models import tiny_head
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

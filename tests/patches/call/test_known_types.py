@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import pytest
-from helpers_generate import LENGTH, TREE, free, prompts, shallow_model, stats
-from helpers_models import tiny_head
-from test_retokenized import TARGET
+from helpers.generate import LENGTH, TREE, free, prompts, shallow_model, stats
+from helpers.models import tiny_head
+from helpers.tokenizers import TARGET
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc

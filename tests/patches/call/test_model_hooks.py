@@ -7,8 +7,8 @@ from functools import wraps
 from typing import Any
 
 import pytest
-from helpers_generate import prompts, stats
-from helpers_models import tiny_model
+from helpers.generate import prompts, stats
+from helpers.models import tiny_model
 
 import fastspec
 from fastspec import Unsupported

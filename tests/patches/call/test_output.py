@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_state import AttentionState
+from helpers.state import AttentionState
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import logits_process as lp

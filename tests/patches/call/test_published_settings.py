@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_generate import NEVER, prompts, shallow_model
+from helpers.generate import NEVER, prompts, shallow_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import fastspec

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import prompts
+from helpers.models import tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import SHALLOW, TREE, free, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import SHALLOW, TREE, free, prompts
+from helpers.models import tiny_head, tiny_model
 from torch.nn.modules import module as modules
 
 import fastspec
@@ -120,7 +120,7 @@ def test_global_module_hooks_are_honoured(kind: str, before: bool) -> None:
 
 
 def test_global_module_hooks_refuse_an_encoder_decoder_model_by_name() -> None:
-    from helpers_seq2seq import tiny_seq2seq
+    from helpers.seq2seq import tiny_seq2seq
 
     model, ids = fastspec.patch(tiny_seq2seq("t5", d_ff=64)), torch.tensor([[7, 8, 9]])  # like no other test's
     with _halved(False), pytest.raises(fastspec.Unsupported, match="hook"):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import bigram, prompts, shallow_model
-from helpers_models import tiny_head, tiny_model
-from helpers_seq2seq import sources, tiny_seq2seq
+from helpers.generate import bigram, prompts, shallow_model
+from helpers.models import tiny_head, tiny_model
+from helpers.seq2seq import sources, tiny_seq2seq
 from torch import nn
 from torch.ao.quantization import float_qparams_weight_only_qconfig, quantize_dynamic
 

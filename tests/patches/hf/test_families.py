@@ -7,10 +7,11 @@ from functools import cache
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_generate import SHALLOW
-from helpers_models import DISTINCT, FAMILIES, tiny_config, tiny_head, tiny_model
-from helpers_sweep import tiny
+from helpers.examples import examples
+from helpers.generate import SHALLOW
+from helpers.models import DISTINCT, FAMILIES, tiny_config, tiny_head, tiny_model
+from helpers.sweep import tiny
+from helpers.trees import paths, trees
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -80,26 +81,6 @@ def test_drafts_are_accepted(kind: str) -> None:
         tree = fastspec.Eagle3(depth=0, top_k=90, total_tokens=91)
         model.generate(**prompts(), max_new_tokens=20, do_sample=False, assistant=tree)
         assert fastspec.report(model).last.acceptance_length > 1.5  # 90 of 97 tokens hang below the root
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> TokenTree:
-    nodes, rows = draw(st.integers(1, 9)), 2
-    parents = [[0] + [draw(st.integers(0, node - 1)) for node in range(1, nodes)] for _ in range(rows)]
-    tokens = [[draw(st.integers(0, 96)) for _ in range(nodes)] for _ in range(rows)]
-    return TokenTree.from_parents(torch.tensor(tokens), torch.tensor(parents), nodes)
-
-
-def paths(tree: TokenTree, row: int) -> list[torch.Tensor]:
-    """The tokens from the root to each node of a row."""
-    found = []
-    for node in range(tree.tokens.shape[1]):
-        path, at = [], node
-        while at:
-            path.append(at)
-            at = int(tree.parents[row, at])
-        found.append(tree.tokens[row, [0, *reversed(path)]])
-    return found
 
 
 @pytest.mark.parametrize("kind", [*DISTINCT, *GENERIC, "hooked", *ROPES])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import TREE, prompts
-from helpers_models import tiny_head, tiny_model
-from helpers_patch import assert_same, snapshot
+from helpers.captured import stand_in
+from helpers.generate import TREE, prompts
+from helpers.models import tiny_head, tiny_model
+from helpers.patch import assert_same, snapshot
 from torch import Tensor, nn
 
 import fastspec

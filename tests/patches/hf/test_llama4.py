@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import free, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.captured import stand_in
+from helpers.generate import free, prompts
+from helpers.models import tiny_head, tiny_model
 from torch import Tensor
 from transformers import Llama4TextConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import free, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.captured import stand_in
+from helpers.generate import free, prompts
+from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec.generation import prompt_parts

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import SHALLOW, free, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import SHALLOW, free, prompts
+from helpers.models import tiny_head, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Mxfp4Config

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import bigram
-from helpers_models import FAMILIES as ADAPTED
-from helpers_models import tiny_head, tiny_model
-from helpers_processes import spawn
-from helpers_ranks import (
+from helpers.generate import bigram
+from helpers.models import FAMILIES as ADAPTED
+from helpers.models import tiny_head, tiny_model
+from helpers.processes import spawn
+from helpers.ranks import (
     SEEING,
     SIZE,
     SMALL,
@@ -31,8 +31,8 @@ from helpers_ranks import (
     whole,
     work,
 )
-from helpers_ranks_told import by_first, refusals, tuned
-from helpers_vision import seeing
+from helpers.ranks_told import by_first, refusals, tuned
+from helpers.vision import seeing
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CONFIG_MAPPING
 
@@ -44,7 +44,7 @@ from fastspec.kernels.parallel.symmetric import way_of
 from fastspec.patches.hf import shards
 
 GENERIC = "hunyuan_v1_dense"
-FAMILIES = "llama", "mixtral", "gemma4_text", "qwen3_5_text", "gpt_oss", GENERIC
+FAMILIES = "llama", "gemma4_text", "qwen3_5_text", "gpt_oss", GENERIC
 """Those that stand for the others here; the others take minutes."""
 OTHERS = [kind for kind in ADAPTED if kind not in FAMILIES and getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None)]
 KINDS = [(run.__name__, run, "") for run in (calls, cut_heads, drafted, narrow, packed, captured, seen, hooked, refusals, tuned, by_first)]

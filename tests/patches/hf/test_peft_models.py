@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import TREE, prompts, shallow_model, stats
-from helpers_models import tiny_head
+from helpers.generate import TREE, prompts, shallow_model, stats
+from helpers.models import tiny_head
 from transformers import DynamicCache
 
 import fastspec

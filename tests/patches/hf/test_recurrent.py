@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import Oracle, OwnProcessor, free, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.families import recurrent
+from helpers.generate import Oracle, OwnProcessor, free, prompts
+from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec import Unsupported
@@ -16,13 +17,8 @@ from fastspec.patches.hf.cache_names import CACHE, kept_cache
 
 NEW = 16
 ROWS = prompts(5, 11)
-LINEAR, FULL = "linear_attention", "full_attention"
 KINDS = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
-
-
-def recurrent(kind: str = "qwen3_5_text", seed: int = 0, **over: Any) -> Any:
-    return tiny_model(kind, seed, **{"layer_types": [LINEAR, FULL, LINEAR], "num_hidden_layers": 3, **over})
 
 
 class Branches(Oracle):

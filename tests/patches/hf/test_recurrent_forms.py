@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import NEVER, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import NEVER, prompts
+from helpers.models import tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec

@@ -14,10 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import prompts, shallow_model
-from helpers_models import FAMILIES, tiny_head, tiny_model
-from helpers_seq2seq import tiny_seq2seq
+from helpers.captured import stand_in
+from helpers.generate import prompts, shallow_model
+from helpers.models import FAMILIES, tiny_head, tiny_model
+from helpers.seq2seq import tiny_seq2seq
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

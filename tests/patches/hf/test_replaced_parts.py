@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers_generate import prompts, shallow_model, stats
-from helpers_models import tiny_head
+from helpers.generate import prompts, shallow_model, stats
+from helpers.models import tiny_head
 from torch import nn
 
 import fastspec

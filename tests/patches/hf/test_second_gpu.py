@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import TREE, bigram, prompts, seer
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import TREE, bigram, prompts, seer
+from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec.devices import use_device

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_examples import examples
-from helpers_generate import NEVER, answer, same, stats
-from helpers_seq2seq import pair_of, patched, sources, tiny_seq2seq
+from helpers.examples import examples
+from helpers.generate import NEVER, answer, same, stats
+from helpers.sampling import CASES, SIGNIFICANCE, p_value, padded, processors
+from helpers.seq2seq import pair_of, patched, sources, tiny_seq2seq
+from helpers.trees import paths, trees
 from hypothesis import given
 from hypothesis import strategies as st
-from test_families import paths, trees
-from test_sampling import CASES, SIGNIFICANCE, p_value, padded, processors
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateEncoderDecoderOutput

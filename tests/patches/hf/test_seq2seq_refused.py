@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import tiny_head, tiny_model
-from helpers_seq2seq import pair_of, sources, tiny_seq2seq
+from helpers.models import tiny_head, tiny_model
+from helpers.seq2seq import pair_of, sources, tiny_seq2seq
 from transformers import BartForConditionalGeneration
 
 import fastspec

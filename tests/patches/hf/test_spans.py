@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import NEVER, free, prompts, shallow_model
-from helpers_models import FAMILIES, tiny_head, tiny_model
+from helpers.generate import NEVER, free, prompts, shallow_model
+from helpers.models import FAMILIES, tiny_head, tiny_model
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask

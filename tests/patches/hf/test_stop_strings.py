@@ -8,24 +8,15 @@ import weakref
 import pytest
 import torch
 import transformers
-from helpers_training import small_target
+from helpers.tokenizers import worded
+from helpers.training import small_target
 from packaging.version import Version
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from transformers.generation import stopping_criteria
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import fastspec
 from fastspec.patches.hf import stop_strings
 from fastspec.patches.hf.stop_strings import stop_criterion
-
-
-def worded() -> PreTrainedTokenizerFast:
-    """A word per token id; transformers needs one that stands for letters."""
-    words = {"abcdef" if number == 4 else f"w{number}": number for number in range(128)}
-    raw = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w3")
 
 
 def test_a_set_of_strings_is_compared_with_the_vocabulary_once(monkeypatch):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import NEVER, prompts, shallow_model
-from helpers_models import tiny_head, tiny_model
-from helpers_open import texts, told
-from helpers_seq2seq import sources, tiny_seq2seq
+from helpers.generate import NEVER, prompts, shallow_model
+from helpers.models import tiny_head, tiny_model
+from helpers.open import texts, told
+from helpers.seq2seq import sources, tiny_seq2seq
 
 import fastspec
 from fastspec.patches.hf.families import ADAPTERS

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import free, prompts
-from helpers_models import tiny_model
+from helpers.generate import free, prompts
+from helpers.models import tiny_model
 from transformers import (
     GitConfig,
     GitForCausalLM,

@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import helpers_ranks
 import pytest
 import torch
 import transformers
-from helpers_generate import bigram
-from helpers_models import tiny_model
-from helpers_ranks import SEEING, SIZE, SMALL, calls, captured, cut_heads, drafted, family, in_step, mixed, seen, whole, work
-from helpers_vision import seeing
+from helpers import ranks
+from helpers.generate import bigram
+from helpers.models import tiny_model
+from helpers.ranks import SEEING, SIZE, SMALL, calls, captured, cut_heads, drafted, family, in_step, mixed, seen, whole, work
+from helpers.vision import seeing
 from packaging.version import Version
 from torch import multiprocessing
 
@@ -50,7 +50,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.mark.parametrize("name, run, kind", JOBS, ids=[name for name, *_ in JOBS])
 def test_two_say_what_one_says(both: Made, name: str, run: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helpers_ranks, "HERE", "cuda")
+    monkeypatch.setattr(ranks, "HERE", "cuda")
     folder, found = both
     torch.manual_seed(0)
     expected = run(whole(folder), kind)

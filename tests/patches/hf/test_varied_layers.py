@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import free, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import free, prompts
+from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec.patches.hf.cache_names import CACHE, kept_cache

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers_generate import OwnProcessor, free
-from helpers_models import tiny_head, tiny_model
-from helpers_sweep import tiny
-from helpers_vision import IMAGE, images, prompts_with_images, seeing
+from helpers.generate import OwnProcessor, free
+from helpers.models import tiny_head, tiny_model
+from helpers.sweep import tiny
+from helpers.vision import IMAGE, images, prompts_with_images, seeing
 from packaging.version import Version
 from torch import Tensor
 from transformers import AutoModelForMultimodalLM

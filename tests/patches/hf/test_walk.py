@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_models import tiny_head, tiny_model
+from helpers.captured import stand_in
+from helpers.models import tiny_head, tiny_model
 from torch import nn
 
 import fastspec

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import tiny_model
+from helpers.models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import SHALLOW, OwnProcessor, free, prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.captured import stand_in
+from helpers.families import KINDS, NEW, SPAN, windowed
+from helpers.generate import OwnProcessor, free, prompts
+from helpers.models import tiny_head
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
@@ -20,24 +21,9 @@ from fastspec.patches.hf import tree_check
 from fastspec.patches.hf.cache_names import CACHE, kept_cache
 from fastspec.patches.hf.model import HFModel
 
-SPAN, NEW = 8, 20
 ROWS = prompts(5, 11)
 TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
 ASSISTANTS = "autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3)
-MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-KINDS: dict[str, dict[str, Any]] = {
-    "mistral": {}, "mixtral": {}, "qwen2": {**MIXED, "use_sliding_window": True}, "qwen3": {**MIXED, "use_sliding_window": True},
-    "phi3": {}, "starcoder2": {}, "gemma2": MIXED, "gemma3_text": MIXED, "cohere2": MIXED, "olmo3": MIXED, "exaone4": MIXED,
-    "granite_swa": MIXED, "ministral": {**MIXED, "head_dim": 16},
-    "smollm3": {**MIXED, "use_sliding_window": True, "no_rope_layers": [1, 0, 1]},
-    "gpt_oss": {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "gemma4_unified_text": {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
-    "llama4_text": {
-        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "no_rope_layers": [1, 0, 1], "head_dim": 16,
-        "intermediate_size_mlp": 96, "num_local_experts": 2, "attention_chunk_size": SPAN,
-    },
-}  # fmt: skip
-"""Model type -> what makes its layers see SPAN positions, all of them or some."""
 OWN = "mistral", "gemma2", "gpt_oss", "gemma4_unified_text", "llama4_text"
 """Windows in all layers and in some, with caps, with sinks, under heads of two sizes, and chunks: these are held to every assistant. The
 others differ in what is around a window, and are held to rounds of one node and of a tree."""
@@ -49,16 +35,6 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "SLACK", 4)
     monkeypatch.setattr(window, "STEP", LEAST_RING if torch.cuda.is_available() else 1)
     monkeypatch.setattr("fastspec.generation.prompt_parts.NARROW", 4)
-
-
-SEEDS = {"gemma2": 4}
-"""Weights whose texts have no near-tie that fp32 on a GPU decides otherwise."""
-
-
-def windowed(kind: str, seed: int | None = None, **over: Any) -> Any:
-    seed = SEEDS.get(kind, 0) if seed is None else seed
-    own = {} if kind == "llama4_text" else {"sliding_window": SPAN}
-    return tiny_model(kind, seed, **{**SHALLOW, "tie_word_embeddings": False, **own, **KINDS[kind], **over})
 
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_generate import prompts, shallow_model, stats
+from helpers.generate import prompts, shallow_model, stats
 
 import fastspec
 

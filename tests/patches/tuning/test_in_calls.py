@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import tiny_head, tiny_model
+from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec.patches.session import session_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_generate import prompts
-from helpers_models import tiny_head, tiny_model
+from helpers.generate import prompts
+from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec import cache_folder

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fastspec.programs.training.config import TrainConfig
+from fastspec.programs.training import TrainConfig
 from fastspec.programs.training.data import Texts
 from fastspec.programs.training.regenerate import answer
 
@@ -68,3 +69,10 @@ def settings(folder: Path, **changes: object) -> TrainConfig:
         "mixed_precision": "no", "new_tokens": 32, "checkpoint_minutes": 0, "validate_every": 0, "progress": False,
     }  # fmt: skip
     return TrainConfig(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def whole_run(tmp_path: Path, output: str, **changes: object) -> Any:
+    prompts, heldout = write_prompts(tmp_path / "prompts.jsonl", 60), write_prompts(tmp_path / "heldout.jsonl", 8)
+    kinds = {"continue_cut": True, "second_answers": True, "follow_ups": True}
+    options = {"answers": (), "prompts": prompts, "heldout": heldout, "shard_texts": 16, "epochs": 2.0, **kinds}
+    return settings(tmp_path / output, **{**options, **changes})

@@ -13,10 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers_captured import stand_in
-from helpers_generate import TREE, bigram, prompts, seer, seer1
-from helpers_models import tiny_head, tiny_model
-from helpers_vision import prompts_with_images
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LogitsProcessor, LogitsProcessorList, StoppingCriteria
@@ -32,6 +28,10 @@ from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.shards import local_part
 from fastspec.patches.session import session_of
+from helpers.captured import stand_in
+from helpers.generate import TREE, bigram, prompts, seer, seer1
+from helpers.models import tiny_head, tiny_model
+from helpers.vision import prompts_with_images
 
 SMALL = {"num_hidden_layers": 3}
 """A recurrent family's layers alternate: both kinds."""

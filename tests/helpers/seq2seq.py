@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from helpers_generate import kept
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PretrainedConfig
 
 import fastspec
+from helpers.generate import kept
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 

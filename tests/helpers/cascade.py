@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from helpers_models import tiny_model
 
 import fastspec
 from fastspec.cascade.features import NAMES
 from fastspec.cascade.predictor import Predictor
 from fastspec.cascade.stopping import Scores
+from helpers.models import tiny_model
 
 NAMED = ("small", "medium", "large")
 
@@ -54,3 +54,21 @@ class Told:
         self.asked.append((stage, features))
         quality = self.script[len(self.asked) - 1]
         return Scores(quality, (10.0,) * (len(quality) - 1))
+
+
+Distribution = list[Any]  # Fractions or floats, which sum to one
+
+
+def twin(rule: str, alpha: Any, p: Distribution, q: Distribution, p_raw: Distribution, q_raw: Distribution) -> Distribution:
+    """The formula alone, in the arithmetic of its arguments; `alpha` is a number."""
+    mine, best = max(q_raw), max(p_raw)
+    if rule in ("chow", "diff", "opt"):
+        further = sum(max(b - a, 0) for a, b in zip(p, q, strict=True))
+        small = {"chow": mine >= 1 - alpha, "diff": mine >= best - alpha, "opt": mine >= best - alpha * further}[rule]
+        return list(q if small else p)
+    kept = {
+        "token_v1": [each >= best - alpha for each in q_raw], "token_v2": [each >= best - alpha for each in p_raw],
+        "token_v3": [each >= (1 - alpha) * best for each in p_raw],
+    }[rule]  # fmt: skip
+    left = 1 - sum(each for each, keep in zip(q, kept, strict=True) if keep)
+    return [left * a + (b if keep else 0) for a, b, keep in zip(p, q, kept, strict=True)]

@@ -7,11 +7,11 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from helpers_generate import MAKERS, NEVER, answer, unpatched
-from helpers_models import tiny_head
 from torch import Tensor
 
 import fastspec
+from helpers.generate import MAKERS, NEVER, answer, unpatched
+from helpers.models import tiny_head
 
 SECONDS = 30
 

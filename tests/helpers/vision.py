@@ -6,9 +6,10 @@ import inspect
 from typing import Any
 
 import torch
-from helpers_sweep import settings_of
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+from helpers.sweep import settings_of
 
 IMAGE = 90
 """The token in whose places features of an image stand."""

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers_cascade import cascaded
-from helpers_models import tiny_model
-from helpers_ranks import GREEDY, SIZE, SMALL, Loader, Other, first, given, small_model
 from transformers import LogitsProcessorList
 from transformers.distributed import DistributedConfig
 
@@ -24,6 +21,9 @@ from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.tuning import candidates, store, tune
+from helpers.cascade import cascaded
+from helpers.models import tiny_model
+from helpers.ranks import GREEDY, SIZE, SMALL, Loader, Other, first, given, small_model
 
 
 def refusals(load: Loader, kind: str) -> list[str]:

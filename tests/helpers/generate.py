@@ -7,12 +7,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from helpers_models import tiny_head, tiny_model
 from torch import Tensor
 from transformers import LogitsProcessor
 
 import fastspec
 from fastspec.generation.tree import TokenTree, Verdict
+from helpers.models import tiny_head, tiny_model
 
 LENGTH = 12
 NEVER = 1000  # an end token outside the vocabulary
@@ -166,3 +166,17 @@ class OwnProcessor(LogitsProcessor):
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         return scores - (torch.arange(scores.shape[-1]) % 7 == ids.shape[1] % 7) * 0.5
+
+
+class Recorder:
+    """A streamer that writes down what it is given."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        assert value.device.type == "cpu"
+        self.events.append(value.tolist())
+
+    def end(self) -> None:
+        self.events.append("end")

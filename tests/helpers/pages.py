@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers_generate import EAGLE1
-from helpers_heads import as_eagle, as_eagle3, write
-from helpers_models import tiny_head
-from helpers_training import small_target
+from helpers.generate import EAGLE1
+from helpers.heads import as_eagle, as_eagle3, write
+from helpers.models import tiny_head
+from helpers.training import small_target
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT)
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "packages").rglob("README.md"))

@@ -6,9 +6,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-from helpers_cascade import trained
-from helpers_generate import NEVER
-from helpers_models import tiny_model
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -16,6 +13,10 @@ from transformers import PreTrainedTokenizerFast
 import fastspec
 from fastspec.programs.chat.session import Chat
 from fastspec.programs.chat.settings import Settings
+from fastspec.programs.chat.view import AnswerStreamer
+from helpers.cascade import trained
+from helpers.generate import NEVER
+from helpers.models import tiny_model
 
 TEMPLATE = "{% for m in messages %}{{ 'w90 ' + m['content'] + ' w91 ' }}{% endfor %}{% if add_generation_prompt %}w92{% endif %}"
 
@@ -57,3 +58,15 @@ def cascade_file(folder: Path, small: Any, text: str = "price: 0.0") -> str:
 def screen() -> Console:
     """A terminal that is only recorded."""
     return Console(record=True, width=240, force_terminal=True, file=io.StringIO())
+
+
+def interrupt_after(monkeypatch, count: int) -> None:
+    real = AnswerStreamer.put
+
+    def put(self: AnswerStreamer, value: Any) -> None:
+        real(self, value)
+        if len(self.ids) == count:
+            monkeypatch.setattr(AnswerStreamer, "put", real)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(AnswerStreamer, "put", put)

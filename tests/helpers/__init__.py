@@ -1,0 +1,1 @@
+"""What several test modules use: tiny models and heads, fakes, prompts, comparisons."""

@@ -1,0 +1,60 @@
+"""Devices, dtypes and allocations full of NaN for the tests of kernels, and the bounds of a draw."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+HAS_CUDA = torch.cuda.is_available()
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="the interpreter is off where there is a CUDA device"))
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")])
+EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
+ON_CUDA = pytest.mark.parametrize("device", [CUDA])
+ON_CUDA_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+SEEDS = st.integers(0, 2**31)
+FLOATS = st.sampled_from([torch.float32, torch.float16])
+
+
+class poisoned:
+    """Fills what torch.empty gives with NaN, or with the largest integer: results and scratch alike."""
+
+    def __enter__(self) -> None:
+        torch.use_deterministic_algorithms(True)
+        assert torch.empty(3).isnan().all() and torch.utils.deterministic.fill_uninitialized_memory
+
+    def __exit__(self, *_: object) -> None:
+        torch.use_deterministic_algorithms(False)
+
+
+def moved_as_is(x: Tensor, device: str) -> Tensor:
+    """x on the device with the same strides: `to` alone makes some views contiguous."""
+    if x.device.type == device:
+        return x
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    flat = torch.as_strided(x, (span,), (1,), x.storage_offset()).to(device)
+    return torch.as_strided(flat, x.shape, x.stride())
+
+
+def strided(scores: Tensor) -> Tensor:
+    """The same scores as part of a wider tensor: NaN before them, +inf behind them."""
+    wide = torch.cat((torch.full_like(scores, torch.nan), scores, torch.full_like(scores, torch.inf)), -1)
+    return wide[..., scores.shape[-1] : 2 * scores.shape[-1]]
+
+
+def check_draws(scores: Tensor, uniform: Tensor, got: Tensor) -> None:
+    """Each token's share of the running mass in float64 holds its level.
+
+    The mass is off by at most 2^-18 of the whole: exp is good to 2^-22, and a chunk's sum of fp32 numbers takes fewer than 60 roundings
+    in a row, each of 2^-24. A token of probability 0 has an empty share, but must not be taken within that tolerance either.
+    """
+    probs = scores.double().softmax(-1).reshape(-1, scores.shape[-1])
+    mass = probs.cumsum(-1)
+    ids, level = got.reshape(-1, 1).to(probs.device), uniform.reshape(-1, 1).double() * mass[:, -1:]
+    assert ids.min() >= 0 and ids.max() < scores.shape[-1]
+    chance, upper = probs.gather(1, ids), mass.gather(1, ids)
+    assert (chance > 0).all()
+    assert ((upper - chance <= level + 2**-18) & (level <= upper + 2**-18)).all()
+    passed = (probs * (torch.arange(scores.shape[-1], device=probs.device) < ids)).sum(-1, keepdim=True)
+    assert (passed[level == 0] < 2**-120).all()  # a draw of 0 skips only what fp32 cannot tell from 0
