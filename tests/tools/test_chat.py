@@ -25,10 +25,11 @@ from fastspec.patches.call import refusals
 from fastspec.programs.chat.commands import COMMANDS, execute
 from fastspec.programs.chat.loop import converse, respond
 from fastspec.programs.chat.session import BEAMS, Answer, Chat, ChatTurn
-from fastspec.programs.chat.settings import PLAIN, Settings
+from fastspec.programs.chat.settings import Settings
 from fastspec.programs.chat.terminal import CommandCompleter, terminal_lines
 from fastspec.programs.chat.view import ACCEPTED, BONUS, OWN, RECOVERED, STYLES, AnswerStreamer, read_round, verdict_line
 from fastspec.programs.cli.app import app
+from fastspec.programs.compare import BASELINE as PLAIN
 
 
 @pytest.fixture

@@ -10,9 +10,6 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 
-PLAIN = "transformers"
-"""The strategy without an assistant: transformers' own generate."""
-
 # processor -> the settings that it reads, in the order of its arguments
 PROCESSORS: dict[str, tuple[str, ...]] = {
     "greedy": (),

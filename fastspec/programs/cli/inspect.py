@@ -55,7 +55,8 @@ def inspect(
 def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: Console) -> None:
     """Print how well each reading of a head drafts the target's greedy answer to a prompt, and what follows from it."""
     from fastspec.patches.assistants.heads import probe_head
-    from fastspec.programs.demo import PROMPTS, encode
+    from fastspec.programs.demo import PROMPTS
+    from fastspec.programs.texts import encode
 
     ids = encode(tokenizer, PROMPTS[0][1] if prompt is None else prompt, model.device)["input_ids"]
     try:
