@@ -18,8 +18,9 @@ from fastspec.programs.texts import encode
 
 BEAMS = "beam search"
 WARM_TOKENS = 4
-STORED = ("model", "ngram", "storage", "storage_per")
-"""Settings with which a kept storage goes when one of them changes."""
+STORED = ("model", "storage_per")
+STORED_FIELDS = ("nasd.n", "nasd.storage")
+"""Settings, and fields of `fastspec.Nasd`, with which a kept storage goes when one of them changes."""
 
 
 @dataclass
@@ -114,13 +115,16 @@ class Chat:
 
     @settings.setter
     def settings(self, settings: Settings) -> None:
-        if any(getattr(settings, name) != getattr(self._settings, name) for name in STORED):
+        before = self._settings
+        changed = any(getattr(settings, name) != getattr(before, name) for name in STORED)
+        if changed or any(settings.field(name) != before.field(name) for name in STORED_FIELDS):
             self._storage = None
         self._settings = settings
 
-    def change(self, **changes: Any) -> None:
-        """Change settings. Raises Unsupported, and changes nothing, where one of the assistants cannot answer with them."""
-        settings = self.settings.replace(**changes)
+    def change(self, fields: dict[str, Any], **others: Any) -> None:
+        """Change fields of the assistants' configs, and settings. Raises Unsupported, and changes nothing, where one of the assistants
+        cannot answer with them."""
+        settings = self.settings.replace(**others).with_fields(fields)
         for name in settings.assistants:
             self.check(name, settings)
         self.settings = settings
@@ -181,7 +185,8 @@ class Chat:
             check_assistant(settings.assistant(name), self.model)
         except Unsupported as error:
             early = name == fastspec.Speculative.name
-            if has_resource(name, self.model) or name not in resource_names() or (early and settings.early_exit is not None):
+            exits = early and settings.field("speculative.early_exit") is not None
+            if has_resource(name, self.model) or name not in resource_names() or exits:
                 raise
             raise Unsupported(f"{error}; in the chat: /resource {name} SOURCE{' or /early_exit K' if early else ''}") from error
 
