@@ -32,7 +32,8 @@ from common import parser_of, place, tree_of, write
 
 import fastspec
 from fastspec.models import SMOLLM2, load_model
-from fastspec.programs.demo import PROMPTS, encode
+from fastspec.programs.demo import PROMPTS
+from fastspec.programs.texts import encode
 from fastspec.programs.training.data import read_prompts
 
 KEYS = ("total_tokens", "depth", "top_k")

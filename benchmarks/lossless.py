@@ -31,7 +31,7 @@ import fastspec
 from fastspec.generation.heads.module import EagleHead
 from fastspec.models import SMOLLM2, load_model
 from fastspec.programs.bench.device import environment
-from fastspec.programs.demo import encode
+from fastspec.programs.texts import encode
 
 OPTIONS = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3}
 PENALTY = {"with": 1.3, "without": 1.0}  # a penalty looks at the text so far: its rounds are not the ones without

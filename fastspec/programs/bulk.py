@@ -17,7 +17,7 @@ from typing import Any
 import fastspec
 from fastspec.devices import use_device
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.programs.jsonl import read_jsonl
+from fastspec.programs.texts import encode, first_turn, read_jsonl
 from fastspec.reading import parse_json
 
 try:
@@ -61,8 +61,7 @@ def read_tasks(path: str | Path) -> Iterator[Task]:
     """The lines of a jsonl file with `prompt` (text), `messages` (a conversation) or `turns` (the first is asked). Raises Unsupported for a
     file or a line that is not of this form."""
     for number, row in read_jsonl(path):
-        turns, messages, name = row.get("turns"), row.get("messages"), row.get("id")
-        text = row.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+        messages, name, text = row.get("messages"), row.get("id"), first_turn(row)
         prompt: str | list[dict[str, Any]]
         if isinstance(messages, list) and messages and all(isinstance(each, dict) and "role" in each for each in messages):
             prompt = messages
@@ -99,17 +98,6 @@ def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:
             if os.fstat(file.fileno()).st_size == len(whole):
                 file.truncate(len(kept))
     return found
-
-
-def encode(tokenizer: Any, prompt: str | list[dict[str, Any]], chat: bool) -> Any:
-    """A prompt as ids [1, T]: in the tokenizer's chat format, or with `chat` False as the text itself."""
-    template = getattr(tokenizer, "chat_template", None) is not None
-    if isinstance(prompt, list) and not (template and chat):
-        raise Unsupported("a conversation needs a tokenizer with a chat template")
-    if not (template and chat):
-        return tokenizer(prompt, return_tensors="pt").input_ids
-    talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
 
 
 def read_left(
@@ -254,7 +242,7 @@ def _answer(
                     batch.close(cancel=True)
                     break
                 try:
-                    ids = encode(tokenizer, task.prompt, chat)
+                    ids = encode(tokenizer, task.prompt, chat=chat)["input_ids"]
                 except Exception as error:  # of any kind: a template raises what it likes
                     answers.add(task, {"error": f"{type(error).__name__}: {error}"})
                     room.release()

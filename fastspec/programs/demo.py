@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import fastspec
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
-from fastspec.models import SMOLLM2, load_model, prompt_width
+from fastspec.models import SMOLLM2, load_model
+from fastspec.programs.compare import BASELINE, ROUNDING, MeasuredAnswer, beside, measured_answer
+from fastspec.programs.texts import encode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +27,6 @@ PROMPTS = (
 )
 """(category, prompt) of the demo when the caller gives no prompt of their own."""
 
-BASELINE = "transformers"
 NEW_TOKENS, NEW_TOKENS_ON_CUDA = 96, 48
 """Of an answer, at the most. On CUDA transformers' own answers take most of the time: 16 s for these prompts in 96 tokens on an H200."""
 WARM_UP = 8
@@ -34,19 +34,6 @@ WARM_UP = 8
 METHODS = (BASELINE, "autoregressive", "eagle3")
 BUSY = 1.0
 """Load average per processor from which on programs wait for one; an installation just before the demo stays below it."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One timed `generate`: the new tokens, wall-clock seconds (prefill included), tokens emitted per round."""
-
-    tokens: list[int]
-    seconds: float
-    acceptance_length: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return len(self.tokens) / self.seconds
 
 
 @dataclass
@@ -60,26 +47,28 @@ class Result:
     device: str
     dtype: str
     prompts: list[str]
-    runs: dict[str, list[Run]] = field(default_factory=dict)
+    runs: dict[str, list[MeasuredAnswer]] = field(default_factory=dict)
     load: float | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per method, medians over the prompts; `ratio` pairs each prompt with transformers' own run of it."""
-        base = self.runs[BASELINE]
-        return [
-            {
-                "method": method,
-                "tokens_per_second": round(statistics.median(run.tokens_per_second for run in runs), 2),
-                "ratio": round(statistics.median(r.tokens_per_second / b.tokens_per_second for r, b in zip(runs, base, strict=True)), 3),
-                "acceptance_length": round(statistics.median(run.acceptance_length for run in runs), 3),
-                "identical": all(r.tokens == b.tokens for r, b in zip(runs, base, strict=True)),
-            }
-            for method, runs in self.runs.items()
-        ]
+        return [_row(method, runs, self.runs[BASELINE]) for method, runs in self.runs.items()]
 
     def as_json(self) -> dict[str, Any]:
         told = {"model": self.model, "device": self.device, "dtype": self.dtype, "load": self.load, "prompts": self.prompts}
         return told | {"rows": self.rows()}
+
+
+def _row(method: str, runs: list[MeasuredAnswer], base: list[MeasuredAnswer]) -> dict[str, Any]:
+    found = [beside(ours, plain) for ours, plain in zip(runs, base, strict=True)]
+    lengths = [run.stats.acceptance_length if run.stats.row_rounds else 1.0 for run in runs]
+    return {
+        "method": method,
+        "tokens_per_second": round(statistics.median(each["tokens_per_second"] for each in found), 2),
+        "ratio": round(statistics.median(each["ratio"] for each in found), 3),
+        "acceptance_length": round(statistics.median(lengths), 3),
+        "identical": all(each["identical"] for each in found),
+    }
 
 
 class MarkedStreamer:
@@ -157,7 +146,7 @@ def run_demo(
     inputs = [encode(tokenizer, text, device) for text in texts]
     result = Result(model, device, str(target.dtype).removeprefix("torch."), texts, load=load)
 
-    def timed(method: str) -> list[Run]:
+    def timed(method: str) -> list[MeasuredAnswer]:
         say(f"[dim]timing {method}: one warm-up, then {len(inputs)} prompts[/]")  # a spinner's thread would take time from the runs
         _generate(target, inputs[0], method, min(count, WARM_UP) if method == BASELINE else count)
         return [_generate(target, batch, method, count) for batch in inputs]
@@ -170,7 +159,7 @@ def run_demo(
             say("\nEAGLE-3 answers. [bold green]Green[/]: drafted by the head and accepted. Plain: the model's own token of each round.")
             for label, text, batch in zip(labels, texts, inputs, strict=True):
                 say(f"\n[bold]{label or 'prompt'}[/] [dim]{_escape(text)}[/]")
-                _generate(target, batch, "eagle3", count, MarkedStreamer(tokenizer, console))
+                _generate(target, batch, "eagle3", count, streamer=MarkedStreamer(tokenizer, console))
             say()
         for method in METHODS[1:]:
             result.runs[method] = timed(method)
@@ -198,9 +187,7 @@ def print_table(result: Result, console: Console) -> None:
         )
     console.print(table)
     if result.dtype != "float32" and not all(row["identical"] for row in rows):
-        console.print(
-            f"In {result.dtype} a pass over several tokens rounds differently from a pass over each, so a near-tie can fall the other way."
-        )
+        console.print(f"In {result.dtype} {ROUNDING}.")
     if result.load is not None and result.load >= BUSY:
         console.print(
             f"This machine was busy when the demo began (load average {result.load:.1f} per processor). "
@@ -213,31 +200,10 @@ def load_per_processor() -> float | None:
     return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else None
 
 
-def _generate(model: Any, inputs: dict[str, Any], method: str, max_new_tokens: int, streamer: Any = None) -> Run:
-    import torch
-
-    extra: dict[str, Any] = {} if method == BASELINE else {"assistant": method}
-    if streamer is not None:
-        extra["streamer"] = streamer
-    length = prompt_width(model, inputs["input_ids"])
-    synchronize = torch.cuda.synchronize if inputs["input_ids"].is_cuda else _silent
-    synchronize()
-    start = time.perf_counter()
-    output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **extra)
-    synchronize()
-    seconds = time.perf_counter() - start
-    last = None if method == BASELINE else fastspec.report(model).last
-    return Run(output[0, length:].tolist(), seconds, last.acceptance_length if last else 1.0)
-
-
-def encode(tokenizer: Any, prompt: str, device: str) -> dict[str, Any]:
-    """The prompt as one user turn of the model's chat template, or as it stands for a model without one."""
-    if tokenizer.chat_template is None:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    else:
-        turns = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    return dict(encoded.to(device))
+def _generate(model: Any, inputs: dict[str, Any], method: str, max_new_tokens: int, **options: Any) -> MeasuredAnswer:
+    if method != BASELINE:
+        options["assistant"] = method
+    return measured_answer(model, inputs, max_new_tokens, **options)
 
 
 def _escape(text: str) -> str:

@@ -16,7 +16,8 @@ import torch
 import fastspec
 from fastspec.models import SMOLLM2_HEADS
 from fastspec.programs.bench.methods import twin
-from fastspec.programs.demo import PROMPTS, encode
+from fastspec.programs.demo import PROMPTS
+from fastspec.programs.texts import encode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -88,7 +88,8 @@ def test_asynchronous_rounds_give_the_same_tokens(assistant, device, monkeypatch
 @ON_CUDA
 def test_smollm2_in_fp32_gives_what_transformers_gives(device):
     from fastspec.models import SMOLLM2, load_model
-    from fastspec.programs.demo import PROMPTS, encode
+    from fastspec.programs.demo import PROMPTS
+    from fastspec.programs.texts import encode
 
     model, tokenizer = load_model(SMOLLM2, device, torch.float32)
     batches = [encode(tokenizer, text, device) for _, text in PROMPTS]

@@ -23,6 +23,8 @@ from fastspec.programs.bench.methods import Method
 from fastspec.programs.bench.prompts import BenchPrompt
 from fastspec.programs.bench.report import print_differences, print_texts, quantiles, summarise
 from fastspec.programs.cli.app import app
+from fastspec.programs.compare import TimedStreamer
+from fastspec.programs.texts import until_end
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 VERSIONS = {"torch", "triton", "transformers", "fastspec", "commit"}
@@ -89,7 +91,7 @@ def test_answers_are_counted_up_to_their_end_token(saved: Path) -> None:
         prompts=[saved / "prompts.jsonl"], model=str(saved / "ends"), methods=["autoregressive"], batch=2, each=2, max_new_tokens=30
     )
     assert all(row["new_tokens"] == 2 * 18 and row["identical"] for row in rows)
-    assert measure.until_end([4, 1, 1], [1, None]) == [4, 1] and measure.until_end([4, 3], [1]) == [4, 3]
+    assert until_end([4, 1, 1], [1, None]) == [4, 1] and until_end([4, 3], [1]) == [4, 3]
 
 
 def test_tables_and_texts_are_printed(saved: Path) -> None:
@@ -274,7 +276,7 @@ def test_the_loop_counts_accepted_lengths(pairs) -> None:
 
 
 def test_a_clock_counts_what_a_peer_hands_over() -> None:
-    clock = measure.TimedStreamer(rows=1)
+    clock = TimedStreamer(rows=1)
     for width in (7, 1, 3, 1, 2):  # the prompt, the first token, three rounds
         clock.put(torch.zeros(1, width))
     clock.end()

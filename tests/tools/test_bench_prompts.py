@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastspec.errors import Unsupported
 from fastspec.programs.bench.prompts import read_rows
-from fastspec.programs.jsonl import read_jsonl
+from fastspec.programs.texts import read_jsonl
 
 TEXT = st.text(st.one_of(st.characters(exclude_categories=("Cs",)), st.sampled_from("\u2028\u2029\x85\n")), max_size=12)
 BLANK = st.sampled_from(["", " ", "\t", "\r"])

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec import Unsupported
-from fastspec.programs.bulk import Done, answer_file, encode, read_answered, read_left, read_tasks, settings_of, share_of_process
+from fastspec.programs.bulk import Done, answer_file, read_answered, read_left, read_tasks, settings_of, share_of_process
 from fastspec.programs.cli.app import app
+from fastspec.programs.texts import encode
 
 TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)
 GREEDY = {"do_sample": False, "top_k": 50, "temperature": 1.0}
@@ -35,7 +36,7 @@ def answers(path: Path) -> list[dict[str, Any]]:
 
 def emitted(small: tuple[Any, Any], prompt: Any, count: int = 9, chat: bool = True) -> tuple[str, int]:
     model, tokenizer = small
-    ids = encode(tokenizer, prompt, chat)
+    ids = encode(tokenizer, prompt, chat=chat)["input_ids"]
     new = model.generate(ids, max_new_tokens=count, **GREEDY)[0, ids.shape[1] :]
     return tokenizer.decode(new, skip_special_tokens=True), len(new)
 
@@ -77,7 +78,7 @@ def test_an_end_token_in_the_last_place_is_an_end(small, tmp_path, monkeypatch):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_text(json.dumps({"prompt": "w5 w6"}))
     model, tokenizer = small
-    ids = encode(tokenizer, "w5 w6", True)
+    ids = encode(tokenizer, "w5 w6")["input_ids"]
     *others, last = model.generate(ids, max_new_tokens=4, **GREEDY)[0, ids.shape[1] :].tolist()
     assert last not in others
     monkeypatch.setattr(model.generation_config, "eos_token_id", [last, 0])

@@ -25,10 +25,11 @@ from fastspec.patches.call import refusals
 from fastspec.programs.chat.commands import COMMANDS, execute
 from fastspec.programs.chat.loop import converse, respond
 from fastspec.programs.chat.session import BEAMS, Answer, Chat, ChatTurn
-from fastspec.programs.chat.settings import PLAIN, Settings
+from fastspec.programs.chat.settings import Settings
 from fastspec.programs.chat.terminal import CommandCompleter, terminal_lines
 from fastspec.programs.chat.view import ACCEPTED, BONUS, OWN, RECOVERED, STYLES, AnswerStreamer, read_round, verdict_line
 from fastspec.programs.cli.app import app
+from fastspec.programs.compare import BASELINE as PLAIN
 
 
 @pytest.fixture
@@ -204,7 +205,7 @@ def test_copies_that_fill_a_tree_up_are_neither_shown_nor_counted() -> None:
 def test_what_nasd_drafts_is_counted_without_copies(chat: Chat) -> None:
     """A chain of two drafts, or a few branches, in trees of 16 nodes; statistics, streamer and screen agree."""
     text = " ".join(["w10 w11 w12 w13 w14"] * 4)
-    chat.settings = chat.settings.replace(max_new_tokens=30, stop_if_unknown=False, gamma=2)
+    chat.settings = chat.settings.replace(max_new_tokens=30, given=(("nasd.stop_if_unknown", False), ("nasd.gamma", 2)))
     console, trees, plain = screen(), [], AnswerStreamer.on_tree
     streamer = AnswerStreamer(chat.tokenizer, console, trees=True)
     streamer.on_tree = lambda tree, *rest: (trees.append(tree), plain(streamer, tree, *rest))  # type: ignore[method-assign]

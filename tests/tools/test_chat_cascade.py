@@ -23,9 +23,10 @@ from fastspec.patches.hf.cache_names import CACHE
 from fastspec.programs.chat.commands import execute
 from fastspec.programs.chat.loop import converse, respond
 from fastspec.programs.chat.session import Chat
-from fastspec.programs.chat.settings import PLAIN, Settings
+from fastspec.programs.chat.settings import Settings
 from fastspec.programs.chat.view import ACCEPTED, STYLES, AnswerStreamer
 from fastspec.programs.cli.app import app
+from fastspec.programs.compare import BASELINE as PLAIN
 
 HIGH = 1e9
 LONG = " ".join(f"w{number}" for number in range(10, 50))

@@ -12,7 +12,7 @@ from fastspec.patches.call import refusals
 from fastspec.programs.chat.columns import COLUMN
 from fastspec.programs.chat.loop import converse, respond
 from fastspec.programs.chat.session import BEAMS, Chat
-from fastspec.programs.chat.settings import PLAIN
+from fastspec.programs.compare import BASELINE as PLAIN
 
 
 @pytest.fixture

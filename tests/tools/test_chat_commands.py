@@ -36,22 +36,22 @@ def chat() -> Chat:
         ("/processor greedy", "processor", "greedy"),
         ("/temperature 0.5", "processor", "multinomial"),
         ("/temperature 0", "processor", "greedy"),
-        ("/gamma 3", "gamma", 3),
-        ("/gamma default", "gamma", None),
-        ("/ngram 4", "ngram", 4),
-        ("/top_k_filler 2", "top_k_filler", 2),
-        ("/storage onelevel", "storage", "onelevel"),
+        ("/gamma 3", "nasd.gamma", 3),
+        ("/gamma default", "nasd.gamma", 8),
+        ("/ngram 4", "nasd.n", 4),
+        ("/top_k_filler 2", "nasd.top_k_filler", 2),
+        ("/storage onelevel", "nasd.storage", "one_level"),
         ("/storage suffix", "storage_per", "answer"),
         ("/storage suffix chat", "storage_per", "chat"),
-        ("/stop_if_unknown off", "stop_if_unknown", False),
-        ("/stop_if_unknown", "stop_if_unknown", False),
-        ("/early_exit 5", "early_exit", 5),
-        ("/early_exit off", "early_exit", None),
-        ("/tree 12", "tree_total_tokens", 12),
-        ("/tree 12 3 4", "tree_depth", 3),
-        ("/tree auto 3 4", "tree_top_k", 4),
-        ("/tree auto", "tree_total_tokens", "auto"),
-        ("/tree default", "tree_total_tokens", None),
+        ("/stop_if_unknown off", "nasd.stop_if_unknown", False),
+        ("/stop_if_unknown", "nasd.stop_if_unknown", False),
+        ("/early_exit 5", "speculative.early_exit", 5),
+        ("/early_exit off", "speculative.early_exit", None),
+        ("/tree 12", "eagle3.total_tokens", 12),
+        ("/tree 12 3 4", "eagle3.depth", 3),
+        ("/tree auto 3 4", "eagle3.top_k", 4),
+        ("/tree auto", "eagle3.total_tokens", "auto"),
+        ("/tree default", "eagle3.total_tokens", None),
         ("/seed 5", "seed", 5),
         ("/seed off", "seed", None),
         ("/beams 3", "beams", 3),
@@ -60,16 +60,21 @@ def chat() -> Chat:
         ("/chat", "chat", False),
         ("/debug", "debug", True),
         ("/columns", "columns", True),
-        ("/branches 2", "branches", 2),
-        ("/branches default", "branches", None),
-        ("/drafts sampled", "drafts", "sampled"),
+        ("/branches 2", "speculative.branches", 2),
+        ("/branches default", "speculative.branches", 1),
+        ("/drafts sampled", "eagle.drafts", "sampled"),
         ("/debug off", "debug", False),
+        ("/set nasd.total_tokens 24", "nasd.total_tokens", 24),
+        ("/set nasd.stop_if_unknown off", "nasd.stop_if_unknown", False),
+        ("/set eagle2.total_tokens auto", "eagle2.total_tokens", "auto"),
+        ("/set eagle.paths [[0],[0,1],[1]]", "eagle.paths", [[0], [0, 1], [1]]),
+        ("/set speculative.most default", "speculative.most", 8),
         ("/assistant autoregressive,transformers", "assistants", ("autoregressive", "transformers")),
     ],
 )
 def test_commands_set(chat: Chat, line: str, setting: str, value: Any) -> None:
     assert execute(chat, line)
-    assert getattr(chat.settings, setting) == value
+    assert (chat.settings.field(setting) if "." in setting else getattr(chat.settings, setting)) == value
 
 
 @pytest.mark.parametrize(
@@ -127,7 +132,13 @@ def test_commands_set(chat: Chat, line: str, setting: str, value: Any) -> None:
         ("/columns wide", "on or off"),
         ("/branches 0", "at least 1"),
         ("/branches 60", "at most 256"),
-        ("/drafts drawn", "greedy, sampled"),
+        ("/drafts drawn", '"greedy" and "sampled"'),
+        ("/set nasd.colour 3", "'nasd.colour' is unknown: "),
+        ("/set nasd.gama 3", "did you mean nasd.gamma"),
+        ("/set nasd.gamma many", "whole number"),
+        ("/set nasd.gamma on", "whole number"),
+        ("/set speculative.early_exit 0", "at least 1"),
+        ("/set nasd.gamma", "takes 2 arguments"),
         ("/seed -1", "between 0"),
         ("/seed x", "whole number"),
         ("/beams 0", "at least 1"),
@@ -165,7 +176,9 @@ def test_reset_clear_and_quit(chat: Chat) -> None:
 
 
 def test_settings_reach_the_configs_of_the_assistants() -> None:
-    settings = Settings(gamma=3, ngram=3, top_k_filler=2, storage="onelevel")
+    settings = Settings().with_fields(
+        {"nasd.gamma": 3, "nasd.n": 3, "nasd.top_k_filler": 2, "nasd.storage": "one_level", "speculative.gamma": 3}
+    )
     assert settings.assistant("eagle3") == fastspec.Eagle3() and settings.assistant("eagle") == fastspec.Eagle1()
     nasd = settings.assistant("nasd")
     assert (nasd.n, nasd.gamma, nasd.top_k_filler, nasd.storage) == (3, 3, 2, "one_level")

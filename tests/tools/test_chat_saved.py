@@ -10,6 +10,7 @@ from helpers.chat import make_chat, screen
 from helpers.training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
+import fastspec
 from fastspec.errors import Unsupported
 from fastspec.programs.chat.loop import converse
 from fastspec.programs.chat.saved import read_saved
@@ -32,9 +33,28 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_what_was_saved_is_read_as_it_was(tmp_path: Path) -> None:
     chat, path = make_chat(), tmp_path / "chat.json"
-    converse(chat, ["/assistant autoregressive,nasd", "/processor topk 0.8 40", "w10", "w11 w12", f"/save {path}"], screen(), strict=True)
+    settings = ["/assistant autoregressive,nasd", "/processor topk 0.8 40", "/gamma 4", "/set eagle.paths [[0],[0,0]]"]
+    converse(chat, [*settings, "w10", "w11 w12", f"/save {path}"], screen(), strict=True)
     saved = read_saved(path)
     assert (saved.settings, saved.conversation, saved.turns) == (chat.settings, chat.conversation, chat.turns)
+
+
+def test_settings_of_older_files_are_read(tmp_path: Path) -> None:
+    """Files that name each field of an assistant's config by its command."""
+    older = {
+        "gamma": 3, "ngram": None, "top_k_filler": 2, "stop_if_unknown": False, "storage": "onelevel", "early_exit": 4, "branches": None,
+        "drafts": "sampled", "tree_total_tokens": "auto", "tree_depth": 2, "tree_top_k": None,
+    }  # fmt: skip
+    own = {"model": "m", "resources": [["eagle3", "h"]], "assistants": ["nasd"], "storage_per": "chat", "seed": 7}
+    path = tmp_path / "older.json"
+    path.write_text(json.dumps({"settings": own | older, "conversation": [], "turns": []}))
+    found = read_saved(path).settings
+    assert (found.resources, found.storage_per, found.seed) == ((("eagle3", "h"),), "chat", 7)
+    assert found.assistant("nasd") == fastspec.Nasd(gamma=3, top_k_filler=2, stop_if_unknown=False, storage="one_level")
+    assert found.assistant("speculative") == fastspec.Speculative(gamma=3, early_exit=4)
+    assert found.assistant("eagle") == fastspec.Eagle1(drafts="sampled")
+    assert found.assistant("eagle2") == fastspec.Eagle2(total_tokens="auto", depth=2)
+    assert found.assistant("eagle3") == fastspec.Eagle3(total_tokens="auto", depth=2)
 
 
 def test_load_goes_on_where_save_was(tmp_path: Path, model: str) -> None:

@@ -20,8 +20,9 @@ from fastspec.programs.chat.commands import execute
 from fastspec.programs.chat.loop import converse, respond
 from fastspec.programs.chat.resources import new_storage
 from fastspec.programs.chat.session import Chat
-from fastspec.programs.chat.settings import PLAIN, STORAGES, Settings
+from fastspec.programs.chat.settings import STORAGES, Settings
 from fastspec.programs.chat.view import AnswerStreamer
+from fastspec.programs.compare import BASELINE as PLAIN
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_early_exit_drafts_with_the_targets_own_layers(chat: Chat) -> None:
         execute(chat, "/early_exit off")
     assert chat.settings == before
     execute(chat, "/assistant autoregressive")
-    assert execute(chat, "/early_exit off") == "early_exit off" and chat.settings.early_exit is None
+    assert execute(chat, "/early_exit off") == "early_exit off" and chat.settings.field("speculative.early_exit") is None
 
 
 def test_an_early_exit_that_another_model_has_not_leaves_speculative_out(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +132,8 @@ def test_a_storage_is_kept_until_it_is_reset_or_changed(lines: list[str]) -> Non
         if line.startswith("/"):
             before = chat.settings
             execute(chat, line)
-            names = ("storage", "storage_per", "ngram")
-            changed = any(getattr(before, name) != getattr(chat.settings, name) for name in names)
+            changed = any(before.field(name) != chat.settings.field(name) for name in ("nasd.storage", "nasd.n"))
+            changed = changed or before.storage_per != chat.settings.storage_per
             kept = None if changed or line == "/reset" else kept
             continue
         config = chat.settings.assistant("nasd")
@@ -160,7 +161,7 @@ def test_what_was_generated_once_is_drafted_in_the_next_turn_of_the_chat(chat: C
 
 @given(kind=st.sampled_from(sorted(STORAGES)), n=st.none() | st.integers(2, 64))
 def test_a_kept_storage_is_of_the_kind_that_calls_get(kind: str, n: int | None) -> None:
-    config = Settings(storage=kind, ngram=n).assistant("nasd")
+    config = Settings(given=(("nasd.storage", STORAGES[kind]), ("nasd.n", n))).assistant("nasd")
     expected = NasdDecoding(config).drafter(rows=1, capacity=0, device="cpu", ops=None, process=None).storages[0]
     made = new_storage(config)
     assert type(made) is type(expected) and repr(made) == repr(expected)
@@ -182,4 +183,5 @@ def test_settings_are_saved_as_data(chat: Chat) -> None:
     converse(chat, ["/storage suffix chat", "/tree auto", "/assistant nasd"], screen(), strict=True)
     respond(chat, "w10", screen())
     saved = chat.as_json()["settings"]
-    assert (saved["storage"], saved["storage_per"], saved["tree_total_tokens"], saved["tree_depth"]) == ("suffix", "chat", "auto", None)
+    given = {"nasd.storage": "suffix", "eagle2.total_tokens": "auto", "eagle3.total_tokens": "auto"}
+    assert saved["storage_per"] == "chat" and dict(saved["given"]) == given

@@ -16,7 +16,9 @@ from helpers.models import tiny_head
 from helpers.training import small_target, small_tokenizer
 from rich.console import Console
 
-from fastspec.programs.demo import Result, Run, print_table
+from fastspec.generation.stats import Stats
+from fastspec.programs.compare import MeasuredAnswer
+from fastspec.programs.demo import Result, print_table
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +81,20 @@ def test_inspect_names_the_dialect_of_the_shipped_head() -> None:
     assert "EAGLE-3" in done.output and re.search(r"dialect +fastspec", done.output) and "SpecForge" not in done.output
 
 
+def answer(*tokens: int, seconds: float = 1.0, length: int = 1) -> MeasuredAnswer:
+    return MeasuredAnswer([list(tokens)], seconds, Stats(row_rounds=1, round_tokens=length))
+
+
 @pytest.mark.parametrize(("load", "told"), [(None, False), (0.2, False), (2.5, True)])
 def test_the_table_says_that_the_machine_was_busy(load: float | None, told: bool) -> None:
     console = Console(record=True, width=200)
-    print_table(Result("m", "cpu", "float32", ["a"], {"transformers": [Run([1, 2], 1.0, 1.0)]}, load), console)
+    print_table(Result("m", "cpu", "float32", ["a"], {"transformers": [answer(1, 2)]}, load), console)
     assert ("load average 2.5 per processor" in console.export_text()) == told
 
 
 def test_rows_pair_each_prompt_with_its_own_baseline() -> None:
-    base = [Run([1, 2], 1.0, 1.0), Run([3, 4], 4.0, 1.0), Run([5, 6], 2.0, 1.0)]
-    fast = [Run([1, 2], 0.5, 2.0), Run([3, 4], 1.0, 3.0), Run([5, 7], 2.0, 1.0)]
+    base = [answer(1, 2), answer(3, 4, seconds=4.0), answer(5, 6, seconds=2.0)]
+    fast = [answer(1, 2, seconds=0.5, length=2), answer(3, 4, length=3), answer(5, 7, seconds=2.0)]
     rows = Result("m", "cpu", "float32", ["a", "b", "c"], {"transformers": base, "eagle3": fast}).rows()
     assert [row["ratio"] for row in rows] == [1.0, 2.0]
     assert [row["identical"] for row in rows] == [True, False]

@@ -14,8 +14,8 @@ from fastspec.config import Speculative
 from fastspec.errors import Unsupported
 from fastspec.models import SHIPPED, load_draft
 from fastspec.programs.bench.prompts import Row, Say
+from fastspec.programs.compare import BASELINE
 
-BASELINE = "transformers"
 LOOKUP, ASSISTED, COMPILED = "prompt-lookup", "assisted", "static-compile"
 PEERS = (BASELINE, LOOKUP, ASSISTED, COMPILED)
 """What transformers itself offers: plain `generate`, n-gram lookup, a draft model or early exit, a static cache with a compiled forward."""

@@ -16,9 +16,9 @@ from typing import Any
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.stats import Stats
-from fastspec.programs.bench.measure import MeasuredAnswer
 from fastspec.programs.bench.methods import ENGINES
 from fastspec.programs.bench.prompts import Row
+from fastspec.programs.compare import MeasuredAnswer
 
 WORKERS = {engine: Path(__file__).with_name(f"in_{engine}.py") for engine in ENGINES}
 """Engine -> the script that answers for it."""
@@ -140,7 +140,7 @@ def answers(peer: Peer, job: PeerJob, way: Way, timeout: float | None = None) ->
             raise PeerFailed(f"{way.name} ended with status {status} after {max(0, len(said) - 1)} answers:\n{last}")
     found: list[list[MeasuredAnswer]] = [[] for _ in job.batches]
     for answer in said[1:]:
-        found[answer["batch"]].append(MeasuredAnswer(answer["tokens"], answer["seconds"], _stats(answer), None))
+        found[answer["batch"]].append(MeasuredAnswer(answer["tokens"], answer["seconds"], _stats(answer)))
     settings = {name: value for name, value in asked["options"].items() if name != "model"}
     if way.chain is not None:  # where the head lay is nobody's concern
         settings["speculative_config"] = settings["speculative_config"] | {"model": Path(str(job.head)).name}

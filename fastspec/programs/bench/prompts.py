@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.errors import Unsupported
-from fastspec.programs.demo import encode
-from fastspec.programs.jsonl import read_jsonl
+from fastspec.programs.texts import encode, first_turn, read_jsonl
 
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
 """Eight prompts of six kinds, written for fastspec: what is asked where no prompts are given."""
@@ -31,8 +30,7 @@ def read_rows(path: str | Path) -> list[Row]:
     and `id` (else the line's number). Raises Unsupported for a file or a row that is not of this form."""
     rows = []
     for number, row in read_jsonl(path):
-        turns = row.get("turns")
-        text = row.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+        text = first_turn(row)
         if not isinstance(text, str):
             raise Unsupported(f'{path}, line {number}: not a row with "prompt" or "turns"')
         rows.append({"category": str(row.get("category", Path(path).stem)), "id": str(row.get("id", number)), "text": text})
@@ -53,7 +51,7 @@ def encode_rows(rows: list[Row], tokenizer: Any, model: Any, each: int | None, m
         group = found.setdefault(row["category"], [])
         if each is not None and len(group) >= each:
             continue
-        ids = encode(tokenizer, row["text"], "cpu")["input_ids"][0].tolist()
+        ids = encode(tokenizer, row["text"])["input_ids"][0].tolist()
         most = max(len(ids), max_new_tokens) if model.config.is_encoder_decoder else len(ids) + max_new_tokens
         if ids and (bound is None or most <= bound):
             group.append(BenchPrompt(row["category"], row["id"], ids))

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastspec.errors import Unsupported
-from fastspec.programs.bench.methods import BASELINE, is_peer
+from fastspec.programs.bench.methods import is_peer
 from fastspec.programs.bench.prompts import Row
+from fastspec.programs.compare import BASELINE, ROUNDING, first_difference
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -144,9 +145,7 @@ def print_differences(rows: Sequence[Row], console: Console) -> None:
         line = f"{row['method']} differs from transformers on {row['category']} {', '.join(row['ids'])} from new token {at + 1} on"
         console.print(f"{'ERROR: ' if loud else 'note: '}{line}", style="bold red" if loud else "yellow", markup=False)
     if not exact and differing(rows):
-        console.print(
-            f"In {rows[0]['dtype']} a pass over several tokens rounds differently from a pass over each: a near-tie can fall the other way."
-        )
+        console.print(f"In {rows[0]['dtype']} {ROUNDING}.")
 
 
 def speed_table(whole: list[Row]) -> Table:
@@ -226,9 +225,9 @@ def side_by_side(plain: str, ours: str) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    if plain == ours:
+    same = first_difference(ours, plain)
+    if same is None:
         return Text("identical to transformers:\n", style="green").append(ours, style="dim")
-    same = next((at for at, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b), min(len(plain), len(ours)))
     table = Table.grid(expand=True, padding=(0, 2))
     table.add_column(ratio=1)
     table.add_column(ratio=1)

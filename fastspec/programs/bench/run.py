@@ -16,10 +16,11 @@ from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
 from fastspec.programs.bench.device import Floor, environment
-from fastspec.programs.bench.measure import MeasuredAnswer, ask, on_part, row_of
+from fastspec.programs.bench.measure import ask, on_part, row_of
 from fastspec.programs.bench.methods import Drafters, Method, check_names, choose, read_drafters, twin
 from fastspec.programs.bench.peers import Peer, PeerFailed, PeerJob, answers, ids_of, medians, ways
 from fastspec.programs.bench.prompts import BUNDLED, BenchPrompt, Row, Say, encode_rows, make_batches, read_rows, rows_of
+from fastspec.programs.compare import MeasuredAnswer
 
 if TYPE_CHECKING:
     from fastspec.generation.heads.module import EagleHead
@@ -160,14 +161,14 @@ def by_peer(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     from fastspec.patches.assistants.heads import load_head
+    from fastspec.patches.hf.ends import end_tokens
 
     head, config = drafters.heads.get("eagle3"), target.generation_config
     parts = [(size, part) for size, group in sized.items() for part in group]
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     with saved(name, target, tokenizer) as folder, tempfile.TemporaryDirectory() as place:
         job = PeerJob(
             folder, str(target.dtype).removeprefix("torch."), [ids_of(part) for _, part in parts], max_new_tokens,
-            ends=[token for token in ends if token is not None], runs=runs,
+            ends=sorted(end_tokens(config)), runs=runs,
             head=None if head is None else readable(load_head(head, target), head, place),
         )  # fmt: skip
         for way in ways(peer, head):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
-from fastspec.programs.chat.settings import Settings
+from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def make_settings(
-    *, model: str, head: str | None, resources: list[str] | None, assistants: str | None, temperature: float, **others: Any
+    *, model: str, head: str | None, resources: list[str] | None, assistants: str | None, temperature: float,
+    gamma: int | None = None, **others: Any
 ) -> Settings:
     """Settings from the command line's options: `resources` are "assistant=source", `assistants` is comma-separated, temperature 0 is
     greedy. SmolLM2 comes with its heads; without an EAGLE-3 head the one who answers is `nasd`.
@@ -37,7 +38,8 @@ def make_settings(
         given[name] = source
     names = (assistants or ("eagle3" if "eagle3" in given else "nasd")).split(",")
     settings = Settings(model=model, resources=tuple(given.items()), assistants=tuple(dict.fromkeys(names)), **others)
-    return settings.at_temperature(temperature)
+    changes = {} if gamma is None else dict.fromkeys(COMMAND_FIELDS["gamma"], gamma)
+    return settings.with_fields(changes).at_temperature(temperature)
 
 
 def run_chat(settings: Settings, console: Console, prompts: list[str] | None = None, saved: SavedChat | None = None) -> Chat:

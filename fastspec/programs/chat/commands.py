@@ -26,7 +26,8 @@ from fastspec.programs.chat.columns import COLUMN
 from fastspec.programs.chat.resources import resource_names
 from fastspec.programs.chat.saved import read_saved
 from fastspec.programs.chat.session import Chat
-from fastspec.programs.chat.settings import CONFIGS, DRAFTS, KEPT_FOR, PROCESSORS, STORAGES
+from fastspec.programs.chat.settings import COMMAND_FIELDS, FIELDS, KEPT_FOR, PROCESSORS, STORAGES, TREE
+from fastspec.reading import parse_json
 
 Run = Callable[[Chat, list[str]], Any]
 
@@ -82,29 +83,68 @@ def _number(command: str, name: str, text: str, kind: type) -> Any:
         raise Unsupported(f"/{command}: {name} must be a {'whole number' if kind is int else 'number'}, not {text!r}") from error
 
 
-def _count(command: str, setting: str, note: str = "") -> Run:
-    """A command that sets a whole number; "default" takes it back where the setting may be left out."""
+def _read(name: str, text: str) -> Any:
+    """The value that a text gives a field: a number, on or off, JSON, or else the text itself. "default" is the class's default."""
+    if text == "default":
+        return FIELDS.get(name)
+    if text in ("on", "off"):
+        return text == "on"
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
+
+
+def _set(chat: Chat, arguments: list[str]) -> str:
+    name, text = arguments
+    chat.change({name: _read(name, text)})
+    return f"{name} = {_told(chat.settings.field(name))}"
+
+
+def _fields(command: str) -> Run:
+    """A command that sets the fields of `COMMAND_FIELDS`; "default" takes them back."""
 
     def run(chat: Chat, arguments: list[str]) -> str:
-        unset = arguments[0] == "default" and setting in {s for _, fields in CONFIGS.values() for s in fields.values()}
-        value = None if unset else _number(command, setting, arguments[0], int)
-        chat.settings = chat.settings.replace(**{setting: value})
-        return f"{setting} = {'default' if unset else value}{note}"
+        chat.change({name: _read(name, arguments[0]) for name in COMMAND_FIELDS[command]})
+        return f"{command} = {arguments[0]}"
 
     return run
+
+
+def _count(command: str, setting: str) -> Run:
+    """A command that sets a whole number of the chat's own settings."""
+
+    def run(chat: Chat, arguments: list[str]) -> str:
+        value = _number(command, setting, arguments[0], int)
+        chat.settings = chat.settings.replace(**{setting: value})
+        return f"{setting} = {value}"
+
+    return run
+
+
+def _switched(setting: str, present: bool, arguments: list[str]) -> bool:
+    word = arguments[0] if arguments else ("off" if present else "on")
+    if word not in ("on", "off"):
+        raise Unsupported(f"/{setting} takes on or off, or nothing to switch, not {word!r}")
+    return word == "on"
 
 
 def _toggle(setting: str, after: Callable[[Chat], None] | None = None) -> Run:
     def run(chat: Chat, arguments: list[str]) -> str:
-        word = arguments[0] if arguments else ("off" if getattr(chat.settings, setting) else "on")
-        if word not in ("on", "off"):
-            raise Unsupported(f"/{setting} takes on or off, or nothing to switch, not {word!r}")
-        chat.settings = chat.settings.replace(**{setting: word == "on"})
+        value = _switched(setting, getattr(chat.settings, setting), arguments)
+        chat.settings = chat.settings.replace(**{setting: value})
         if after is not None:
             after(chat)
-        return f"{setting} {word}"
+        return f"{setting} {_told(value)}"
 
     return run
+
+
+def _stop_if_unknown(chat: Chat, arguments: list[str]) -> str:
+    (name,) = COMMAND_FIELDS["stop_if_unknown"]
+    value = _switched("stop_if_unknown", chat.settings.field(name), arguments)
+    chat.change({name: value})
+    return f"stop_if_unknown {_told(value)}"
 
 
 def _model(chat: Chat, arguments: list[str]) -> str:
@@ -157,19 +197,24 @@ def _temperature(chat: Chat, arguments: list[str]) -> str:
 
 
 def _storage(chat: Chat, arguments: list[str]) -> str:
-    chat.change(storage=arguments[0], **dict(zip(("storage_per",), arguments[1:], strict=False)))
+    name, *kept = arguments
+    if name not in STORAGES:
+        raise Unsupported(f"storage {name!r} is unknown: accepted are {', '.join(STORAGES)}")
+    chat.change({"nasd.storage": STORAGES[name]}, **dict(zip(("storage_per",), kept, strict=False)))
     return f"storage = {_storage_value(chat)}"
 
 
 def _storage_value(chat: Chat) -> str:
-    return f"{chat.settings.storage or 'basic'}, one per {chat.settings.storage_per}"
+    held = chat.settings.field("nasd.storage")
+    return f"{next(name for name, kind in STORAGES.items() if kind == held)}, one per {chat.settings.storage_per}"
 
 
 def _early_exit(chat: Chat, arguments: list[str]) -> str:
+    (name,) = COMMAND_FIELDS["early_exit"]
     value = None if arguments[0] == "off" else _number("early_exit", "the number of layers", arguments[0], int)
     if value is not None:
-        chat.check("speculative", chat.settings.replace(early_exit=value))  # the target may have fewer layers
-    chat.change(early_exit=value)
+        chat.check("speculative", chat.settings.with_fields({name: value}))  # the target may have fewer layers
+    chat.change({name: value})
     return f"early_exit {arguments[0]}" + ("" if value is None else f": speculative drafts with the target's first {value} layers")
 
 
@@ -178,9 +223,9 @@ def _tree(chat: Chat, arguments: list[str]) -> str:
     if size == "default" and more:
         raise Unsupported("/tree default is the device's tree as a whole: leave depth and top_k out")
     total = {"default": None, "auto": "auto"}[size] if size in ("default", "auto") else _number("tree", "total_tokens", size, int)
-    names = ("tree_depth", "tree_top_k")
-    given = {name: _number("tree", name.removeprefix("tree_"), text, int) for name, text in zip(names, more, strict=False)}
-    chat.change(tree_total_tokens=total, **{**dict.fromkeys(names), **given})
+    grown = {name: _number("tree", name, text, int) for name, text in zip(TREE[1:], more, strict=False)}
+    sizes = {"total_tokens": total, **grown}
+    chat.change({name: sizes.get(part) for part in TREE for name in COMMAND_FIELDS[f"tree_{part}"]})
     return f"tree: {_tree_value(chat)}"
 
 
@@ -192,11 +237,6 @@ def _tree_value(chat: Chat) -> str:
     if config.total_tokens == "auto":
         return f"auto, at most {shape.total_tokens} nodes, {grown}"
     return f"{'default: ' if config.total_tokens is None else ''}{shape.total_tokens} nodes, {grown}"
-
-
-def _drafts(chat: Chat, arguments: list[str]) -> str:
-    chat.change(drafts=arguments[0])
-    return f"drafts = {arguments[0]}"
 
 
 def _seed(chat: Chat, arguments: list[str]) -> str:
@@ -247,14 +287,26 @@ def _help(chat: Chat, arguments: list[str]) -> Table:
     return table
 
 
+def _told(value: Any) -> str:
+    if value is None:
+        return "default"
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
 def _shown(setting: str) -> Callable[[Chat], str]:
+    return lambda chat: _told(getattr(chat.settings, setting))
+
+
+def _shown_field(command: str) -> Callable[[Chat], str]:
     def value(chat: Chat) -> str:
-        held = getattr(chat.settings, setting)
-        if held is None:
-            return "default"
-        return ("on" if held else "off") if isinstance(held, bool) else str(held)
+        given = dict(chat.settings.given)
+        return " ".join(dict.fromkeys(_told(given.get(name)) for name in COMMAND_FIELDS[command]))
 
     return value
+
+
+def _given(chat: Chat) -> str:
+    return ", ".join(f"{name}={_told(value)}" for name, value in chat.settings.given) or "default"
 
 
 def _chat_value(chat: Chat) -> str:
@@ -290,22 +342,25 @@ TABLE: tuple[Command, ...] = (
             lambda chat: "off" if chat.settings.seed is None else str(chat.settings.seed), lambda chat: ["off"]),
     Command("beams", "N", "a further answer by transformers' beam search, without an assistant; 1: none", _count("beams", "beams"),
             _shown("beams")),
-    Command("gamma", "N|default", "tokens drafted a round by nasd and speculative", _count("gamma", "gamma"), _shown("gamma"), _default),
-    Command("ngram", "N|default", "longest n-gram of nasd", _count("ngram", "ngram"), _shown("ngram"), _default),
+    Command("gamma", "N|default", "tokens drafted a round by nasd and speculative", _fields("gamma"), _shown_field("gamma"), _default),
+    Command("ngram", "N|default", "longest n-gram of nasd", _fields("ngram"), _shown_field("ngram"), _default),
     Command("top_k_filler", "N|default", "the target's best tokens of each position that nasd counts",
-            _count("top_k_filler", "top_k_filler"), _shown("top_k_filler"), _default),
+            _fields("top_k_filler"), _shown_field("top_k_filler"), _default),
     Command("stop_if_unknown", "[on|off]", "where nasd knows nothing, draft nothing; off: the last token again",
-            _toggle("stop_if_unknown"), _shown("stop_if_unknown"), _switch),
+            _stop_if_unknown, lambda chat: _told(chat.settings.field("nasd.stop_if_unknown")), _switch),
     Command("storage", f"{'|'.join(STORAGES)} [{'|'.join(KEPT_FOR)}]",
             "where nasd keeps its n-grams, and how long: one storage for each answer, or one for the chat until /reset",
             _storage, _storage_value, lambda chat: STORAGES, KEPT_FOR),
     Command("early_exit", "K|off", "speculative drafts with the target's own first K layers, without a draft model", _early_exit,
-            lambda chat: str(chat.settings.early_exit or "off"), lambda chat: ["off"]),
+            lambda chat: str(chat.settings.field("speculative.early_exit") or "off"), lambda chat: ["off"]),
     Command("tree", "N|auto|default [DEPTH] [TOP_K]", "nodes of the trees of eagle2 and eagle3, root counted; auto measures",
             _tree, _tree_value, lambda chat: ["auto", "default"]),
-    Command("branches", "N|default", "children that speculative drafts at every position", _count("branches", "branches"),
-            _shown("branches"), _default),
-    Command("drafts", "|".join(DRAFTS), "how eagle drafts in sampled answers", _drafts, _shown("drafts"), lambda chat: DRAFTS),
+    Command("branches", "N|default", "children that speculative drafts at every position", _fields("branches"),
+            _shown_field("branches"), _default),
+    Command("drafts", "greedy|sampled", "how eagle drafts in sampled answers", _fields("drafts"), _shown_field("drafts"),
+            lambda chat: ("greedy", "sampled")),
+    Command("set", "ASSISTANT.FIELD VALUE", "any field of an assistant's config, such as nasd.total_tokens 24; default takes it back",
+            _set, _given, lambda chat: FIELDS, ("default",)),
     Command("cache", "[on|off]",
             "keep keys and values from turn to turn; EAGLE heads then see the new turn alone. A cascade keeps its own, by its `memory`",
             _toggle("cache", Chat.drop_caches), _shown("cache"), _switch),

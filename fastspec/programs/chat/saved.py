@@ -9,7 +9,7 @@ from typing import Any
 from fastspec.cascade.explain import Explanation, Visit
 from fastspec.errors import Unsupported
 from fastspec.programs.chat.session import Answer, ChatTurn
-from fastspec.programs.chat.settings import Settings
+from fastspec.programs.chat.settings import COMMAND_FIELDS, STORAGES, Settings
 from fastspec.reading import parse_json
 
 PARTS = {"settings": dict, "conversation": list, "turns": list}
@@ -44,8 +44,14 @@ def _settings(read: dict[str, Any]) -> Settings:
     for name, kind in (("model", str), *((name, list) for name in TUPLES)):
         if not isinstance(read[name], kind):
             raise TypeError(f"{name} is {read[name]!r}")
-    given = {**read, "assistants": tuple(read["assistants"]), "resources": tuple((str(name), str(at)) for name, at in read["resources"])}
-    return Settings(**given)
+    given = {name: value for name, value in read.items() if name not in COMMAND_FIELDS}
+    given["assistants"] = tuple(read["assistants"])
+    given["resources"] = tuple((str(name), str(at)) for name, at in read["resources"])
+    changes = {str(name): value for name, value in given.pop("given", ())}
+    for name, keys in COMMAND_FIELDS.items():  # names of older files, None for a default
+        if read.get(name) is not None:
+            changes |= dict.fromkeys(keys, STORAGES.get(read[name], read[name]) if name == "storage" else read[name])
+    return Settings(**given).with_fields(changes)
 
 
 def _turn(read: dict[str, Any]) -> ChatTurn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,12 +12,15 @@ from fastspec.cascade.explain import Explanation
 from fastspec.errors import Unsupported
 from fastspec.models import prompt_width
 from fastspec.programs.chat.resources import forget_cascade, load, new_storage, read_resources, resource_names
-from fastspec.programs.chat.settings import PLAIN, Settings
+from fastspec.programs.chat.settings import Settings
+from fastspec.programs.compare import BASELINE, Stopwatch, first_difference
+from fastspec.programs.texts import encode
 
 BEAMS = "beam search"
 WARM_TOKENS = 4
-STORED = ("model", "ngram", "storage", "storage_per")
-"""Settings with which a kept storage goes when one of them changes."""
+STORED = ("model", "storage_per")
+STORED_FIELDS = ("nasd.n", "nasd.storage")
+"""Settings, and fields of `fastspec.Nasd`, with which a kept storage goes when one of them changes."""
 
 
 @dataclass
@@ -113,13 +115,16 @@ class Chat:
 
     @settings.setter
     def settings(self, settings: Settings) -> None:
-        if any(getattr(settings, name) != getattr(self._settings, name) for name in STORED):
+        before = self._settings
+        changed = any(getattr(settings, name) != getattr(before, name) for name in STORED)
+        if changed or any(settings.field(name) != before.field(name) for name in STORED_FIELDS):
             self._storage = None
         self._settings = settings
 
-    def change(self, **changes: Any) -> None:
-        """Change settings. Raises Unsupported, and changes nothing, where one of the assistants cannot answer with them."""
-        settings = self.settings.replace(**changes)
+    def change(self, fields: dict[str, Any], **others: Any) -> None:
+        """Change fields of the assistants' configs, and settings. Raises Unsupported, and changes nothing, where one of the assistants
+        cannot answer with them."""
+        settings = self.settings.replace(**others).with_fields(fields)
         for name in settings.assistants:
             self.check(name, settings)
         self.settings = settings
@@ -163,14 +168,14 @@ class Chat:
         """Every assistant by name, whether it has what it needs or not."""
         from fastspec.patches.inspection import ASSISTANTS
 
-        return [PLAIN, *ASSISTANTS, *self.own]
+        return [BASELINE, *ASSISTANTS, *self.own]
 
     def check(self, name: str, settings: Settings | None = None) -> None:
         """Raise Unsupported for an assistant that is unknown, or cannot answer with these settings (the chat's)."""
         settings = settings or self.settings
         if name not in self.known():
             raise Unsupported(f"assistant {name!r} is unknown: accepted are {', '.join(self.known())}")
-        if name == PLAIN or name in self.own:
+        if name == BASELINE or name in self.own:
             return
         from fastspec.patches.inspection import check_assistant, has_resource, is_patched
 
@@ -180,7 +185,8 @@ class Chat:
             check_assistant(settings.assistant(name), self.model)
         except Unsupported as error:
             early = name == fastspec.Speculative.name
-            if has_resource(name, self.model) or name not in resource_names() or (early and settings.early_exit is not None):
+            exits = early and settings.field("speculative.early_exit") is not None
+            if has_resource(name, self.model) or name not in resource_names() or exits:
                 raise
             raise Unsupported(f"{error}; in the chat: /resource {name} SOURCE{' or /early_exit K' if early else ''}") from error
 
@@ -211,15 +217,19 @@ class Chat:
         if self.settings.seed is not None:
             torch.manual_seed(self.settings.seed)
         cascade = self._cascade(strategy)
-        _wait(ids)
-        start = time.perf_counter()
-        try:
-            output = self.model.generate(**inputs, max_new_tokens=self.settings.max_new_tokens, return_dict_in_generate=True, **options)
-            tokens, stats, stopped = output.sequences[0, prompt_width(self.model, ids) :].tolist(), getattr(output, "fastspec", None), False
-        except KeyboardInterrupt:
-            tokens, stats, stopped = list(streamer.ids), streamer if streamer.rounds else None, True
-        _wait(ids)
-        seconds = time.perf_counter() - start - streamer.spent
+        with Stopwatch(ids.device) as watch:
+            try:
+                output = self.model.generate(
+                    **inputs, max_new_tokens=self.settings.max_new_tokens, return_dict_in_generate=True, **options
+                )
+                stopped = False
+            except KeyboardInterrupt:
+                stopped = True
+        seconds = watch.seconds - streamer.spent
+        if stopped:
+            tokens, stats = list(streamer.ids), streamer if streamer.rounds else None
+        else:
+            tokens, stats = output.sequences[0, prompt_width(self.model, ids) :].tolist(), getattr(output, "fastspec", None)
         if not stopped and self.settings.cache and strategy != BEAMS and cascade is None:  # a cascade's stages have caches of their own
             self._caches[strategy] = (output.sequences[0].tolist(), kept_cache(output))
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -271,13 +281,12 @@ class Chat:
 
     def _encode(self, turns: list[dict[str, str]]) -> Any:
         """Token ids [1, T] of a conversation, by the chat template, or of its texts line by line."""
-        if self.settings.chat and self.tokenizer.chat_template is not None:
-            encoded = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        else:
-            encoded = self.tokenizer("\n".join(turn["content"] for turn in turns), return_tensors="pt")
-        if encoded["input_ids"].shape[1] == 0:
+        chat = self.settings.chat and self.tokenizer.chat_template is not None
+        text = "\n".join(turn["content"] for turn in turns)
+        ids = encode(self.tokenizer, turns if chat else text, self.model.device, chat=chat)["input_ids"]
+        if ids.shape[1] == 0:
             raise Unsupported("the prompt has no tokens: write something")
-        return encoded["input_ids"].to(self.model.device)
+        return ids
 
     def _options(self, strategy: str) -> dict[str, Any]:
         options = self.settings.sampling(self.model)
@@ -287,7 +296,7 @@ class Chat:
             options["pad_token_id"] = ends[0] if isinstance(ends, list) else (0 if ends is None else ends)
         if strategy == BEAMS:
             return {**options, "num_beams": self.settings.beams}
-        if strategy == PLAIN:
+        if strategy == BASELINE:
             return options
         return {**options, "assistant": self._assistant(strategy)}
 
@@ -315,7 +324,7 @@ class Chat:
         kept from answer to answer does not have them."""
         import torch
 
-        config = None if strategy == PLAIN or strategy in self.own else self.settings.assistant(strategy)
+        config = None if strategy == BASELINE or strategy in self.own else self.settings.assistant(strategy)
         if (strategy, config) in self._warm:
             return
         if config is not None:
@@ -331,8 +340,9 @@ class Chat:
         if cache is None or not self.settings.cache:
             return None, 0
         length = int(cache.get_seq_length())
-        pairs = zip(held[:length], ids[:-1], strict=False)
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(length, len(ids) - 1))
+        held, known = held[:length], ids[:-1]
+        shared = first_difference(held, known)
+        shared = len(known) if shared is None else shared
         if shared == 0:
             return None, 0
         if shared < length:
@@ -351,10 +361,3 @@ def _judge(answer: Answer, cascade: fastspec.Cascade, explanations: Sequence[Exp
         answer.exact = answer.explanation is not None and answer.explanation.stage == len(cascade.stages)
     else:
         answer.exact = cascade.mode == "lossless" or cascade.alpha == "lossless"
-
-
-def _wait(ids: Any) -> None:
-    if ids.is_cuda:
-        import torch
-
-        torch.cuda.synchronize()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import difflib
+from dataclasses import dataclass, fields
 from typing import Any
 
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
-
-PLAIN = "transformers"
-"""The strategy without an assistant: transformers' own generate."""
 
 # processor -> the settings that it reads, in the order of its arguments
 PROCESSORS: dict[str, tuple[str, ...]] = {
@@ -25,20 +23,25 @@ STORAGES = {"basic": "ngram", "onelevel": "one_level", "suffix": "suffix"}
 """Name in the chat -> name in fastspec.Nasd."""
 KEPT_FOR = ("answer", "chat")
 """How long nasd's storage is kept."""
-DRAFTS = ("greedy", "sampled")
-"""How an EAGLE-1 head drafts in sampled answers."""
-
-# assistant -> (config class, field of it -> setting); a setting left at None keeps the class's default
-CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
-    "nasd": (
-        "Nasd",
-        {"n": "ngram", "gamma": "gamma", "top_k_filler": "top_k_filler", "stop_if_unknown": "stop_if_unknown", "storage": "storage"},
-    ),
-    "speculative": ("Speculative", {"gamma": "gamma", "branches": "branches", "early_exit": "early_exit"}),
-    "eagle": ("Eagle1", {"drafts": "drafts"}),
-    "eagle2": ("Eagle2", {"total_tokens": "tree_total_tokens", "depth": "tree_depth", "top_k": "tree_top_k"}),
-    "eagle3": ("Eagle3", {"total_tokens": "tree_total_tokens", "depth": "tree_depth", "top_k": "tree_top_k"}),
+CONFIGS: dict[str, type] = {
+    each.name: each for each in (fastspec.Nasd, fastspec.Speculative, fastspec.Eagle1, fastspec.Eagle2, fastspec.Eagle3)
 }
+"""Assistant -> its config class, whose fields `/set` takes."""
+FIELDS = {f"{name}.{field.name}": field.default for name, each in CONFIGS.items() for field in fields(each)}
+"""Assistant and field, such as "nasd.gamma" -> the class's default."""
+TREE = ("total_tokens", "depth", "top_k")
+COMMAND_FIELDS: dict[str, tuple[str, ...]] = {
+    "gamma": ("nasd.gamma", "speculative.gamma"),
+    "ngram": ("nasd.n",),
+    "top_k_filler": ("nasd.top_k_filler",),
+    "stop_if_unknown": ("nasd.stop_if_unknown",),
+    "storage": ("nasd.storage",),
+    "early_exit": ("speculative.early_exit",),
+    "branches": ("speculative.branches",),
+    "drafts": ("eagle.drafts",),
+    **{f"tree_{name}": (f"eagle2.{name}", f"eagle3.{name}") for name in TREE},
+}
+"""Name of a command -> the fields that it sets. Chats were once saved with these names."""
 # What else a model's generation config may add to sampling, with the value that switches it off.
 _NEUTRAL = {"min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
@@ -59,38 +62,27 @@ class Settings:
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 0.9
-    gamma: int | None = None
-    ngram: int | None = None
-    top_k_filler: int | None = None
-    stop_if_unknown: bool = True
-    storage: str | None = None
     storage_per: str = "answer"
-    early_exit: int | None = None
-    branches: int | None = None
-    drafts: str | None = None
-    tree_total_tokens: int | str | None = None
-    tree_depth: int | None = None
-    tree_top_k: int | None = None
     cache: bool = False
     chat: bool = True
     beams: int = 1
     seed: int | None = None
     debug: bool = False
     columns: bool = False
+    given: tuple[tuple[str, Any], ...] = ()
+    """Fields of the assistants' configs that differ from the classes' defaults: ("nasd.gamma", 3)."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "top_k", "gamma", "ngram", "top_k_filler", "early_exit", "branches", "beams"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise Unsupported(f"{name} must be at least 1, not {value}")
+        for name in ("max_new_tokens", "top_k", "beams"):
+            if getattr(self, name) < 1:
+                raise Unsupported(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.temperature < float("inf"):
             raise Unsupported(f"temperature must be above 0 and finite, not {self.temperature:g}: /processor greedy does without sampling")
         if not 0 < self.top_p <= 1:
             raise Unsupported(f"top_p must lie above 0 and at most at 1, not {self.top_p:g}")
-        for name, accepted in (("processor", PROCESSORS), ("storage", STORAGES), ("storage_per", KEPT_FOR), ("drafts", DRAFTS)):
-            value = getattr(self, name)
-            if value is not None and value not in accepted:
-                raise Unsupported(f"{name} {value!r} is unknown: accepted are {', '.join(accepted)}")
+        for name, accepted in (("processor", PROCESSORS), ("storage_per", KEPT_FOR)):
+            if getattr(self, name) not in accepted:
+                raise Unsupported(f"{name} {getattr(self, name)!r} is unknown: accepted are {', '.join(accepted)}")
         for name in CONFIGS:
             self.assistant(name)
 
@@ -109,14 +101,27 @@ class Settings:
             return self.replace(processor="greedy")
         return self.replace(processor="multinomial" if self.greedy else self.processor, temperature=value)
 
+    def with_fields(self, changes: dict[str, Any]) -> Settings:
+        """The same settings with fields of the assistants' configs changed, named as in `FIELDS`; checked."""
+        for name in changes:
+            if name not in FIELDS:
+                near = difflib.get_close_matches(name, FIELDS, 1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise Unsupported(f"{name!r} is unknown: {hint}accepted are {', '.join(FIELDS)}")
+        merged = {**dict(self.given), **changes}
+        return self.replace(given=tuple((name, value) for name, value in merged.items() if value != FIELDS[name]))
+
+    def field(self, name: str) -> Any:
+        """The value of a field, named as in `FIELDS`."""
+        return dict(self.given).get(name, FIELDS[name])
+
     def assistant(self, name: str) -> Any:
-        """What `generate(assistant=...)` takes for a strategy: a config object where settings go into one, else the name."""
+        """The value that `generate(assistant=...)` takes for a strategy: a config object where it has one, else the name."""
         if name not in CONFIGS:
             return name
-        maker, fields = CONFIGS[name]
-        given = {field: getattr(self, setting) for field, setting in fields.items()}
-        given = {field: STORAGES.get(value, value) for field, value in given.items() if value is not None}
-        return getattr(fastspec, maker)(**given)
+        keys = [(key.partition("."), value) for key, value in self.given]
+        given = {field: value for (owner, _, field), value in keys if owner == name}
+        return CONFIGS[name](**given)
 
     def sampling(self, model: Any) -> dict[str, Any]:
         """The arguments of `generate` that make it follow the processor, whatever the model's generation config says of sampling."""

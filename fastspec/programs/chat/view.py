@@ -12,6 +12,7 @@ from rich.tree import Tree
 
 from fastspec.cascade.explain import Explanation
 from fastspec.programs.chat.session import Answer, ChatTurn
+from fastspec.programs.compare import ROUNDING, first_difference
 from fastspec.programs.demo import MarkedStreamer
 
 if TYPE_CHECKING:
@@ -178,10 +179,9 @@ def _verdict(turn: ChatTurn, first: Answer, others: list[Answer], dtype: str, *,
     told = []
     for answer in others:
         if not turn.identical(answer):
-            pairs = zip(first.tokens, answer.tokens, strict=False)
-            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first.tokens), len(answer.tokens)))
+            at = first_difference(answer.tokens, first.tokens) or 0
             told.append(f"{answer.strategy} differs from {first.strategy} from token {at + 1} on")
-    why = "" if dtype == "float32" else f" (in {dtype} a pass over several tokens rounds differently, so a near-tie can fall the other way)"
+    why = "" if dtype == "float32" else f" (in {dtype} {ROUNDING})"
     return "; ".join(told) + why + "."
 
 

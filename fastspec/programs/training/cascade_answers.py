@@ -13,8 +13,8 @@ from fastspec.cascade import records
 from fastspec.errors import Unsupported
 from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeModels, Heard
 from fastspec.patches.cascade.settings import left_padded
+from fastspec.programs import texts
 from fastspec.programs.bench.device import environment
-from fastspec.programs.jsonl import read_jsonl
 from fastspec.programs.training.cascade_judging import Given, read_right
 
 Judged = Mapping[tuple[str, str], tuple[float, str]]
@@ -42,7 +42,7 @@ def read_items(path: str | Path, most: int | None = None) -> list[Item]:
     """The items of a JSON-lines file, at most `most`; the file's name is their set's. A line holds a `prompt`, or
     `turns`, of which the first is asked. Raises Unsupported for a line that is no item."""
     items, stem = [], Path(path).stem
-    for number, row in read_jsonl(path):
+    for number, row in texts.read_jsonl(path):
         prompt = (row.get("turns") or [row.get("prompt")])[0]
         if not isinstance(prompt, str) or not prompt.strip():
             raise Unsupported(
@@ -196,11 +196,7 @@ def ways_by_set(judged: Sequence[records.Record]) -> dict[str, str]:
 
 
 def encode(tokenizer: Any, item: Item) -> list[int]:
-    """A prompt's tokens as the first turn of a chat, or as they are where the tokenizer has no template, or a task has
-    applied it."""
-    if item.task or tokenizer.chat_template is None:
-        return list(tokenizer(item.prompt, add_special_tokens=tokenizer.chat_template is None)["input_ids"])
-    out = tokenizer.apply_chat_template(
-        [{"role": "user", "content": item.prompt}], add_generation_prompt=True, return_dict=True
-    )
-    return list(out["input_ids"])
+    """Token ids of a prompt as the first turn of a chat; a task has applied the template to its own prompts."""
+    if item.task and tokenizer.chat_template is not None:
+        return list(tokenizer(item.prompt, add_special_tokens=False)["input_ids"])
+    return texts.encode(tokenizer, item.prompt)["input_ids"][0].tolist()

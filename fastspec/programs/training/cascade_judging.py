@@ -13,7 +13,7 @@ from typing import Any
 
 from fastspec.cascade.records import Record
 from fastspec.errors import Unsupported
-from fastspec.programs.jsonl import read_jsonl
+from fastspec.programs.texts import read_jsonl
 
 CURRENCY = re.compile(r"[$\u00a3\u20ac\\]|(?<=\d),(?=\d{3}(?!\d))|\{,\}")
 """Signs that a number is read without: currencies, TeX's backslashes, commas between thousands."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.programs.jsonl import read_jsonl
+from fastspec.programs.texts import first_turn, read_jsonl
 
 BAND = 32
 """Width, in tokens, of the bands that texts of one length are sorted by."""
@@ -92,11 +92,6 @@ def read_prompts(path: str | Path) -> list[Row]:
             raise Unsupported(f'{path}, line {number}: the row has neither "prompt" nor "turns"')
         row.setdefault("id", str(number))
     return rows
-
-
-def first_turn(row: Row) -> str:
-    """What the user asks first."""
-    return row["prompt"] if "prompt" in row else row["turns"][0]
 
 
 def encode_prompts(tokenizer: Any, rows: Sequence[Row]) -> list[list[int]]:

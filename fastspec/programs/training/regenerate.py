@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from fastspec.config import ContinuousBatch
 from fastspec.patches.api import patched
 from fastspec.patches.inspection import is_patched
-from fastspec.programs.bench.measure import left_padded, until_end
+from fastspec.programs.texts import padded_inputs, until_end
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import Row, Texts, encode_prompts
 from fastspec.programs.training.shards import Shards, TimeLimit
@@ -131,7 +131,7 @@ def _call(
     """The answers to prompts that are all sampled, or all greedy, the end token included where one was reached."""
     how: dict[str, Any] = {"temperature": config.temperature, "top_k": TOP_K, "top_p": config.top_p} if draws else {}
     asked = GenerationConfig(max_new_tokens=config.new_tokens, do_sample=draws, eos_token_id=list(ends) or None, pad_token_id=0, **how)
-    inputs = left_padded([list(prompt) for prompt in prompts], asked, target.device)
+    inputs = padded_inputs(prompts, asked, target.device)
     out = target.generate(**inputs, generation_config=asked, assistant=ContinuousBatch("autoregressive", rows))
     return [until_end(tokens, ends) for tokens in out[:, inputs["input_ids"].shape[1] :].tolist()]
 

@@ -18,7 +18,8 @@ from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants import heads as heads_module
 from fastspec.patches.assistants import packaged_heads
 from fastspec.patches.assistants.heads import ProbeRow, find_head, inspect_head, load_head, parts_of, probe_head, scaled_rope
-from fastspec.programs.cli.app import app, verdict
+from fastspec.programs.cli.app import app
+from fastspec.programs.cli.inspect import verdict
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from fastspec.patches.assistants.heads import inspect_head, load_head, parts_of,
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
-from fastspec.programs.cli.app import verdict
+from fastspec.programs.cli.inspect import verdict
 from fastspec.programs.training.save import checkpoint_tensors
 
 LAYERS = 8

@@ -1,0 +1,138 @@
+"""`fastspec bench`: assistants beside transformers' own methods, measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastspec.programs.cli.options import Backend, Device, Dtype
+
+
+def bench(
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="jsonl file in Spec-Bench's form; may be given several times.")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; may be given several times. Without any: eight bundled ones.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Hub id, directory or .gguf file of the target.")
+    ] = "smollm2-135m-instruct",
+    head: Annotated[
+        list[str] | None, typer.Option(help="Hub id, directory or shipped name of an EAGLE head; one of each kind.")
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Smaller model, of any tokenizer, named as the target.")
+    ] = None,
+    early_exit: Annotated[
+        int | None, typer.Option(min=1, help="Draft with so many of the target's own first layers.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Methods, comma-separated; by default all that have what they need.")
+    ] = None,
+    each: Annotated[int | None, typer.Option(min=1, help="Prompts to take of every category; all by default.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    dtype: Dtype = None,
+    device: Device = None,
+    backend: Backend = "auto",
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Prompts answered together, 1 by default; given several times, one after another."),
+    ] = None,
+    runs: Annotated[
+        int, typer.Option(min=1, help="Timed answers to every prompt; the one of median time makes the row.")
+    ] = 1,
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Untimed answers before; else 2 on CUDA for what compiles.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="Another engine beside, in a process of its own: vllm alone, sglang was not tried."),
+    ] = None,
+    peer_python: Annotated[
+        str | None, typer.Option(help="The Python that has the engine; by default this one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")
+    ] = False,
+    print_output: Annotated[bool, typer.Option("--print-output", help="Print every method's answers.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Print every method's answers beside transformers' own.")
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Time the parts of every assistant's rounds on the first prompt.")
+    ] = False,
+    allow_different: Annotated[
+        bool, typer.Option("--allow-different", help="Exit status 0 though an fp32 answer differs.")
+    ] = False,
+) -> None:
+    """Measure assistants beside transformers' own methods, outputs compared; without prompts on bundled ones. See docs/performance.md."""
+    from fastspec.programs.bench import run_bench
+    from fastspec.programs.bench.peers import Peer
+    from fastspec.programs.bench.report import (
+        differing,
+        print_differences,
+        print_profiles,
+        print_report,
+        print_texts,
+        rows_without_texts,
+        summarise,
+        writer,
+    )
+
+    if profile and as_json:
+        raise typer.BadParameter(
+            "its tables are printed, and --json prints one object alone: give one of the two", param_hint="--profile"
+        )
+    console = Console(highlight=False, stderr=as_json)
+    profiles: dict[str, Any] = {}
+    failures: list[str] = []
+    engines = [Peer(name, peer_python or sys.executable) for name in peer or ()]
+    names = [name.strip() for name in methods.split(",")] if methods else None
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), writer(out) as write:
+        rows = run_bench(
+            prompts=prompts or (),
+            texts=prompt or (),
+            model=model,
+            heads=head or None,
+            draft_model=draft_model,
+            early_exit=early_exit,
+            methods=names,
+            each=each,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            batch=batch or 1,
+            runs=runs,
+            warmup=warmup,
+            peers=engines,
+            on_failure=failures.append,
+            on_row=write,
+            on_profile=profiles.__setitem__ if profile else None,
+            say=lambda line: console.print(line, style="dim", markup=False),
+        )
+    if as_json:
+        print_differences(rows, console)
+        shown = rows if print_output or compare else rows_without_texts(rows)
+        print(json.dumps({"rows": shown, "summary": summarise(rows)}))
+    else:
+        if print_output or compare:
+            print_texts(rows, console, compare)
+        print_report(rows, console)
+        print_profiles(profiles, out.parent if out else Path(), console)
+    for failure in failures:
+        console.print(failure, style="bold red", markup=False)
+    if failures:
+        raise typer.Exit(1)
+    if rows[0]["dtype"] == "float32" and differing(rows) and not allow_different:
+        raise typer.Exit(1)

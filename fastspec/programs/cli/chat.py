@@ -1,0 +1,86 @@
+"""`fastspec chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fastspec.programs.cli.options import Backend, Device
+
+
+def chat(
+    context: typer.Context,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Answer this and exit; several make one conversation, commands too.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Hub id, directory or .gguf file of the target.")
+    ] = "smollm2-135m-instruct",
+    head: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
+    resource: Annotated[
+        list[str] | None, typer.Option(help="ASSISTANT=SOURCE: a head, a draft model, or a cascade's YAML file.")
+    ] = None,
+    assistant: Annotated[str | None, typer.Option(help="Who answers; several, comma-separated, are compared.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
+    gamma: Annotated[int | None, typer.Option(min=1, help="Tokens drafted a round by nasd and speculative.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed set before every answer.")] = None,
+    device: Device = None,
+    backend: Backend = "auto",
+    load: Annotated[
+        str | None, typer.Option(help="Go on with a chat that /save wrote, with its model and settings.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Draw the draft tree of every round.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --prompt: print one JSON object, and nothing else, on stdout.")
+    ] = False,
+) -> None:
+    """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See docs/chat.md."""
+    from fastspec.programs.chat import make_settings, run_chat
+    from fastspec.programs.chat.saved import read_saved
+
+    if as_json and not prompt:
+        raise typer.BadParameter("the object is made of the answers to --prompt: give that too", param_hint="--json")
+    saved = None
+    if load is None:
+        settings = make_settings(
+            model=model,
+            head=head,
+            resources=resource,
+            assistants=assistant,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            gamma=gamma,
+            seed=seed,
+            debug=debug,
+            device=device,
+            backend=backend,
+        )
+    else:
+        names = ("model", "head", "resource", "assistant", "max_new_tokens", "temperature", "gamma", "seed")
+        sources = {
+            name: context.get_parameter_source(name) for name in names
+        }  # typer brings a click of its own: told apart by name
+        given = [
+            f"--{name.replace('_', '-')}"
+            for name, source in sources.items()
+            if source is not None and source.name != "DEFAULT"
+        ]
+        if given:
+            told = f"the file has what {', '.join(given)} would set: leave it out, or change it in the chat"
+            raise typer.BadParameter(told, param_hint="--load")
+        saved = read_saved(load)
+        settings = saved.settings.replace(
+            device=device, backend=backend, debug=debug
+        )  # the file may come from another machine
+    if not as_json:
+        run_chat(settings, Console(highlight=False), prompt, saved)
+        return
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints must not reach the object's reader
+        done = run_chat(settings, Console(quiet=True), prompt, saved)
+    print(json.dumps(done.as_json()))

@@ -1,0 +1,133 @@
+"""Comparison of ways to answer: timed calls of `generate`, and their figures beside a baseline's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import fastspec
+from fastspec.models import prompt_width
+from fastspec.programs.texts import until_end
+
+if TYPE_CHECKING:
+    from fastspec.generation.stats import Stats
+
+BASELINE = "transformers"
+"""The way that others are compared with: transformers' own `generate`, without an assistant."""
+ROUNDING = "a pass over several tokens rounds differently from a pass over each, so a near-tie can fall the other way"
+"""The reason for differing answers in a dtype below float32."""
+
+
+class Stopwatch:
+    """Context manager that times its block. `seconds` holds what a CUDA device had left to do at the end, and not at the start."""
+
+    def __init__(self, device: Any) -> None:
+        self.cuda, self.seconds = device.type == "cuda", 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._wait()
+        self.began = time.perf_counter()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._wait()
+        self.seconds = time.perf_counter() - self.began
+
+    def _wait(self) -> None:
+        if self.cuda:
+            import torch
+
+            torch.cuda.synchronize()
+
+
+@dataclass(slots=True)
+class MeasuredAnswer:
+    """Answers of one call: new tokens of each row up to the end token, wall-clock seconds (prefill included), counts and phases (empty
+    where nothing counted them), peak memory in MiB on CUDA."""
+
+    tokens: list[list[int]]
+    seconds: float
+    stats: Stats
+    peak_mib: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
+
+
+def measured_answer(
+    model: Any, inputs: dict[str, Any], max_new_tokens: int, *, count: bool = False, **options: Any
+) -> MeasuredAnswer:
+    """One timed greedy call of `model.generate`. Its statistics are an assistant's own report; with `count` a streamer takes them, for
+    what reports none."""
+    import torch
+
+    from fastspec.generation.stats import Stats
+    from fastspec.patches.hf.ends import end_tokens
+
+    ids = inputs["input_ids"]
+    clock = TimedStreamer(len(ids)) if count else None
+    if clock is not None:
+        options["streamer"] = clock
+    if ids.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with Stopwatch(ids.device) as watch:
+        if clock is not None:
+            clock.began = watch.began
+        out = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **options)
+    peak = round(torch.cuda.max_memory_allocated() / 2**20, 1) if ids.is_cuda else None
+    last = fastspec.report(model).last if "assistant" in options else None
+    stats = clock.stats if clock is not None else last or Stats(rows=len(ids))
+    ends = end_tokens(model.generation_config)
+    tokens = [until_end(row, ends) for row in out[:, prompt_width(model, ids) :].tolist()]
+    return MeasuredAnswer(tokens, watch.seconds, stats, peak)
+
+
+def beside(answer: MeasuredAnswer, base: MeasuredAnswer) -> dict[str, Any]:
+    """Figures of an answer beside the baseline's to the same prompts; `first_difference` is by row."""
+    parted = [first_difference(ours, plain) for ours, plain in zip(answer.tokens, base.tokens, strict=True)]
+    return {
+        "tokens_per_second": answer.tokens_per_second,
+        "ratio": answer.tokens_per_second / base.tokens_per_second,
+        "identical": all(at is None for at in parted),
+        "first_difference": parted,
+    }
+
+
+def first_difference(ours: Sequence[Any], plain: Sequence[Any]) -> int | None:
+    """Index of the first token (or character) that differs, None where there is none; an answer that ends early differs after its end."""
+    if ours == plain:
+        return None
+    pairs = enumerate(zip(ours, plain, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(ours), len(plain)))
+
+
+class TimedStreamer:
+    """Streamer that counts rounds and takes the time of a `generate` without an assistant, in the form of an assistant's statistics.
+
+    The first tokens end the prefill; every later hand-over is one round, in which all tokens of a row but one were drafted.
+    """
+
+    def __init__(self, rows: int) -> None:
+        from fastspec.generation.stats import Stats
+
+        self.rows, self.puts, self.stats = rows, 0, Stats(rows=rows)
+        self.began = time.perf_counter()
+
+    def put(self, value: Any) -> None:
+        self.puts += 1
+        if self.puts == 2:  # the first hand-over is the prompt
+            self.stats.phases["prefill"] = time.perf_counter() - self.began
+        elif self.puts > 2:
+            tokens = value.numel() // self.rows
+            self.stats.rounds += 1
+            self.stats.row_rounds += self.rows
+            self.stats.round_tokens += tokens * self.rows
+            for _ in range(self.rows):
+                self.stats.count_accepted(tokens - 1)
+
+    def end(self) -> None:
+        self.stats.seconds = time.perf_counter() - self.began
+        self.stats.phases["pass"] = self.stats.seconds - self.stats.phases.get("prefill", 0.0)

@@ -1,0 +1,74 @@
+"""Prompts and answers of programs: JSON lines, chat templates, padding, and ends of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastspec.errors import Unsupported
+from fastspec.reading import parse_json
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of every line that is not blank, one after another. Raises Unsupported, naming the file, where it
+    cannot be read or is no UTF-8, and naming the line too where that is no JSON object."""
+    try:
+        lines = (
+            Path(path).read_text(encoding="utf-8").split("\n")
+        )  # not splitlines: JSON texts may hold U+2028 and the like
+    except FileNotFoundError as error:
+        raise Unsupported(f"{path}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unsupported(f"could not read {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            raise Unsupported(f"{path}, line {number} is no JSON object: {error}") from error
+        if not isinstance(row, dict):
+            raise Unsupported(f"{path}, line {number} is no JSON object: {line[:60]}")
+        yield number, row
+
+
+def first_turn(row: dict[str, Any]) -> Any:
+    """The first user turn of a row with `prompt` or `turns`; None where it has neither."""
+    turns = row.get("turns")
+    return row.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+
+
+def encode(
+    tokenizer: Any, prompt: str | list[dict[str, Any]], device: Any = "cpu", *, chat: bool = True
+) -> dict[str, Any]:
+    """A prompt (one user turn) or a conversation by the chat template, as tensors `input_ids` and `attention_mask` [1, T]. With `chat`
+    False, and for a tokenizer without a template, a prompt is the text itself. Raises Unsupported for a conversation there."""
+    template = chat and getattr(tokenizer, "chat_template", None) is not None
+    if not template and isinstance(prompt, list):
+        raise Unsupported("a conversation needs a tokenizer with a chat template")
+    if template:
+        talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        encoded = tokenizer.apply_chat_template(talk, **options)
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    return dict(encoded.to(device))
+
+
+def padded_inputs(batch: Sequence[Sequence[int]], config: Any, device: Any) -> dict[str, Any]:
+    """Prompts as what `generate` takes: `input_ids` and `attention_mask` [B, T], padded on the left, and the `pad_token_id` of a generation
+    config, an end token where it has none."""
+    from fastspec.patches.cascade.settings import left_padded
+    from fastspec.patches.hf.ends import end_tokens
+
+    pad = config.pad_token_id
+    if pad is None:
+        pad = min(end_tokens(config), default=0)
+    ids, mask = left_padded(batch, pad, device)
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": pad}
+
+
+def until_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """New tokens up to the first end token, that one included."""
+    return tokens[: next((at for at, token in enumerate(tokens) if token in ends), len(tokens)) + 1]
