@@ -9,9 +9,9 @@ from helpers.chat import make_chat, screen
 from rich.console import Console
 
 from fastspec.patches.call import refusals
-from fastspec.programs.chat.columns import COLUMN
 from fastspec.programs.chat.loop import converse, respond
 from fastspec.programs.chat.session import BEAMS, Chat
+from fastspec.programs.chat.view import COLUMN
 from fastspec.programs.compare import BASELINE as PLAIN
 
 

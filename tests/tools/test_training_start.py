@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from fastspec.errors import Unsupported
 from fastspec.programs.training.data import Texts
-from fastspec.programs.training.start import opened, vocabulary_of
+from fastspec.programs.training.start import draft_vocabulary_of, opened
 from fastspec.programs.training.trainer import Trainer
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
@@ -77,4 +77,4 @@ def test_a_head_that_could_not_be_written_is_refused(tmp_path: Path, monkeypatch
 
 def test_the_vocabulary_of_a_head_is_the_targets_ids(material: Material) -> None:
     head = tiny_head(material[0], draft_vocab_size=20)
-    assert torch.equal(vocabulary_of(head), head.to_target(torch.arange(20)))
+    assert torch.equal(draft_vocabulary_of(head), head.to_target(torch.arange(20)))

@@ -1,7 +1,7 @@
 """`fastspec chat`: a conversation in the terminal in which strategies answer in turn, or beside each other, and are compared.
 
 `session.Chat` holds the model and the conversation, `resources` reads what the model is patched with, `commands` is the table of commands,
-`view` and `columns` what is shown, `loop` runs lines through them, and `terminal` reads the lines. docs/chat.md shows it.
+`view` what is shown, `loop` runs lines through them, and `terminal` reads the lines. docs/chat.md shows it.
 """
 
 from __future__ import annotations

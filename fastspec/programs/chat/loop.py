@@ -10,10 +10,9 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from fastspec.errors import FastSpecError
-from fastspec.programs.chat.columns import Columns, fits
 from fastspec.programs.chat.commands import execute
 from fastspec.programs.chat.session import BEAMS, Answer, Chat, ChatTurn
-from fastspec.programs.chat.view import AnswerStreamer, legend, round_tree, stage_tree, turn_table, verdict_line
+from fastspec.programs.chat.view import AnswerStreamer, Columns, fits, legend, round_tree, stage_tree, turn_table, verdict_line
 
 if TYPE_CHECKING:
     from rich.console import Console

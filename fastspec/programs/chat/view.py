@@ -1,11 +1,14 @@
-"""What a chat shows: the answer with its tokens marked, the table of a turn, the draft trees."""
+"""Views of a chat: answers with their tokens marked, below each other or in columns, the table of a turn, the draft trees."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
 ACCEPTED, RECOVERED, BONUS, OWN = "accepted", "recovered", "bonus", "own"
 STYLES: dict[str, str | None] = {ACCEPTED: "bold green", RECOVERED: "bold yellow", BONUS: "bold cyan", OWN: None}
 """Mark -> style. OWN is a token of the target with no draft beside it: the first of an answer, and all of plain decoding."""
+COLUMN = 36
+"""Characters of the screen's width that a column needs."""
+PAUSE = 0.1
+"""Seconds between two pictures; a terminal takes its time for each."""
 
 
 @dataclass(frozen=True)
@@ -222,3 +229,51 @@ def round_tree(tokenizer: Any, number: int, found: RoundTree) -> Tree:
         at[node] = at[found.parents[node]].add(label(found.tokens[node], node, style, mark))
         close(node)
     return at[0]
+
+
+def fits(console: Console, names: Sequence[str]) -> bool:
+    """Whether there are several answers, and room for all."""
+    return 1 < len(names) <= console.width // COLUMN
+
+
+class Columns:
+    """The columns as a context manager: they are drawn anew while it is open, and stay as they are at its end."""
+
+    def __init__(self, console: Console, names: Sequence[str]) -> None:
+        self.texts = {name: Text() for name in names}
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+        for name in names:
+            table.add_column(escape(name), ratio=1, overflow="fold")
+        table.add_row(*self.texts.values())
+        self.live = Live(table, console=console, auto_refresh=False)
+        self._drawn = 0.0
+
+    def __enter__(self) -> Columns:
+        self.live.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.live.stop()  # draws what was added since the last picture
+
+    def column(self, name: str) -> Column:
+        """What a strategy's answer is printed to."""
+        return Column(self, name)
+
+    def add(self, name: str, text: Text) -> None:
+        """Append to a column."""
+        self.texts[name].append_text(text)
+        now = time.perf_counter()
+        if now - self._drawn > PAUSE:
+            self.live.refresh()
+            self._drawn = now
+
+
+class Column:
+    """A column as a streamer's console: `print` as far as streamers use it."""
+
+    def __init__(self, columns: Columns, name: str) -> None:
+        self.columns, self.name = columns, name
+
+    def print(self, text: str = "", *, style: str | None = None, end: str = "\n", **_: Any) -> None:
+        """Append a text in a style."""
+        self.columns.add(self.name, Text(text + end, style or ""))

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from fastspec.errors import Unsupported
+from fastspec.programs.texts import first_turn
 from fastspec.programs.training.config import ENLARGEMENTS, TrainConfig
-from fastspec.programs.training.data import Row, Texts, first_turn
+from fastspec.programs.training.data import Row, Texts
 from fastspec.programs.training.regenerate import answer, answering
 from fastspec.programs.training.shards import Shards, TimeLimit
 

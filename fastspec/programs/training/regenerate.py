@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from fastspec.config import ContinuousBatch
 from fastspec.patches.api import patched
+from fastspec.patches.hf.ends import end_tokens as ends_of
 from fastspec.patches.inspection import is_patched
 from fastspec.programs.texts import padded_inputs, until_end
 from fastspec.programs.training.config import TrainConfig
@@ -35,10 +36,9 @@ _CHOSEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def end_tokens(target: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer: those of the target's generation configuration, and the tokenizer's."""
-    found = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
-    ends = {*(found if isinstance(found, list | tuple) else [found]), getattr(tokenizer, "eos_token_id", None)}
-    return tuple(sorted(token for token in ends if token is not None))
+    """The tokens that end an answer: those of the target's generation configuration, and the tokenizer's (None: no tokenizer)."""
+    named = ends_of(target.generation_config) | (frozenset() if tokenizer is None else ends_of(tokenizer))
+    return tuple(sorted(named))
 
 
 def answer_prompts(

@@ -1,4 +1,4 @@
-"""Writing a trained head in the original checkpoint formats: EAGLE-3's, or the one of EAGLE-1 and EAGLE-2."""
+"""Writing a trained head in the original checkpoint formats (EAGLE-3's, or the one of EAGLE-1 and EAGLE-2), and its model card."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from fastspec.distribution import DISTRIBUTION
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.dialects import OWN
-from fastspec.generation.heads.module import EagleHead
+from fastspec.generation.heads.module import EagleHead, HeadConfig
+from fastspec.programs.training.config import TrainConfig
 
 
 def checkpoint_config(head: EagleHead) -> dict[str, Any]:
@@ -99,3 +101,44 @@ def save_head(head: EagleHead, directory: str | Path, card: str) -> None:
     part.replace(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(checkpoint_config(head), indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def model_card(
+    config: TrainConfig, head: HeadConfig, *, steps: int, processes: int, coverage: float, texts: int,
+    validation: dict[str, Any] | None,
+) -> str:  # fmt: skip
+    """README.md of a head: what it belongs to, how it was trained, how to use it."""
+    name = Path(config.target).name if Path(config.target).exists() else config.target
+    eagle3 = head.kind == "eagle3"
+    assistant = "eagle3" if eagle3 else "eagle2"
+    taps = f"taps (`hidden_states`) | {', '.join(map(str, head.taps))}" if eagle3 else "feature | the last hidden state, after the norm"
+    vocabulary = f"{head.draft_vocab_size} of {head.vocab_size}, {coverage:.1%} of the answers' tokens"
+    form = "the original EAGLE-3 one (`midlayer.*`, `d2t` as offsets)" if eagle3 else "the original EAGLE-1 and EAGLE-2 one"
+    if head.norm_output:
+        form += "; with EAGLE-3.1's norms (`fc_norm`, `norm_output`)"
+    if head.target_rows:
+        form += "; for an LM head the target's rows of the drafted tokens behind `lm_head_map.weight`, which only fastspec reads"
+    lines = [
+        f"# {'EAGLE-3' if eagle3 else 'EAGLE-1/2'} head for {name}",
+        "",
+        "A drafting head: with it the target generates several tokens per forward pass, the same ones as without it.",
+        "",
+        "```python",
+        f"import fastspec  # {DISTRIBUTION}, installed from a checkout; the package index's fastspec is another project's",
+        f'fastspec.patch(model, {assistant}="path/of/this/folder")',
+        f'model.generate(**inputs, assistant="{assistant}")',
+        "```",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| hidden, intermediate | {head.hidden_size}, {head.intermediate_size} |",
+        f"| {taps} |",
+        f"| draft vocabulary | {vocabulary if eagle3 else 'the whole, through the LM head of the target'} |",
+        f"| texts | {texts}, answers by the target itself |",
+        *([f"| start | the weights of {Path(config.start_from).name} |"] if config.start_from else []),
+        f"| steps | {steps} of {processes * config.batch_tokens} padded tokens, AdamW, peak learning rate {config.learning_rate:g} |",
+        f"| training-time test | {config.ttt_steps} steps, weights {config.decay:g}^i, loss {config.loss} |",
+    ]
+    if validation is not None:
+        lines.append(f"| held-out chain of {config.ttt_steps}, tokens a round | {validation['top1']} |")
+    return "\n".join([*lines, "", f"Format: {form}.", ""])

@@ -73,6 +73,6 @@ def with_sizes_of(config: TrainConfig, head: EagleHead) -> TrainConfig:
     return replace(config, **sizes)
 
 
-def vocabulary_of(head: EagleHead) -> Tensor:
+def draft_vocabulary_of(head: EagleHead) -> Tensor:
     """The target's ids of the tokens that a head drafts, on the CPU."""
     return head.to_target(torch.arange(head.config.draft_vocab_size, device=head.fc.weight.device)).cpu()

@@ -16,15 +16,14 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather
 
 from fastspec.errors import Unsupported
-from fastspec.programs.training.acceptance import acceptance
-from fastspec.programs.training.card import model_card
+from fastspec.generation.heads.module import EagleHead
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import TextBatch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
 from fastspec.programs.training.features import DEVICE, HOST, NOWHERE, KeptFeatures
-from fastspec.programs.training.save import save_head
-from fastspec.programs.training.start import opened, started, vocabulary_of, with_sizes_of
+from fastspec.programs.training.save import model_card, save_head
+from fastspec.programs.training.start import draft_vocabulary_of, opened, started, with_sizes_of
 from fastspec.programs.training.target import TargetReader
-from fastspec.programs.training.ttt import TrainingTimeTest
+from fastspec.programs.training.ttt import TrainingTimeTest, chain_lengths
 
 STATE = "state.pt"
 LOG = "log.jsonl"
@@ -89,7 +88,7 @@ class Trainer:
             self.identity["target_dtype"] = str(target.dtype)
         state = self._stored()
         if state is None and began is not None:
-            vocabulary = vocabulary_of(began)
+            vocabulary = draft_vocabulary_of(began)
             self.coverage = coverage_of(self.texts, vocabulary)
         elif state is None:
             whole = {"eagle3": DRAFT_VOCABULARY}.get(config.kind, vocab)
@@ -297,3 +296,40 @@ def _usable(texts: Texts, longest: int) -> Texts:
         return texts
     answers = np.add.reduceat(texts.answer.astype(np.int64), texts.offsets[:-1])
     return texts.select((texts.lengths <= longest) & (answers >= 3))
+
+
+@torch.no_grad()
+def acceptance(
+    head: EagleHead,
+    reader: TargetReader,
+    texts: Texts,
+    *,
+    steps: int = 7,
+    limit: int = 400,
+    ranks: tuple[int, ...] = (1,),
+) -> dict[str, Any]:
+    """How many tokens a round yields (bonus counted), teacher-forced over the target's own answers.
+
+    For each rank r: `chain` as if every draft among the head's r best at its depth were in the tree, and nothing else had to be
+    pruned. Rank 1 is a real chain of `steps` drafts; the others bound what a tree can reach. `accuracy` is per depth, rank 1.
+    """
+    chosen = texts if len(texts) <= limit else texts.select(np.arange(len(texts)) < limit)
+    unrolled = TrainingTimeTest(head, steps, 1.0)
+    device = head.fc.weight.device
+    found: dict[str, Any] = {}
+    for rank in ranks:
+        counts = torch.zeros(steps, device=device, dtype=torch.float64)
+        right = torch.zeros(steps, device=device, dtype=torch.float64)
+        total = 0
+        for batch in batches(chosen, plan_batches(chosen.lengths, 16384, 64, None), 64):
+            batch = batch.to(device)
+            teacher = reader.read(batch.ids, batch.where)
+            _, _, hits = unrolled(batch.ids, teacher, rank, batch.first)
+            alive, rows = chain_lengths(hits, teacher.where, batch.ids.shape)
+            counts += alive
+            right += hits.sum(1)
+            total += int(rows)
+        found[f"top{rank}"] = round(1 + float(counts.sum()) / max(1, total), 3)
+        if rank == 1:
+            found["accuracy"] = [round(x, 4) for x in (right / max(1, total)).tolist()]
+    return found

@@ -10,15 +10,16 @@ Letters: B rows, T positions, H widths, M positions with a loss, V_d draft vocab
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastspec.generation.heads.module import EagleHead, Halves, Layer
-from fastspec.programs.training.compiled import over_rows, over_texts
 from fastspec.programs.training.losses import summed_rows
 from fastspec.programs.training.unrolled import EAGER, Diagonals, UnrolledAttention
 
@@ -114,3 +115,30 @@ def chain_lengths(hits: Tensor, where: Tensor, shape: tuple[int, ...]) -> tuple[
         alive = alive & dense[rows + 1 + step] & ((rows % shape[1]) + 1 + step < shape[1])
         counts.append(alive.sum())
     return torch.stack(counts), torch.tensor(rows.numel(), device=hits.device)
+
+
+def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled. Of its arguments' tensors, alone or in sequences, dimension 0 is the one that calls differ in; the others
+    are part of what is compiled, so that a number of rows which happens to be another size is not taken for it."""
+    run = torch.compile(function)
+
+    def call(*arguments: Any) -> Any:
+        for each in arguments:
+            for x in each if isinstance(each, Sequence) else (each,):
+                if isinstance(x, Tensor):
+                    torch._dynamo.maybe_mark_dynamic(x, 0)
+        return run(*arguments)
+
+    return call
+
+
+def over_texts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of a module and of tensors [B, T, ...], which treats positions alike, compiled over the B * T of them."""
+    run = over_rows(function)
+
+    def call(module: Any, *tensors: Tensor) -> Any:
+        shape = tensors[0].shape[:2]
+        found = run(module, *(x.flatten(0, 1) for x in tensors))
+        return found.unflatten(0, shape) if isinstance(found, Tensor) else tuple(x.unflatten(0, shape) for x in found)
+
+    return call
