@@ -24,7 +24,8 @@ demo: $(VENV)/.demo  ## the main job on a real model; ARGS="--prompt '...' --max
 test: lint  ## ruff, mypy and the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-lint: $(VENV)/.test  ## ruff and mypy
+lint: $(VENV)/.test  ## ruff's layout and rules, and mypy
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
