@@ -153,8 +153,8 @@ class Continuous:
         refuse_overrides(self.model)
         if ids.dim() == 1:
             ids = ids[None]
-        given = {"input_ids": ids, "generation_config": generation_config, "streamer": streamer, **options}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {"generation_config": generation_config, "streamer": streamer}
+        given = {"input_ids": ids, **{name: value for name, value in given.items() if value is not None}, **options}
         single = prepare(self.model, self._original, given, seed, self._settled)
         length = single.ids.shape[1] + single.limit
         if length > self.max_length:

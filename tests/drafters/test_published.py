@@ -23,12 +23,16 @@ from helpers.heads import (
     published_by_red_hat,
     write,
 )
+from helpers_models import tiny_head, tiny_model
 
+import fastspec
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads.bound import Sizes
 from fastspec.generation.heads.checkpoint import HeadCheckpoint
 from fastspec.generation.heads.fit import Reading, fitted, override, with_taps
 from fastspec.generation.heads.load import build_head, is_copy, read_checkpoint
+from fastspec.generation.heads.module import Binding
+from fastspec.patches.assistants.heads import load_head
 
 SIZES = Sizes(BASE.vocab_size, BASE.hidden_size, LAYERS, BASE.hidden_size)
 
@@ -305,6 +309,21 @@ def test_a_target_with_added_tokens_takes_a_head_whose_drafts_are_among_them(tmp
     for sizes in (more, fewer):
         with pytest.raises(CheckpointError, match="whole LM head"):
             fitted(old, sizes, Reading())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_head_that_was_loaded_fits_the_target_that_it_was_loaded_for(own, tmp_path):
+    """With added tokens too, where `patch` takes the module of `load_head`; an embedding without their rows is refused."""
+    model = tiny_model()
+    model.resize_token_embeddings(101, mean_resizing=False)
+    made = tiny_head(model, vocab_size=97, draft_vocab_size=40)
+    embedding = torch.ones(97, 64)
+    write(tmp_path, *as_speculators(made, embedding) if own else as_eagle3(made, embedding))
+    head = load_head(tmp_path, model, taps=(0, 1, 2), **({"own_embedding": False} if own else {}))
+    fastspec.unpatch(fastspec.patch(model, eagle3=head))
+    head.binding = Binding(torch.nn.Embedding(97, 64), None, True)
+    with pytest.raises(CheckpointError, match="no rows for the tokens from 97 on"):
+        fastspec.patch(model, eagle3=head)
 
 
 def test_the_embedding_of_a_head_is_kept_or_left_as_asked(tmp_path):

@@ -26,6 +26,24 @@ from fastspec.patches.hf.cache_names import CACHE
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
 
 
+def test_none_unsets_what_the_models_generation_config_sets():
+    """As in `generate`: end tokens, penalties, forbidden words, stop strings, a guidance that no assistant takes."""
+    plain, model = made("bigram")
+    [ids] = texts(9)
+    free = alone(plain, ids, 8, eos_token_id=None)
+    said = free[len(ids) :]
+    unset = {
+        "eos_token_id": said[2], "repetition_penalty": 1.8, "bad_words_ids": [[said[1]]], "stop_strings": ["a"], "guidance_scale": 2.0,
+        "exponential_decay_length_penalty": (1, 2.0), "forced_eos_token_id": said[0],
+    }  # fmt: skip
+    with fastspec.continuous(model, "eagle3", rows=2, max_length=64) as batch:
+        for name, value in unset.items():
+            setattr(model.generation_config, name, value)
+            asked = {"eos_token_id": None, name: None, "do_sample": False}
+            assert told([batch.submit(ids, max_new_tokens=8, **asked)]) == [free], name
+            setattr(model.generation_config, name, None)
+
+
 def settings_of(plain: Any, ids: list[Tensor]) -> list[dict[str, Any]]:
     """A different set of greedy settings for each prompt in turn."""
     generated = alone(plain, ids[0], 12)

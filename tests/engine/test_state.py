@@ -167,6 +167,27 @@ def test_a_row_joins_with_what_was_committed_and_its_neighbours_stay():
         assert torch.equal(now, old)
 
 
+def test_what_a_former_text_wrote_is_zeroed():
+    """Where a row or a call begins anew, and in a cache that is handed out; what no text has reached is not touched."""
+    cache, other = made(9, rows=3), filled(made(9, rows=1), 1)
+    assert cache.reserve(5) == 5 and cache.reached == 5 + cache.tail < cache.slots
+    for buffer in (cache.k, cache.v):
+        buffer.fill_(torch.nan)
+    cache.copy_row(1, other, 4)
+    for now, new in ((cache.k, other.k), (cache.v, other.v)):
+        assert torch.equal(now[:, 1, :, :4], new[:, 0, :, :4])
+        assert not now[:, 1, :, 4 : cache.reached].any() and now[:, 1, :, cache.reached :].isnan().all()
+        assert now[:, [0, 2]].isnan().all()
+    shown = torch.ones(3, 6, dtype=torch.bool)
+    for keys, values in export_span(cache, torch.zeros(3, dtype=torch.long), shown):
+        assert not keys[1, :, 4:].any() and not values[1, :, 4:].any()
+    reached = cache.reached
+    cache.open(9)
+    assert cache.reached == 0
+    for now in (cache.k, cache.v):
+        assert not now[:, :, :, :reached].any() and now[:, :, :, reached:].isnan().all()
+
+
 def test_lengths_stay_at_the_bound():
     cache = made(9)
     cache.lengths.copy_(torch.tensor([3, 8]))
@@ -297,6 +318,6 @@ def test_the_first_layers_of_another_state_move_paths_in_these_alone(ring):
 
 def test_a_row_begins_with_the_first_row_of_another_state():
     mine, other = made(6).attention, filled(made(6), 1).attention
-    mine.copy_row(1, other, 4)
+    mine.copy_row(1, other, 4, 0, 0)
     assert torch.equal(mine.k[:, 1, :, :4], other.k[:, 0, :, :4]) and not mine.k[:, 1, :, 4:].any() and not mine.k[:, 0].any()
     assert torch.equal(mine.v[:, 1, :, :4], other.v[:, 0, :, :4])

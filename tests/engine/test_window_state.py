@@ -164,22 +164,23 @@ def test_a_path_of_the_root_alone_moves_nothing():
     alone().commit(nothing, moves([[4], [5], [6]], [[4], [5], [6]]))
 
 
-@pytest.mark.parametrize("source", [None, 0, 1])
+@pytest.mark.parametrize("source, reached", [(0, 0), (0, 5), (1, 7)])
 @pytest.mark.parametrize("count, held", [(4, 4), (6, 6), (9, 6)])
-def test_a_row_begins_anew_with_what_the_ring_of_another_holds(source, count, held):
-    """With its first tokens, or where there are more than slots with all of the ring; its neighbours stay."""
+def test_a_row_begins_anew_with_what_the_ring_of_another_holds(source, reached, count, held):
+    """With its first tokens, or where there are more than slots with all of the ring; what a former text wrote is zeroed, its neighbours stay."""
     state, other = alone(), alone(rows=2)
     keys, values = state.k.clone(), state.v.clone()
-    state.copy_row(1, other, count, *([] if source is None else [source]))
+    state.copy_row(1, other, count, source, reached)
     for now, old, new in ((state.k, keys, other.k), (state.v, values, other.v)):
-        old[:, 1, :, :held] = new[:, source or 0, :, :held]
+        old[:, 1, :, :held] = new[:, source, :, :held]
+        old[:, 1, :, held:reached] = 0
         assert torch.equal(now, old)
 
 
 def test_a_row_takes_no_more_than_its_tokens_from_a_longer_buffer():
     state, other = alone(), alone()
     state.k, state.v = state.k[:, :, :, :5].clone(), state.v[:, :, :, :5].clone()
-    state.copy_row(2, other, 5)
+    state.copy_row(2, other, 5, 0, 0)
     assert torch.equal(state.k[:, 2], other.k[:, 0, :, :5]) and torch.equal(state.v[:, 2], other.v[:, 0, :, :5])
 
 

@@ -71,6 +71,12 @@ class HeadCheckpoint:
         return self.embedding is not None
 
     @property
+    def own_embedding(self) -> Tensor | None:
+        """The embedding that is the head's own: a module may hold its target's."""
+        binding = None if self.module is None else self.module.binding
+        return None if binding is not None and not binding.own_embedding else self.embedding
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the head, its own embedding not counted."""
         return sum(tensor.numel() for name, tensor in self.state.items() if name != "d2t")

@@ -160,13 +160,13 @@ def _of_vocabulary(checkpoint: HeadCheckpoint, sizes: Sizes) -> list[str]:
     if apart == 0:
         return []
     made = f"the head was made for a vocabulary of {config.vocab_size}, the target's has {sizes.vocab_size}"
-    if abs(apart) > ADDED or checkpoint.module is not None:
+    if abs(apart) > ADDED:
         return [f"{made}: use the head made for this target"]
     if config.kind == "eagle" or not (config.own_lm_head or config.target_rows):
         return [f"{made}, and it drafts with the target's whole LM head: use the head made for this target"]
     if checkpoint.last_drafted >= sizes.vocab_size:
         return [f"{made}, and it drafts tokens up to {checkpoint.last_drafted}: use the head made for this target"]
-    if checkpoint.embedding is not None and apart > 0:
+    if checkpoint.own_embedding is not None and checkpoint.own_embedding.shape[0] < sizes.vocab_size:
         return [
             f"{made}, and the head's own embedding has no rows for the tokens from {config.vocab_size} on: "
             "fastspec.load_head(..., own_embedding=False) takes the target's"

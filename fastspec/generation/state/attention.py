@@ -39,8 +39,10 @@ class FullAttentionState(LayerState):
         """Replace the buffers by larger ones that hold the same."""
         self.k, self.v = self._resized(self.k, slots), self._resized(self.v, slots)
 
-    def clear(self) -> None:
-        """Nothing to do: what lies in slots behind a row's tokens is never read."""
+    def clear(self, reached: int) -> None:
+        """Zero what was written: attention multiplies the values of slots that are not seen by weights of 0, and 0 * NaN is NaN."""
+        self.k[:, :, :, :reached].zero_()
+        self.v[:, :, :, :reached].zero_()
 
     def write(self, ops: Ops, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k, v [B, N, Hkv, D] of one layer at slots [B, N]."""
@@ -51,11 +53,12 @@ class FullAttentionState(LayerState):
         if moves.verdict.path.shape[1] > 1:
             ops.kv_block_copy(self.k, self.v, moves.sources, moves.targets)
 
-    def copy_row(self, row: int, other: LayerState, count: int, source: int = 0) -> None:
-        """Begin a row anew; there must be room for its tokens."""
+    def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
+        """Begin a row anew; there must be room for its tokens. Slots after them are zeroed, as by `clear`."""
         assert isinstance(other, FullAttentionState)
         for mine, theirs in ((self.k, other.k), (self.v, other.v)):
             mine[:, row, :, :count] = theirs[:, source, :, :count]
+            mine[:, row, :, count:reached].zero_()
 
     def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
         """Take keys and values [B, Hkv, T, D] of one layer's first tokens."""
@@ -67,7 +70,8 @@ class FullAttentionState(LayerState):
         """Keys and values [B, Hkv, T, D] of one layer at slots [B, T]; zeros where `real` [B, T] is false."""
         row = torch.arange(len(slots), device=slots.device)[:, None]
         keys, values = (
-            (buffer[layer].transpose(1, 2)[row, slots] * real[:, :, None, None]).transpose(1, 2).contiguous() for buffer in (self.k, self.v)
+            buffer[layer].transpose(1, 2)[row, slots].where(real[:, :, None, None], 0).transpose(1, 2).contiguous()
+            for buffer in (self.k, self.v)
         )
         return keys, values
 

@@ -65,12 +65,13 @@ class LayerState(ABC):
         """Keep the accepted paths."""
 
     @abstractmethod
-    def copy_row(self, row: int, other: LayerState, count: int, source: int = 0) -> None:
-        """Begin a row anew with the `count` committed tokens of row `source` of another state of the same kind."""
+    def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
+        """Begin a row anew with the `count` committed tokens of row `source` of another state of the same kind. The row's former text
+        and its trees have written no slot from `reached` on."""
 
     @abstractmethod
-    def clear(self) -> None:
-        """Begin with an empty text."""
+    def clear(self, reached: int) -> None:
+        """Begin with an empty text in every row, none of which has written a slot from `reached` on."""
 
     @abstractmethod
     def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:

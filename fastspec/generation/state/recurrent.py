@@ -55,7 +55,7 @@ class DeltaState(LayerState):
     def resize(self, slots: int) -> None:
         """Nothing grows."""
 
-    def clear(self) -> None:
+    def clear(self, reached: int) -> None:
         """Begin with an empty text."""
         self.s.zero_()
         self.held.zero_()
@@ -65,7 +65,7 @@ class DeltaState(LayerState):
         verdict = moves.verdict
         ops.delta_commit(self.s, self.held, self.inputs, self.mixed, self.u, self.g, verdict.path, verdict.accepted, moves.active)
 
-    def copy_row(self, row: int, other: LayerState, count: int, source: int = 0) -> None:
+    def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
         """Begin a row anew."""
         assert isinstance(other, DeltaState)
         self.s[:, row] = other.s[:, source]

@@ -56,6 +56,8 @@ class SequenceState:
         self.places: list[tuple[LayerState, int]] = [(self.kinds[kind], layer) for kind, layer in order]
         """The state of every layer of the model, and the layer's number in it."""
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.reached = 0
+        """No row has written a slot from here on since the call began; passes that pad what they write set it."""
         self.open(capacity)
 
     @property
@@ -72,8 +74,9 @@ class SequenceState:
                 raise _too_large(capacity, len(self.lengths), need, device)
         self.lengths.zero_()
         for kind in self.kinds:
-            kind.clear()
+            kind.clear(self.reached)
         self.reserve(min(capacity, self.first))
+        self.reached = 0
 
     @property
     def bound(self) -> int:
@@ -95,7 +98,9 @@ class SequenceState:
             except (MemoryError, RuntimeError) as error:
                 raise _too_large(wanted, len(self.lengths), self._bytes(wanted), self.lengths.device) from error
             self.slots = wanted
-        return min(committed, self.bound)
+        found = min(committed, self.bound)
+        self.reached = max(self.reached, found + self.tail)
+        return found
 
     def _bytes(self, slots: int) -> int:
         return sum(kind.bytes(slots) for kind in self.kinds)
@@ -117,7 +122,7 @@ class SequenceState:
     def copy_row(self, row: int, other: SequenceState, count: int, source: int = 0) -> None:
         """Begin a row anew with the `count` committed tokens of row `source` of another state; there must be room for them."""
         for mine, theirs in zip(self.kinds, other.kinds, strict=True):
-            mine.copy_row(row, theirs, count, source)
+            mine.copy_row(row, theirs, count, source, self.reached)
         self.lengths[row] = count
 
     def grow(self, counts: Tensor) -> None:

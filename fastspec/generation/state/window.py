@@ -51,10 +51,10 @@ class WindowState(FullAttentionState):
         if moves.verdict.path.shape[1] > 1:
             ops.kv_block_copy(self.k, self.v, moves.sources % self.ring, moves.targets % self.ring)
 
-    def copy_row(self, row: int, other: LayerState, count: int, source: int = 0) -> None:
+    def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
         """Begin a row anew; there must be room for its tokens."""
         assert isinstance(other, WindowState) and other.ring == self.ring
-        super().copy_row(row, other, min(count, self.ring), source)
+        super().copy_row(row, other, min(count, self.ring), source, reached)
 
     def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
         """Take the last of the keys and values [B, Hkv, T, D] of one layer's tokens."""
@@ -64,7 +64,7 @@ class WindowState(FullAttentionState):
         columns = order.gather(1, place.clamp(0, order.shape[1] - 1))
         row = torch.arange(len(order), device=order.device)[:, None]
         for buffer, states in zip((self.k, self.v), held, strict=True):
-            buffer[layer] = (states.transpose(1, 2)[row, columns] * (place >= 0)[:, :, None, None]).transpose(1, 2)
+            buffer[layer] = states.transpose(1, 2)[row, columns].where((place >= 0)[:, :, None, None], 0).transpose(1, 2)
 
     def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
         """Keys and values [B, Hkv, T, D] of one layer at slots [B, T]; zeros where `real` [B, T] is false, and where a token is no longer

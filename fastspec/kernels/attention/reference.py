@@ -78,7 +78,8 @@ def tree_attention(
     `sinks` [Hq] floats are logits that join the sum of a head's weights beside the scores, once for every query, and bring no value
     (gpt-oss). With a `cap` the scaled scores s become cap * tanh(s / cap) before any is masked (Gemma 2). With either the softmax is taken
     in fp32 at least, and the weights are rounded to the dtype before they meet the values. Grouped query heads are stacked as rows, so no
-    key or value is repeated.
+    key or value is repeated. On the CPU no query reads a slot that it does not see, whatever stands there; elsewhere NaN and infinity in
+    the first E slots of a row reach all of its queries.
     """
     batch, nodes, heads, size = q.shape
     kv_heads = k.shape[1]
@@ -89,6 +90,10 @@ def tree_attention(
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=layout.stacked, scale=scale)
     else:
         out = _weights(rows, keys, layout.stacked, scale, sinks, cap).to(v.dtype) @ values
+    if out.is_cpu and out.sum().isnan():  # 0 * NaN is NaN: where a value is none, a weight of 0 does not hide it
+        weights, odd = _weights(rows, keys, layout.stacked, scale, sinks, cap).to(v.dtype), ~values.isfinite()
+        hidden = layout.stacked.float() @ odd.float() == 0
+        out = torch.where(hidden, weights @ values.masked_fill(odd, 0), out)
     return out.view(batch, kv_heads, group, nodes, size).permute(0, 3, 1, 2, 4).reshape(batch, nodes, heads, size)
 
 

@@ -54,12 +54,14 @@ static void tree_attention(
             for (; d + 4 * LANES <= D; d += 4 * LANES) {
                 vec acc[4] = {};
                 for (e = 0; e < E; e++)
-                    for (int i = 0; i < 4; i++) acc[i] += scores[e * LANES + r] * load(values + e * D + d + i * LANES);
+                    if (seen[r][e])  // 0 * NaN is NaN
+                        for (int i = 0; i < 4; i++) acc[i] += scores[e * LANES + r] * load(values + e * D + d + i * LANES);
                 for (int i = 0; i < 4; i++) store(to + d + i * LANES, acc[i] * share[r]);
             }
             for (; d < D; d++) {
                 float acc = 0;
-                for (e = 0; e < E; e++) acc += scores[e * LANES + r] * wide(values[e * D + d]);
+                for (e = 0; e < E; e++)
+                    if (seen[r][e]) acc += scores[e * LANES + r] * wide(values[e * D + d]);
                 to[d] = narrow<T>(acc * share[r]);
             }
         }

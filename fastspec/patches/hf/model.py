@@ -183,6 +183,8 @@ class HFModel(Target):
         parts = list(prompt_parts(ids.shape[1], self.widest))
         many = len(parts) > 1
         self.reserve(done + ids.shape[1])  # at once: passes that were captured in smaller buffers are captured anew
+        if self.chunks is not None:
+            self.state.reached = self.state.slots  # a captured part writes its padding too
         for begin, width in parts:
             part = ids[:, begin : begin + width]
             want = counts - 1 - begin

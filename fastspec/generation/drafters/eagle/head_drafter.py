@@ -79,6 +79,8 @@ class HeadDrafter(Drafter):
         following = torch.cat((ids[:, 1:], root[:, None]), 1)
         following = following.scatter(1, (counts - 1).clamp(min=0)[:, None], root[:, None])
         self.reserve(ids.shape[1])
+        if self.chunks is not None:
+            self.state.reached = self.state.slots  # a captured part writes its padding too
         for start, width in prompt_parts(ids.shape[1], self.widest):
             part = slice(start, start + width)
             inputs = following[:, part], features[:, part], (counts - start).clamp(0, width)
