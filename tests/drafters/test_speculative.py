@@ -192,6 +192,14 @@ def test_whether_to_draft_on_does_not_depend_on_what_would_be_drawn():
     assert {True, False} == set().union(*went_on.values())  # some texts are drafted on and some are not
 
 
+def test_branches_are_the_likeliest_tokens_whatever_a_call_draws_from():
+    drafter = ChainDrafter(Dice(), Length(2), branches=2, vocab=4, draft_vocab=4, ops=TORCH, process=lambda scores: -scores)
+    drafter.begin(torch.tensor([[1, 2]]), torch.tensor([2]), torch.zeros(1, 2, 0), torch.tensor([1]))
+    tree = drafter.propose(0)
+    assert tree.tokens.tolist() == [[1, 0, 1, 0, 1]] and tree.parents.tolist() == [[0, 0, 0, 1, 1]]
+    assert tree.q is None and not drafter.traits.draws
+
+
 def test_early_layers_draft_on_the_targets_cache():
     model = bigram()  # its layers add nothing, so every early exit knows the answer
     fastspec.patch(model)
