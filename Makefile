@@ -44,7 +44,7 @@ test-served: $(CLIENTS)/.clients  ## the server with lm-eval, through hundreds o
 	$(CLIENTS)/bin/python -m pytest -m clients -n 2 --dist loadfile tests/clients/test_serve_long.py tests/clients/test_serve_smollm2.py \
 		tests/clients/test_lm_eval.py::test_a_server_answers_its_local_completions_model $(ARGS)
 
-mutants: $(VENV)/.mutants  ## mutation testing of the engine's core, an hour or more; ARGS="verify tree" for some modules
+mutants: $(VENV)/.mutants  ## mutation testing, hours at first, goes on where it was stopped; ARGS="drafters --most 20" for some
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 docs: $(VENV)/.docs  ## the reference of the Python interface, from its docstrings, into site/
@@ -90,5 +90,5 @@ $(CLIENTS)/.clients: constraints.txt constraints-clients.txt pyproject.toml $(HE
 	@touch $@
 
 $(VENV)/.mutants: $(VENV)/.test
-	$(INSTALL) "$(call PINNED,mutmut)"
+	$(INSTALL) "$(call PINNED,coverage)"
 	@touch $@

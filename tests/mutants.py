@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tomllib
 from helpers_mutants import Mutant, drawn
 
 LIST = Path(__file__).with_suffix(".toml")
@@ -37,8 +36,8 @@ PROCESSES = 2
 MOST, SECONDS, FEW = 40, 40.0, 5
 """Tests of a mutant, at most, and the seconds that they took, but for the first; where fewer run its lines, others of its function are
 asked as well."""
-SLOWER, START = 4.0, 60.0
-"""A mutant's tests may take this much longer than they took, and these seconds."""
+SLOWER, START = 6.0, 120.0
+"""A mutant's tests may take this much longer than they took, and these seconds: other work may share the machine."""
 KILLED, SHARE = ("failed", "timeout"), 0.9
 OUTCOMES = {0: "lived", 1: "failed", 2: "failed", 5: "untested"}
 """By pytest's exit status; a module that cannot be imported interrupts it."""
@@ -74,6 +73,13 @@ class Listed:
     count: int
     modules: list[str]
     reasons: dict[str, str] = field(default_factory=dict)
+
+
+def listing() -> Listed:
+    """What `mutants.toml` says."""
+    import tomllib
+
+    return Listed(**tomllib.loads(LIST.read_text()))
 
 
 def digest(*texts: str) -> str:
@@ -350,15 +356,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="parts of the names of modules, all by default; the page is written of all alone")
     parser.add_argument("--most", type=int, help="mutants that are tried in this run at most")
-    parser.add_argument("--tests", default="test_*.py", help="a pattern of test files, where some are enough")
+    parser.add_argument("--tests", nargs="+", default=["**/test_*.py"], help="patterns of test files under tests/, where some are enough")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     asked = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    listed, root = Listed(**tomllib.loads(LIST.read_text())), Path.cwd()
+    listed, root = listing(), Path.cwd()
     sources = sources_of(listed.modules, root)
     mutants = drawn(sources, listed.count, listed.seed)
     wanted = [each for each in mutants if not asked.names or any(part in each.module for part in asked.names)]
-    files = [path for path in sorted((root / "tests").rglob(asked.tests)) if "clients" not in path.parts]
+    files = sorted({path for pattern in asked.tests for path in (root / "tests").glob(pattern) if "clients" not in path.parts})
     with Runner(root, root / HELD, asked.processes) as runner:
         tests = line_map(runner, sources, files, asked.processes)
         jobs = [(mutant, chosen(mutant, tests), digest(sources[mutant.module])) for mutant in wanted]

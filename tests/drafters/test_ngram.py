@@ -173,6 +173,24 @@ def test_nothing_is_learned_after_an_end_token_or_from_a_row_that_has_ended():
     assert over.propose(0).tokens.tolist() == [[3]]
 
 
+def test_a_vocabulary_may_be_smaller_than_what_is_counted_of_it():
+    drafter = NasdDrafter(fastspec.Nasd(top_k_filler=3), [fastspec.NgramStorage(3)], torch.device("cpu"))
+    tree, verdict = TokenTree.root_only(torch.tensor([1])), Verdict(torch.tensor([[0]]), torch.tensor([0]), torch.tensor([0]))
+    digest = drafter.digest(tree, verdict, torch.tensor([[[2.0, 1.0]]]), torch.tensor([True]), 1)
+    assert digest.tolist() == [[1, 0, 1, 0, 0]]
+
+
+def test_rounds_without_look_ups_count_what_was_emitted_and_see_rows_end():
+    drafter = NasdDrafter(fastspec.Nasd(), [fastspec.NgramStorage(3) for _ in range(4)], torch.device("cpu"))
+    drafter.ends = frozenset({9})
+    drafter.begin(torch.tensor([[1, 2]]).expand(4, -1), torch.full((4,), 2), torch.zeros(4, 2, 0), torch.full((4,), 3))
+    drafter.active[3] = False
+    drafter.catch_up(torch.tensor([[4, 5], [4, 9], [4, 7], [4, 5]]), [2, 2, 1, 2])
+    assert drafter.active == [True, False, False, False] and drafter.roots == [5, 9, 4, 5]
+    after = [storage.look(storage.step(storage.start(), 4))[1] for storage in drafter.storages]
+    assert after == [[(5, 1)], [(9, 1)], [], [(5, 1)]]
+
+
 @pytest.mark.parametrize("make", [fastspec.NgramStorage, lambda: fastspec.SuffixStorage(1, 3)], ids=["ngram", "suffix"])
 def test_nothing_after_an_end_token_is_kept(pair, make):
     """A call goes over the end at leisure, so that what follows is known; on a second storage, calls that stop there learn none of it."""
