@@ -55,7 +55,7 @@ wheel: $(VENV)/.torch  ## build dist/*.whl: fastspec's and the heads'
 	@ls -l dist
 
 clean:  ## remove what was built, the environment included
-	rm -rf $(VENV) $(CLIENTS) mutants build dist site *.egg-info $(HEADS)/build $(HEADS)/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .mutants build dist site *.egg-info $(HEADS)/build $(HEADS)/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes in first, so that the ranges of the rest are met by the build that this machine's index offers. A CUDA build brings
 # the triton that it was built with; where none came, constraints.txt names it.

@@ -10,13 +10,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
 COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
-    ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
-}  # fmt: skip
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
 LEFT_ALONE = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 """Errors and what they say, and imports."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -58,7 +75,10 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
 def drawn(sources: Mapping[str, str], count: int, seed: int) -> list[Mutant]:
     """`count` mutants of these modules, as many of each as its share of all lines, by largest remainders; of a module the first ones by
     `place`, so that a change elsewhere draws no others."""
-    found = {module: sorted(mutants_of(module, source), key=lambda each: place(seed, each.key)) for module, source in sources.items()}
+    found = {
+        module: sorted(mutants_of(module, source), key=lambda each: place(seed, each.key))
+        for module, source in sources.items()
+    }
     found = {module: mutants for module, mutants in found.items() if mutants}
     lines = {module: sources[module].count("\n") for module in found}
     shares = {module: count * lines[module] / sum(lines.values()) for module in found}
@@ -91,13 +111,18 @@ class _Reader:
         for old, new in changes(node, bool(function)):
             yield self._made(old, new, function, body, first)
         for name, value in ast.iter_fields(node):
-            if name in ("annotation", "returns", "decorator_list", "bases", "keywords") and not isinstance(node, ast.Call):
+            if name in ("annotation", "returns", "decorator_list", "bases", "keywords") and not isinstance(
+                node, ast.Call
+            ):
                 continue
             for child in value if isinstance(value, list) else [value]:
                 if not isinstance(child, ast.AST):
                     continue
                 if isinstance(child, (*FUNCTIONS, ast.ClassDef)):
-                    inner, span = f"{function}.{child.name}".lstrip("."), (child.lineno, child.end_lineno or child.lineno)
+                    inner, span = (
+                        f"{function}.{child.name}".lstrip("."),
+                        (child.lineno, child.end_lineno or child.lineno),
+                    )
                     yield from self._within(child, inner, span if isinstance(child, FUNCTIONS) else body, child.lineno)
                 else:
                     yield from self._within(child, function, body, first)
@@ -139,14 +164,19 @@ def changes(node: ast.AST, inside: bool) -> Iterator[tuple[ast.stmt | ast.expr, 
         yield _with(node, op=COMPUTED[type(node.op)]())
     elif isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
         yield node, "return None"
-    elif isinstance(node, ast.Expr) and isinstance(node.value, (ast.Call, ast.Await)):
-        yield node, "pass"
-    elif isinstance(node, ast.Assign) and inside and all(isinstance(each, (ast.Attribute, ast.Subscript)) for each in node.targets):
+    elif isinstance(node, (ast.Expr, ast.Assign)) and _can_go(node, inside):
         yield node, "pass"
     if isinstance(node, (ast.If, ast.IfExp, ast.While)):
         yield node.test, f"(not ({ast.unparse(node.test)}))"
     elif isinstance(node, ast.comprehension):
         yield from ((each, f"(not ({ast.unparse(each)}))") for each in node.ifs)
+
+
+def _can_go(node: ast.Expr | ast.Assign, inside: bool) -> bool:
+    """Whether the text is still that of a module without this: a call, or a value that an object is given."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, (ast.Call, ast.Await))
+    return inside and all(isinstance(each, (ast.Attribute, ast.Subscript)) for each in node.targets)
 
 
 def _is_none(node: ast.expr) -> bool:

@@ -1,8 +1,8 @@
 """Mutation testing: changes one line at a time and counts what the tests notice, each by the tests that run it.
 
 `make mutants` draws `count` mutants of the modules that `mutants.toml` names, with a fixed seed. Which tests run which lines is recorded
-once (`mutants/lines/`, by test file, anew where the file or a module that it ran has changed). Each mutant is tried in a copy of the
-tree by the quickest of its tests. Results go to `mutants/results.jsonl` as they come: a run that was stopped goes on where it was.
+once (`.mutants/lines/`, by test file, anew where the file or a module that it ran has changed). Each mutant is tried in a copy of the
+tree by the quickest of its tests. Results go to `.mutants/results.jsonl` as they come: a run that was stopped goes on where it was.
 `mutants.md` says how all ended; `mutants.toml` why those that live do.
 """
 
@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from typing import Any
 from helpers_mutants import Mutant, drawn
 
 LIST = Path(__file__).with_suffix(".toml")
-HELD = Path("mutants")
+HELD = Path(".mutants")
 """What a run keeps, in the folder that it runs in."""
 PROCESSES = 2
 MOST, SECONDS, FEW = 40, 40.0, 5
@@ -94,7 +95,9 @@ def sources_of(patterns: Iterable[str], root: Path) -> dict[str, str]:
         here = sorted((root / "fastspec").glob(pattern))
         if not here:
             raise ValueError(f"mutants.toml: modules has {pattern!r}, which is no file under fastspec/")
-        found |= {str(path.relative_to(root / "fastspec")): path.read_text() for path in here if path.name != "__init__.py"}
+        found |= {
+            str(path.relative_to(root / "fastspec")): path.read_text() for path in here if path.name != "__init__.py"
+        }
     return dict(sorted(found.items()))
 
 
@@ -141,11 +144,16 @@ def read(path: Path) -> dict[str, Result]:
 def is_valid(result: Result | None, source: str, tests: Sequence[str]) -> bool:
     """Whether a result still holds: a mutant that was killed is tried again where its module changed, one that lived also by other
     tests."""
-    return result is not None and result.source == source and (result.outcome in KILLED or result.tests == digest(*tests))
+    return (
+        result is not None and result.source == source and (result.outcome in KILLED or result.tests == digest(*tests))
+    )
 
 
 def run_all(
-    jobs: Sequence[tuple[Mutant, list[str], str]], path: Path, attempt: Callable[[Mutant, list[str]], str], processes: int = PROCESSES
+    jobs: Sequence[tuple[Mutant, list[str], str]],
+    path: Path,
+    attempt: Callable[[Mutant, list[str]], str],
+    processes: int = PROCESSES,
 ) -> dict[str, Result]:
     """Try those mutants whose results in `path` do not hold, (mutant, tests, digest of its module) each, and append theirs -> all."""
     found = read(path)
@@ -170,7 +178,12 @@ def page(listed: Listed, mutants: Sequence[Mutant], results: Mapping[str, Result
     """The lines of `mutants.md`."""
     tried = [mutant for mutant in mutants if mutant.key in results]
     killed = [mutant for mutant in tried if results[mutant.key].outcome in KILLED]
-    yield from ("# Mutants", "", f"`make mutants` draws {len(mutants)} changes of single places and writes this page.", "")
+    yield from (
+        "# Mutants",
+        "",
+        f"`make mutants` draws {len(mutants)} changes of single places and writes this page.",
+        "",
+    )
     yield f"{len(tried)} of them were tried so far, {len(killed)} of these killed: {len(killed) / max(1, len(tried)):.1%}."
     yield from ("", "| modules | drawn | tried | killed |", "|---|---|---|---|")
     for folder in sorted({str(Path(mutant.module).parent) for mutant in mutants}):
@@ -203,7 +216,11 @@ def enter(tree: str, log: str) -> None:
     os.setsid()
     os.chdir(tree)
     os.environ["PYTHONPATH"] = tree
-    sys.path[:] = [tree, f"{tree}/tests", *(each for each in sys.path if each not in ("", tree) and not each.endswith("/tests"))]
+    sys.path[:] = [
+        tree,
+        f"{tree}/tests",
+        *(each for each in sys.path if each not in ("", tree) and not each.endswith("/tests")),
+    ]
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1), os.dup2(out, 2)
 
@@ -243,7 +260,9 @@ def record(tree: str, log: str, test: str, modules: list[str], out: str) -> None
     import coverage
     import pytest
 
-    cover = coverage.Coverage(data_file=None, config_file=False, include=[f"{tree}/fastspec/{module}" for module in modules])
+    cover = coverage.Coverage(
+        data_file=None, config_file=False, include=[f"{tree}/fastspec/{module}" for module in modules]
+    )
     cover.start()
     recorder = Recorder(cover)
     pytest.main([*PYTEST[1:], test], plugins=[recorder])
@@ -254,8 +273,15 @@ def record(tree: str, log: str, test: str, modules: list[str], out: str) -> None
         for line, names in data.contexts_by_lineno(path).items():
             for name in names:
                 lines[name][module] |= 1 << line
-    ran = {name: Ran(round(seconds, 3), lines[name]) for name, seconds in recorder.seconds.items() if name not in recorder.failed}
-    rows = {name: {"seconds": each.seconds, "lines": {m: hex(bits) for m, bits in each.lines.items()}} for name, each in ran.items()}
+    ran = {
+        name: Ran(round(seconds, 3), lines[name])
+        for name, seconds in recorder.seconds.items()
+        if name not in recorder.failed
+    }
+    rows = {
+        name: {"seconds": each.seconds, "lines": {m: hex(bits) for m, bits in each.lines.items()}}
+        for name, each in ran.items()
+    }
     Path(out).write_text(json.dumps(rows))
     sys.stdout.flush()
     os._exit(0)
@@ -270,7 +296,9 @@ class Runner:
         self.context.set_forkserver_preload(PRELOAD)
         self.folder = Path(tempfile.mkdtemp(prefix="fastspec-mutants-"))
         self.trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=root, check=True, capture_output=True, text=True)
+        listed = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, check=True, capture_output=True, text=True
+        )
         for number in range(processes):
             tree = self.folder / str(number)
             for name in listed.stdout.splitlines():
@@ -292,10 +320,8 @@ class Runner:
         process.start()
         process.join(limit)
         code = process.exitcode
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.join()
         return code
 
@@ -340,23 +366,33 @@ def line_map(runner: Runner, sources: Mapping[str, str], files: Sequence[Path], 
         began = time.perf_counter()
         rows = runner.record(name, list(sources))
         used = {module for row in rows.values() for module in row["lines"]}
-        kept.write_text(json.dumps({"own": own, "sources": {module: marks[module] for module in sorted(used)}, "tests": rows}))
+        kept.write_text(
+            json.dumps({"own": own, "sources": {module: marks[module] for module in sorted(used)}, "tests": rows})
+        )
         print(f"recorded {name}: {len(rows)} tests, {time.perf_counter() - began:.0f} s", flush=True)
         return rows
 
     with ThreadPoolExecutor(processes) as pool:
         found = [item for rows in pool.map(one, files) for item in rows.items()]
     return {
-        name: Ran(row["seconds"], {module: int(bits, 16) for module, bits in row["lines"].items()}) for name, row in found
+        name: Ran(row["seconds"], {module: int(bits, 16) for module, bits in row["lines"].items()})
+        for name, row in found
     }
 
 
 def main() -> int:
     """Try the drawn mutants, write the page, and say what is to be mended; 1 where there is any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="parts of the names of modules, all by default; the page is written of all alone")
+    parser.add_argument(
+        "names", nargs="*", help="parts of the names of modules, all by default; the page is written of all alone"
+    )
     parser.add_argument("--most", type=int, help="mutants that are tried in this run at most")
-    parser.add_argument("--tests", nargs="+", default=["**/test_*.py"], help="patterns of test files under tests/, where some are enough")
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        default=["**/test_*.py"],
+        help="patterns of test files under tests/, where some are enough",
+    )
     parser.add_argument("--processes", type=int, default=PROCESSES)
     asked = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -364,7 +400,9 @@ def main() -> int:
     sources = sources_of(listed.modules, root)
     mutants = drawn(sources, listed.count, listed.seed)
     wanted = [each for each in mutants if not asked.names or any(part in each.module for part in asked.names)]
-    files = sorted({path for pattern in asked.tests for path in (root / "tests").glob(pattern) if "clients" not in path.parts})
+    files = sorted(
+        {path for pattern in asked.tests for path in (root / "tests").glob(pattern) if "clients" not in path.parts}
+    )
     with Runner(root, root / HELD, asked.processes) as runner:
         tests = line_map(runner, sources, files, asked.processes)
         jobs = [(mutant, chosen(mutant, tests), digest(sources[mutant.module])) for mutant in wanted]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from fastspec.generation.drafters.policy import CREDIT, LONGEST_PAUSE, MOST_CREDIT, PROBES, Credit, Length, Trust, pause_after
+from fastspec.generation.drafters.policy import (
+    CREDIT,
+    LONGEST_PAUSE,
+    MOST_CREDIT,
+    PROBES,
+    Credit,
+    Length,
+    Trust,
+    pause_after,
+)
 
 CPU = torch.device("cpu")
 
@@ -35,7 +44,12 @@ def test_gains_buy_no_more_than_the_most_credit() -> None:
 
 
 def test_pauses_cost_no_more_than_probes_may() -> None:
-    assert pause_after(0.0) == 0 and pause_after(PROBES) == 1 and pause_after(PROBES * 1.5) == 2 and pause_after(99.0) == LONGEST_PAUSE
+    assert (
+        pause_after(0.0) == 0
+        and pause_after(PROBES) == 1
+        and pause_after(PROBES * 1.5) == 2
+        and pause_after(99.0) == LONGEST_PAUSE
+    )
     length = Length(3, 0.1, 0.2)
     assert length.price(0) == 0.0 and abs(length.price(2) - 0.4) < 1e-9 and Length(3, check=9.0).pause == 0
     assert length.goes_on(0.5, 1.0, 2) and not length.goes_on(0.5, 1.0, 3) and not length.goes_on(0.1, 1.0, 0)

@@ -103,14 +103,16 @@ def test_an_error_ends_its_own_prompt_and_the_first_one_counts() -> None:
     assert second.finished == [([5, 6], error)]
     batch.refuse(1, error)  # it has ended: nobody is told twice
     batch.fail(error)
-    assert len(first.finished) == len(second.finished) == 1
+    assert len(first.finished) == len(second.finished) == 1 and batch.stats.emitted == 3
 
 
 def test_who_is_cancelled_leaves_row_or_queue() -> None:
     first, second, third = Told(1), Told(2, is_cancelled=True), Told(3, is_cancelled=True)
     batch = opened(2, first, second, third)
     batch.cancel()
-    assert second.finished == third.finished == [([], None)] and not first.finished and not batch.queue and batch.held == 1
+    assert (
+        second.finished == third.finished == [([], None)] and not first.finished and not batch.queue and batch.held == 1
+    )
     error = RuntimeError("the round failed")
     batch.fail(error)
     assert first.finished == [([], error)] and batch.held == 0 and batch.active == [False, False]

@@ -24,7 +24,9 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 def attention(**options: Any) -> FullAttention:
     qkv = product(TORCH, (linear(8, 8), linear(8, 4), linear(8, 4)))
-    return FullAttention(TORCH, UNUSED, 0, **{"qkv": qkv, "out": product(TORCH, (linear(8, 8),)), "scale": 0.5, **options})
+    return FullAttention(
+        TORCH, UNUSED, 0, **{"qkv": qkv, "out": product(TORCH, (linear(8, 8),)), "scale": 0.5, **options}
+    )
 
 
 def layer(**options: Any) -> LayerParts:
@@ -34,16 +36,27 @@ def layer(**options: Any) -> LayerParts:
 
 
 MIXERS: dict[str, dict[str, Any]] = {
-    "interleaved": {"interleaved": True}, "gated": {"gated": True}, "normed values": {"norms_values": True},
-    "values are keys": {"ties_values": True}, "keys of another layer": {"owns": False}, "sinks": {"sinks": torch.zeros(2)},
-    "cap": {"cap": 30.0}, "own products": {"qkv": lambda x: x}, "own output": {"out": lambda x: x},
-}  # fmt: skip
+    "interleaved": {"interleaved": True},
+    "gated": {"gated": True},
+    "normed values": {"norms_values": True},
+    "values are keys": {"ties_values": True},
+    "keys of another layer": {"owns": False},
+    "sinks": {"sinks": torch.zeros(2)},
+    "cap": {"cap": 30.0},
+    "own products": {"qkv": lambda x: x},
+    "own output": {"out": lambda x: x},
+}
 PARTS: dict[str, dict[str, Any]] = {
-    "norm of the mixer": {"mixer_out_norm": lambda x: x}, "norm of the feed-forward": {"mlp_out_norm": lambda x: x},
-    "experts beside": {"beside": lambda x, total: x}, "something after": {"after": lambda x, own: x}, "in parallel": {"mlp_norm": None},
-    "own norm": {"input_norm": lambda x: (x, x)}, "own feed-forward": {"mlp": lambda x: x}, "no norm": {"input_norm": None},
+    "norm of the mixer": {"mixer_out_norm": lambda x: x},
+    "norm of the feed-forward": {"mlp_out_norm": lambda x: x},
+    "experts beside": {"beside": lambda x, total: x},
+    "something after": {"after": lambda x, own: x},
+    "in parallel": {"mlp_norm": None},
+    "own norm": {"input_norm": lambda x: (x, x)},
+    "own feed-forward": {"mlp": lambda x: x},
+    "no norm": {"input_norm": None},
     "another gate": {"mlp": replace(layer().mlp, kind=GELU_TANH)},
-}  # fmt: skip
+}
 
 
 def test_a_plain_layer_is_a_row() -> None:

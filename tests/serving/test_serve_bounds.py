@@ -15,12 +15,28 @@ from fastspec.programs.serving import handlers
 from fastspec.programs.serving.requests import GREEDY_BELOW, STOP_LENGTH, Limits, read
 
 BOUNDS: list[tuple[str, Any, Any]] = [
-    ("max_tokens", 1, 0), ("max_tokens", 50, 51), ("max_completion_tokens", 50, 51), ("max_output_tokens", 50, 51), ("stop", "w", ""),
-    ("stop", ["w"] * 16, ["w"] * 17), ("stop", "w" * STOP_LENGTH, "w" * (STOP_LENGTH + 1)), ("stop", ["w" * 128] * 2, ["w" * 128, "w" * 129]),
-    ("seed", -(2**63), -(2**63) - 1), ("seed", 2**63 - 1, 2**63), ("temperature", 0, -0.01), ("temperature", 100, 100.01),
-    ("top_p", 1e-6, 0), ("top_p", 1, 1.01), ("frequency_penalty", -0.99, -1), ("frequency_penalty", 100, 100.01),
-    ("logit_bias", {"5": -100}, {"5": -100.01}), ("logit_bias", {"5": 100}, {"5": 100.01}), ("n", 1, 2), ("n", 1, 0), ("seed", 1, True),
-]  # fmt: skip
+    ("max_tokens", 1, 0),
+    ("max_tokens", 50, 51),
+    ("max_completion_tokens", 50, 51),
+    ("max_output_tokens", 50, 51),
+    ("stop", "w", ""),
+    ("stop", ["w"] * 16, ["w"] * 17),
+    ("stop", "w" * STOP_LENGTH, "w" * (STOP_LENGTH + 1)),
+    ("stop", ["w" * 128] * 2, ["w" * 128, "w" * 129]),
+    ("seed", -(2**63), -(2**63) - 1),
+    ("seed", 2**63 - 1, 2**63),
+    ("temperature", 0, -0.01),
+    ("temperature", 100, 100.01),
+    ("top_p", 1e-6, 0),
+    ("top_p", 1, 1.01),
+    ("frequency_penalty", -0.99, -1),
+    ("frequency_penalty", 100, 100.01),
+    ("logit_bias", {"5": -100}, {"5": -100.01}),
+    ("logit_bias", {"5": 100}, {"5": 100.01}),
+    ("n", 1, 2),
+    ("n", 1, 0),
+    ("seed", 1, True),
+]
 
 
 @pytest.mark.parametrize(("name", "last", "first"), BOUNDS)

@@ -48,8 +48,13 @@ CHANGED = [
 def test_every_place_is_changed_but_errors_annotations_and_texts() -> None:
     found = mutants_of("a.py", SOURCE)
     assert len({mutant.key for mutant in found}) == len(found)
-    said = [(mutant.function or "module", *(each.strip() for each in mutant.key.split(": ", 2)[2].split(" => "))) for mutant in found]
-    missing = [row for row in CHANGED if not any(row[0] == name and row[1] in old and row[2] in new for name, old, new in said)]
+    said = [
+        (mutant.function or "module", *(each.strip() for each in mutant.key.split(": ", 2)[2].split(" => ")))
+        for mutant in found
+    ]
+    missing = [
+        row for row in CHANGED if not any(row[0] == name and row[1] in old and row[2] in new for name, old, new in said)
+    ]
     assert not missing and len(found) == len(CHANGED)
     for mutant in found:
         compile(mutant.applied(SOURCE), "a.py", "exec")
@@ -84,12 +89,20 @@ def ran(seconds: float, *lines: int) -> Ran:
 def test_tests_are_those_that_run_the_line_one_case_of_each_first() -> None:
     mutant = next(each for each in mutants_of("a.py", SOURCE) if "more.append" in each.key)
     tests = {
-        "t.py::slow": ran(9, 5, 7, 10), "t.py::many[a]": ran(1, 10), "t.py::many[b]": ran(2, 10), "t.py::quick": ran(3, 10),
-        "t.py::function": ran(0.1, 7), "t.py::module": ran(0.1, 2), "t.py::other": ran(0, 40), "u.py::nothing": Ran(0, {}),
-    }  # fmt: skip
+        "t.py::slow": ran(9, 5, 7, 10),
+        "t.py::many[a]": ran(1, 10),
+        "t.py::many[b]": ran(2, 10),
+        "t.py::quick": ran(3, 10),
+        "t.py::function": ran(0.1, 7),
+        "t.py::module": ran(0.1, 2),
+        "t.py::other": ran(0, 40),
+        "u.py::nothing": Ran(0, {}),
+    }
     ranked = ["t.py::many[a]", "t.py::quick", "t.py::slow", "t.py::many[b]", "t.py::function"]
     assert chosen(mutant, tests) == ranked
-    assert chosen(mutant, {**tests, "t.py::slow": ran(38, 10)}) == ranked[:2]  # no further than the seconds that are spent
+    assert (
+        chosen(mutant, {**tests, "t.py::slow": ran(38, 10)}) == ranked[:2]
+    )  # no further than the seconds that are spent
     assert chosen(mutant, {"t.py::slow": ran(100, 10)}) == ["t.py::slow"]
     assert chosen(mutant, {}) == []
 
@@ -133,7 +146,10 @@ def test_survivors_need_a_reason_and_nine_in_ten_are_killed() -> None:
     listed = Listed(0, 10, [], {lived: "both are the same number"})
     assert not faults(listed, mutants, results)
     text = "\n".join(page(listed, mutants, results))
-    assert "10 of them were tried so far, 9 of these killed: 90.0%" in text and f"the same number (lived, 3 tests)\n  `{lived}`" in text
+    assert (
+        "10 of them were tried so far, 9 of these killed: 90.0%" in text
+        and f"the same number (lived, 3 tests)\n  `{lived}`" in text
+    )
     results[mutants[0].key].outcome = "untested"
     assert len(faults(listed, mutants, results)) == 2  # one without a reason, and too few
     results[mutants[0].key].outcome = results[lived].outcome = "timeout"
