@@ -42,6 +42,7 @@ SLOWER, START = 6.0, 120.0
 KILLED, SHARE = ("failed", "timeout"), 0.9
 OUTCOMES = {0: "lived", 1: "failed", 2: "failed", 5: "untested"}
 """By pytest's exit status; a module that cannot be imported interrupts it."""
+NOT_FOUND = 4
 PRELOAD = ["hypothesis", "pytest", "torch", "transformers", "transformers.models.llama.modeling_llama"]
 PYTEST = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--hypothesis-profile=mutants"]
 
@@ -143,10 +144,10 @@ def read(path: Path) -> dict[str, Result]:
 
 def is_valid(result: Result | None, source: str, tests: Sequence[str]) -> bool:
     """Whether a result still holds: a mutant that was killed is tried again where its module changed, one that lived also by other
-    tests."""
-    return (
-        result is not None and result.source == source and (result.outcome in KILLED or result.tests == digest(*tests))
-    )
+    tests, and one whose tests could not be run always."""
+    if result is None or result.source != source or result.outcome.startswith("error"):
+        return False
+    return result.outcome in KILLED or result.tests == digest(*tests)
 
 
 def run_all(
@@ -332,19 +333,21 @@ class Runner:
         try:
             path.write_text(mutant.applied(source))
             code = self.in_process(ask, tree, limit, tests)
+            if code == NOT_FOUND:  # a test's file cannot be collected, or its cases have other names
+                code = self.in_process(ask, tree, limit, sorted({name.partition("::")[0] for name in tests}))
         finally:
             path.write_text(source)
             self.trees.put(tree)
         return "timeout" if code is None else OUTCOMES.get(code, "failed" if code < 0 else f"error {code}")
 
-    def record(self, test: str, modules: list[str]) -> dict[str, Any]:
-        """What a test file runs, see `record`; {} where it takes too long or ends its process."""
+    def record(self, test: str, modules: list[str]) -> dict[str, Any] | None:
+        """What a test file runs, see `record`; None where it takes too long or ends its process."""
         tree = self.trees.get()
         out = Path(f"{tree}.json")
         out.unlink(missing_ok=True)
         try:
             self.in_process(record, tree, 900, test, modules, str(out))
-            rows: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+            rows: dict[str, Any] | None = json.loads(out.read_text()) if out.exists() else None
         finally:
             self.trees.put(tree)
         return rows
@@ -365,6 +368,9 @@ def line_map(runner: Runner, sources: Mapping[str, str], files: Sequence[Path], 
                 return dict(held["tests"])
         began = time.perf_counter()
         rows = runner.record(name, list(sources))
+        if rows is None:
+            print(f"not recorded: {name}, which takes too long or ends its process", flush=True)
+            return {}
         used = {module for row in rows.values() for module in row["lines"]}
         kept.write_text(
             json.dumps({"own": own, "sources": {module: marks[module] for module in sorted(used)}, "tests": rows})
@@ -384,7 +390,7 @@ def main() -> int:
     """Try the drawn mutants, write the page, and say what is to be mended; 1 where there is any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "names", nargs="*", help="parts of the names of modules, all by default; the page is written of all alone"
+        "names", nargs="*", help="parts of the names of modules whose mutants are tried, all by default"
     )
     parser.add_argument("--most", type=int, help="mutants that are tried in this run at most")
     parser.add_argument(
@@ -399,25 +405,29 @@ def main() -> int:
     listed, root = listing(), Path.cwd()
     sources = sources_of(listed.modules, root)
     mutants = drawn(sources, listed.count, listed.seed)
-    wanted = [each for each in mutants if not asked.names or any(part in each.module for part in asked.names)]
     files = sorted(
         {path for pattern in asked.tests for path in (root / "tests").glob(pattern) if "clients" not in path.parts}
     )
+    kept = root / HELD / "results.jsonl"
     with Runner(root, root / HELD, asked.processes) as runner:
         tests = line_map(runner, sources, files, asked.processes)
+        wanted = [each for each in mutants if not asked.names or any(part in each.module for part in asked.names)]
         jobs = [(mutant, chosen(mutant, tests), digest(sources[mutant.module])) for mutant in wanted]
-        held = read(root / HELD / "results.jsonl")
-        done = [job for job in jobs if is_valid(held.get(job[0].key), job[2], job[1])]
-        new = [job for job in jobs if job not in done]
-        limits = {job[0].key: START + SLOWER * sum(tests[name].seconds for name in job[1]) for job in jobs}
-        results = run_all(
-            [*done, *new[: asked.most]], root / HELD / "results.jsonl",
-            lambda mutant, names: runner.attempt(mutant, names, limits[mutant.key]), asked.processes,
-        )  # fmt: skip
-    text = "\n".join(page(listed, wanted, results)) + "\n"
-    if not asked.names:
-        LIST.with_suffix(".md").write_text(text)
-    wrong = faults(listed, wanted, results)
+        held = read(kept)
+        left = [job for job in jobs if not is_valid(held.get(job[0].key), job[2], job[1])]
+        limits = {job[0].key: START + SLOWER * sum(tests[name].seconds for name in job[1]) for job in left}
+        run_all(
+            left[: asked.most],
+            kept,
+            lambda mutant, names: runner.attempt(mutant, names, limits[mutant.key]),
+            asked.processes,
+        )
+    held = read(kept)
+    marks = {each.key: digest(sources[each.module]) for each in mutants}
+    results = {key: held[key] for key, mark in marks.items() if key in held and held[key].source == mark}
+    text = "\n".join(page(listed, mutants, results)) + "\n"
+    LIST.with_suffix(".md").write_text(text)
+    wrong = faults(listed, mutants, results)
     print(text, *wrong, sep="\n")
     return int(bool(wrong))
 

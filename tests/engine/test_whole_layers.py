@@ -64,6 +64,15 @@ def test_a_plain_layer_is_a_row() -> None:
     assert plain_row(layer(input_norm=None), 0) is not None  # a head's first, which reads a product of two norms
 
 
+def test_only_a_product_that_goes_to_a_norm_is_given_in_parts() -> None:
+    whole = linear(8, 8)
+    ops = replace(TORCH, linear_parts=lambda *given: "parts")
+    x = torch.randn(2, 8)
+    assert product(ops, (whole,), parts=True)(x) == "parts"
+    assert torch.equal(product(ops, (whole,))(x), TORCH.linear(x, whole.weight, None))
+    assert product(TORCH, (whole,), parts=True)(x).shape == (2, 8)
+
+
 @pytest.mark.parametrize("kind", MIXERS)
 def test_attention_that_does_more_is_no_row(kind: str) -> None:
     assert plain_row(layer(mixer=attention(**MIXERS[kind])), 1) is None
