@@ -45,7 +45,7 @@ test-served: $(CLIENTS)/.clients  ## the server with lm-eval, through hundreds o
 	$(CLIENTS)/bin/python -m pytest -m clients -n 2 --dist loadfile tests/clients/test_serve_long.py tests/clients/test_serve_smollm2.py \
 		tests/clients/test_lm_eval.py::test_a_server_answers_its_local_completions_model $(ARGS)
 
-mutants: $(VENV)/.mutants  ## mutation testing of the engine's core, an hour or more; ARGS="verify tree" for some modules
+mutants: $(VENV)/.mutants  ## mutation testing, hours at first, goes on where it was stopped; ARGS="drafters --most 20" for some
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 docs: $(VENV)/.docs  ## the reference of the Python interface, from its docstrings, into site/
@@ -56,7 +56,7 @@ wheel: $(VENV)/.torch  ## build dist/*.whl: fastspec's and the heads'
 	@ls -l dist
 
 clean:  ## remove what was built, the environment included
-	rm -rf $(VENV) $(CLIENTS) mutants build dist site *.egg-info $(HEADS)/build $(HEADS)/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .mutants build dist site *.egg-info $(HEADS)/build $(HEADS)/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes in first, so that the ranges of the rest are met by the build that this machine's index offers. A CUDA build brings
 # the triton that it was built with; where none came, constraints.txt names it.
@@ -91,5 +91,5 @@ $(CLIENTS)/.clients: constraints.txt constraints-clients.txt pyproject.toml $(HE
 	@touch $@
 
 $(VENV)/.mutants: $(VENV)/.test
-	$(INSTALL) "$(call PINNED,mutmut)"
+	$(INSTALL) "$(call PINNED,coverage)"
 	@touch $@

@@ -1,116 +1,435 @@
-"""Mutation testing of the engine's core: draws mutants with a fixed seed, runs mutmut on them, and writes what lived to `mutants.md`.
+"""Mutation testing: changes one line at a time and counts what the tests notice, each by the tests that run it.
 
-`make mutants` runs it on all modules, or, without writing the page, on those that its arguments name. mutmut's settings are in
-pyproject.toml; `mutants.toml` beside this file says how many mutants are drawn of a module, which functions do not belong to the core, and
-which mutants change nothing, and why.
+`make mutants` draws `count` mutants of the modules that `mutants.toml` names, with a fixed seed. Which tests run which lines is recorded
+once (`.mutants/lines/`, by test file, anew where the file or a module that it ran has changed). Each mutant is tried in a copy of the
+tree by the quickest of its tests. Results go to `.mutants/results.jsonl` as they come: a run that was stopped goes on where it was.
+`mutants.md` says how all ended; `mutants.toml` why those that live do.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
-import re
+import multiprocessing
+import os
+import queue
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from difflib import SequenceMatcher
-from fnmatch import fnmatch
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-import tomllib
-from mutmut.configuration import config
-from mutmut.mutation.file_mutation import mutate_file_contents
-from mutmut.stats import status_by_exit_code
+from helpers_mutants import Mutant, drawn
 
-LIST = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-KILLED = {"killed", "timeout"}
+LIST = Path(__file__).with_suffix(".toml")
+HELD = Path(".mutants")
+"""What a run keeps, in the folder that it runs in."""
+PROCESSES = 2
+MOST, SECONDS, FEW = 40, 40.0, 5
+"""Tests of a mutant, at most, and the seconds that they took, but for the first; where fewer run its lines, others of its function are
+asked as well."""
+SLOWER, START = 6.0, 120.0
+"""A mutant's tests may take this much longer than they took, and these seconds: other work may share the machine."""
+KILLED, SHARE = ("failed", "timeout"), 0.9
+OUTCOMES = {0: "lived", 1: "failed", 2: "failed", 5: "untested"}
+"""By pytest's exit status; a module that cannot be imported interrupts it."""
+NOT_FOUND = 4
+PRELOAD = ["hypothesis", "pytest", "torch", "transformers", "transformers.models.llama.modeling_llama"]
+PYTEST = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--hypothesis-profile=mutants"]
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """`key` is mutmut's name, which moves when the function changes; `change` says what is mutated, and stays."""
+@dataclass(slots=True)
+class Ran:
+    """A test's seconds, and the lines that it runs of each module, as the bits of a number."""
 
-    module: str
+    seconds: float
+    lines: dict[str, int]
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a mutant, under this `source` of its module and these `tests`."""
+
     key: str
-    change: str
-
-    @property
-    def place(self) -> str:
-        """Its place in the draw."""
-        return hashlib.sha256(f"{LIST['seed']} {self.module} {self.change}".encode()).hexdigest()
-
-    @property
-    def reason(self) -> str | None:
-        """Why it changes nothing, if it is listed."""
-        kinds = (kind["reason"] for kind in LIST["kinds"] if re.fullmatch(kind["change"], self.change))
-        return LIST["equivalent"].get(f"{Path(self.module).parent.name}/{Path(self.module).stem}.{self.change}") or next(kinds, None)
-
-    @property
-    def outcome(self) -> str:
-        """What became of it in mutmut's last run."""
-        kept = json.loads(Path("mutants", f"{self.module}.meta").read_text())
-        return status_by_exit_code[kept["exit_code_by_key"].get(self.key)]
+    outcome: str
+    seconds: float
+    source: str
+    tests: str
+    count: int
 
 
-def changed(before: list[str], after: list[str]) -> str:
-    """The lines in which two functions differ, as one."""
-    spans = [(a, b, c, d) for tag, a, b, c, d in SequenceMatcher(None, before, after, autojunk=False).get_opcodes() if tag != "equal"]
-    old = [line.strip() for a, b, _, _ in spans for line in before[a:b]]
-    return f"{' '.join(old)} => {' '.join(line.strip() for _, _, c, d in spans for line in after[c:d])}"
+@dataclass(slots=True)
+class Listed:
+    """`mutants.toml`: what is drawn, and why mutants live."""
+
+    seed: int
+    count: int
+    modules: list[str]
+    reasons: dict[str, str] = field(default_factory=dict)
 
 
-def mutants_of(module: str) -> Iterator[Mutant]:
-    """Every mutant of the module's functions that belong to the core."""
-    mutated = mutate_file_contents(module, Path(module).read_text())
-    lines, package = mutated.code.splitlines(), module.removesuffix(".py").replace("/", ".")
-    for name in mutated.mutant_names:
-        mangled = name.rpartition("__mutmut_")[0]
-        function = mangled.removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
-        if not any(fnmatch(f"{Path(module).stem}.{function}", pattern) for pattern in LIST["skip"]):
-            texts = []
-            for each in (f"{mangled}__mutmut_orig", name):
-                span = mutated.line_span_by_function_name[each]
-                texts.append([line.replace(each, function) for line in lines[span.start - 1 : span.end]])
-            yield Mutant(module, f"{package}.{name}", f"{function}: {changed(*texts)}")
+def listing() -> Listed:
+    """What `mutants.toml` says."""
+    import tomllib
+
+    return Listed(**tomllib.loads(LIST.read_text()))
 
 
-def drawn(module: str) -> list[Mutant]:
-    """As many of a module as are wanted, in the order of the draw."""
-    return sorted(mutants_of(module), key=lambda mutant: mutant.place)[: LIST["of_each"]]
+def digest(*texts: str) -> str:
+    """A short name of some texts."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def table(modules: dict[str, list[Mutant]]) -> Iterator[str]:
+def sources_of(patterns: Iterable[str], root: Path) -> dict[str, str]:
+    """The modules that patterns under `fastspec/` name, with their texts. Raises ValueError for a pattern that names none."""
+    found: dict[str, str] = {}
+    for pattern in patterns:
+        here = sorted((root / "fastspec").glob(pattern))
+        if not here:
+            raise ValueError(f"mutants.toml: modules has {pattern!r}, which is no file under fastspec/")
+        found |= {
+            str(path.relative_to(root / "fastspec")): path.read_text() for path in here if path.name != "__init__.py"
+        }
+    return dict(sorted(found.items()))
+
+
+def chosen(mutant: Mutant, tests: Mapping[str, Ran]) -> list[str]:
+    """The tests that try a mutant: those that run its lines, then, where these are few, its function, then its module. The quickest case
+    of every test comes before a second one of any."""
+
+    def of(first: int, last: int) -> list[str]:
+        wanted = (1 << (last + 1)) - (1 << first)
+        held = sorted((ran.seconds, name) for name, ran in tests.items() if ran.lines.get(mutant.module, 0) & wanted)
+        cases: dict[str, int] = defaultdict(int)
+        ranked = []
+        for seconds, name in held:
+            ranked.append((cases[name.partition("[")[0]], seconds, name))
+            cases[name.partition("[")[0]] += 1
+        return [name for *_, name in sorted(ranked)]
+
+    found = list(of(*mutant.lines)) if mutant.function else []
+    for span in (mutant.body, (0, 1 << 16)):
+        if len(found) < FEW:
+            found += [name for name in of(*span) if name not in found]
+    taken: list[str] = []
+    spent = 0.0
+    for name in found:
+        spent += tests[name].seconds
+        if taken and (len(taken) == MOST or spent > SECONDS):
+            break
+        taken.append(name)
+    return taken
+
+
+def read(path: Path) -> dict[str, Result]:
+    """The last result of every mutant; a line that a stopped run left unfinished counts for none."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            result = Result(**json.loads(line))
+        except ValueError:
+            continue
+        found[result.key] = result
+    return found
+
+
+def is_valid(result: Result | None, source: str, tests: Sequence[str]) -> bool:
+    """Whether a result still holds: a mutant that was killed is tried again where its module changed, one that lived also by other
+    tests, and one whose tests could not be run always."""
+    if result is None or result.source != source or result.outcome.startswith("error"):
+        return False
+    return result.outcome in KILLED or result.tests == digest(*tests)
+
+
+def run_all(
+    jobs: Sequence[tuple[Mutant, list[str], str]],
+    path: Path,
+    attempt: Callable[[Mutant, list[str]], str],
+    processes: int = PROCESSES,
+) -> dict[str, Result]:
+    """Try those mutants whose results in `path` do not hold, (mutant, tests, digest of its module) each, and append theirs -> all."""
+    found = read(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    left = [job for job in jobs if not is_valid(found.get(job[0].key), job[2], job[1])]
+
+    def one(job: tuple[Mutant, list[str], str]) -> Result:
+        mutant, tests, source = job
+        began = time.perf_counter()
+        outcome = attempt(mutant, tests) if tests else "untested"
+        return Result(mutant.key, outcome, round(time.perf_counter() - began, 1), source, digest(*tests), len(tests))
+
+    with ThreadPoolExecutor(processes) as pool, path.open("a") as out:
+        for done, result in enumerate(pool.map(one, left), 1):
+            found[result.key] = result
+            print(json.dumps(asdict(result)), file=out, flush=True)
+            print(f"[{done}/{len(left)}] {result.outcome:8} {result.seconds:5.1f} s  {result.key}", flush=True)
+    return {job[0].key: found[job[0].key] for job in jobs}
+
+
+def page(listed: Listed, mutants: Sequence[Mutant], results: Mapping[str, Result]) -> Iterator[str]:
     """The lines of `mutants.md`."""
-    yield from ("# Mutants of the core", "", f"`make mutants` draws {LIST['of_each']} of each module and writes this page.")
-    yield from ("mutmut leaves constants and decorated functions alone, properties among them.", "")
-    yield from ("| module | mutants | drawn | equivalent | killed | lived | score |", "|---|---|---|---|---|---|---|")
-    for module, mutants in modules.items():
-        tried = [mutant for mutant in mutants if mutant.reason is None]
-        killed = sum(mutant.outcome in KILLED for mutant in tried)
-        counts = len(list(mutants_of(module))), len(mutants), len(mutants) - len(tried), killed, len(tried) - killed
-        yield f"| {module} | {' | '.join(map(str, counts))} | {killed / len(tried):.1%} |"
-    for title, kept in (("Lived", False), ("Equivalent", True)):
-        yield from ("", f"## {title}", "")
-        for mutants in modules.values():
-            for mutant in mutants:
-                if kept and mutant.reason is not None:
-                    yield f"- `{mutant.key}`: {mutant.reason}\n  `{mutant.change}`"
-                elif not kept and mutant.reason is None and mutant.outcome not in KILLED:
-                    yield f"- `{mutant.key}` ({mutant.outcome})\n  `{mutant.change}`"
+    tried = [mutant for mutant in mutants if mutant.key in results]
+    killed = [mutant for mutant in tried if results[mutant.key].outcome in KILLED]
+    yield from (
+        "# Mutants",
+        "",
+        f"`make mutants` draws {len(mutants)} changes of single places and writes this page.",
+        "",
+    )
+    yield f"{len(tried)} of them were tried so far, {len(killed)} of these killed: {len(killed) / max(1, len(tried)):.1%}."
+    yield from ("", "| modules | drawn | tried | killed |", "|---|---|---|---|")
+    for folder in sorted({str(Path(mutant.module).parent) for mutant in mutants}):
+        here = [sum(str(Path(mutant.module).parent) == folder for mutant in each) for each in (mutants, tried, killed)]
+        yield f"| {folder} | {' | '.join(map(str, here))} |"
+    yield from ("", "## Lived", "")
+    for mutant in tried:
+        result = results[mutant.key]
+        if result.outcome not in KILLED:
+            said = listed.reasons.get(mutant.key, "no reason is given")
+            yield f"- {said} ({result.outcome}, {result.count} tests)\n  `{mutant.key}`"
+
+
+def faults(listed: Listed, mutants: Sequence[Mutant], results: Mapping[str, Result]) -> list[str]:
+    """What is to be mended: survivors without a reason, reasons of mutants that are killed, and too small a share of killed ones."""
+    tried = [mutant.key for mutant in mutants if mutant.key in results]
+    killed = {key for key in tried if results[key].outcome in KILLED}
+    found = [f"lived without a reason: {key}" for key in tried if key not in killed and key not in listed.reasons]
+    found += [f"has a reason, and is killed: {key}" for key in killed if key in listed.reasons]
+    if len(killed) < SHARE * len(tried):
+        found.append(f"{len(killed)} of {len(tried)} are killed, fewer than {SHARE:.0%}")
+    return found
+
+
+# What runs in a process of its own
+
+
+def enter(tree: str, log: str) -> None:
+    """Stand in a copy of the tree, ahead of any that is installed, in a process group that can be ended as a whole."""
+    os.setsid()
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = tree
+    sys.path[:] = [
+        tree,
+        f"{tree}/tests",
+        *(each for each in sys.path if each not in ("", tree) and not each.endswith("/tests")),
+    ]
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1), os.dup2(out, 2)
+
+
+def ask(tree: str, log: str, tests: list[str]) -> None:
+    """Run tests, and end with pytest's exit status."""
+    import pytest
+
+    enter(tree, log)
+    code = int(pytest.main([*PYTEST, *tests]))
+    sys.stdout.flush()
+    os._exit(code)
+
+
+class Recorder:
+    """A pytest plugin that tells coverage which test runs, and notes what each took."""
+
+    def __init__(self, coverage: Any) -> None:
+        self.coverage = coverage
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test begins, its fixtures included."""
+        self.coverage.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """A part of it is over."""
+        self.seconds[report.nodeid] += report.duration
+        if not report.passed:
+            self.failed.add(report.nodeid)
+
+
+def record(tree: str, log: str, test: str, modules: list[str], out: str) -> None:
+    """Run a test file under coverage, and write which lines of the modules each of its passing tests runs."""
+    enter(tree, log)
+    import coverage
+    import pytest
+
+    cover = coverage.Coverage(
+        data_file=None, config_file=False, include=[f"{tree}/fastspec/{module}" for module in modules]
+    )
+    cover.start()
+    recorder = Recorder(cover)
+    pytest.main([*PYTEST[1:], test], plugins=[recorder])
+    cover.stop()
+    data, lines = cover.get_data(), defaultdict[str, dict[str, int]](lambda: defaultdict(int))
+    for path in data.measured_files():
+        module = str(Path(path).relative_to(f"{tree}/fastspec"))
+        for line, names in data.contexts_by_lineno(path).items():
+            for name in names:
+                lines[name][module] |= 1 << line
+    ran = {
+        name: Ran(round(seconds, 3), lines[name])
+        for name, seconds in recorder.seconds.items()
+        if name not in recorder.failed
+    }
+    rows = {
+        name: {"seconds": each.seconds, "lines": {m: hex(bits) for m, bits in each.lines.items()}}
+        for name, each in ran.items()
+    }
+    Path(out).write_text(json.dumps(rows))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+class Runner:
+    """Copies of the tree, one for each process at a time, and processes that have imported what takes long."""
+
+    def __init__(self, root: Path, held: Path, processes: int) -> None:
+        self.root, self.held = root, held
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
+        self.folder = Path(tempfile.mkdtemp(prefix="fastspec-mutants-"))
+        self.trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        listed = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, check=True, capture_output=True, text=True
+        )
+        for number in range(processes):
+            tree = self.folder / str(number)
+            for name in listed.stdout.splitlines():
+                if (root / name).is_file():
+                    (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(root / name, tree / name)
+            self.trees.put(tree)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def in_process(self, target: Callable[..., None], tree: Path, limit: float, *given: Any) -> int | None:
+        """Run a function in a process -> its exit status; None of one that took longer than `limit` seconds. None of its own processes
+        is left."""
+        process = self.context.Process(target=target, args=(str(tree), f"{tree}.log", *given))
+        process.start()
+        process.join(limit)
+        code = process.exitcode
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return code
+
+    def attempt(self, mutant: Mutant, tests: list[str], limit: float) -> str:
+        """What tests say of a mutant."""
+        tree = self.trees.get()
+        path, source = tree / "fastspec" / mutant.module, (self.root / "fastspec" / mutant.module).read_text()
+        try:
+            path.write_text(mutant.applied(source))
+            code = self.in_process(ask, tree, limit, tests)
+            if code == NOT_FOUND:  # a test's file cannot be collected, or its cases have other names
+                code = self.in_process(ask, tree, limit, sorted({name.partition("::")[0] for name in tests}))
+        finally:
+            path.write_text(source)
+            self.trees.put(tree)
+        return "timeout" if code is None else OUTCOMES.get(code, "failed" if code < 0 else f"error {code}")
+
+    def record(self, test: str, modules: list[str]) -> dict[str, Any] | None:
+        """What a test file runs, see `record`; None where it takes too long or ends its process."""
+        tree = self.trees.get()
+        out = Path(f"{tree}.json")
+        out.unlink(missing_ok=True)
+        try:
+            self.in_process(record, tree, 900, test, modules, str(out))
+            rows: dict[str, Any] | None = json.loads(out.read_text()) if out.exists() else None
+        finally:
+            self.trees.put(tree)
+        return rows
+
+
+def line_map(runner: Runner, sources: Mapping[str, str], files: Sequence[Path], processes: int) -> dict[str, Ran]:
+    """What every test runs, from what is kept, and recorded where that does not hold any more."""
+    folder = runner.held / "lines"
+    folder.mkdir(parents=True, exist_ok=True)
+    marks = {module: digest(text) for module, text in sources.items()}
+
+    def one(path: Path) -> dict[str, Any]:
+        name = str(path.relative_to(runner.root))
+        kept, own = folder / f"{name.replace('/', '.')}.json", digest(path.read_text())
+        if kept.exists():
+            held = json.loads(kept.read_text())
+            if held["own"] == own and all(marks.get(module) == mark for module, mark in held["sources"].items()):
+                return dict(held["tests"])
+        began = time.perf_counter()
+        rows = runner.record(name, list(sources))
+        if rows is None:
+            print(f"not recorded: {name}, which takes too long or ends its process", flush=True)
+            return {}
+        used = {module for row in rows.values() for module in row["lines"]}
+        kept.write_text(
+            json.dumps({"own": own, "sources": {module: marks[module] for module in sorted(used)}, "tests": rows})
+        )
+        print(f"recorded {name}: {len(rows)} tests, {time.perf_counter() - began:.0f} s", flush=True)
+        return rows
+
+    with ThreadPoolExecutor(processes) as pool:
+        found = [item for rows in pool.map(one, files) for item in rows.items()]
+    return {
+        name: Ran(row["seconds"], {module: int(bits, 16) for module, bits in row["lines"].items()})
+        for name, row in found
+    }
 
 
 def main() -> int:
-    """Run the mutants of the modules that the arguments name, and say how all ended; 1 where fewer than 95 % of a module's were killed."""
-    modules = {module: drawn(module) for module in config().only_mutate}
-    wanted = [module for module in modules if not sys.argv[1:] or any(part in module for part in sys.argv[1:])]
-    keys = [mutant.key for module in wanted for mutant in modules[module] if mutant.reason is None]
-    subprocess.run([Path(sys.executable).with_name("mutmut"), "run", "--max-children", "1", *keys], check=True)
-    page = "\n".join(table({module: modules[module] for module in wanted})) + "\n"
-    if wanted == list(modules):  # of some modules it is shown alone
-        Path(__file__).with_suffix(".md").write_text(page)
-    print(page)
-    return int(any(float(score) < 95 for score in re.findall(r"\| ([0-9.]+)% \|", page)))
+    """Try the drawn mutants, write the page, and say what is to be mended; 1 where there is any."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "names", nargs="*", help="parts of the names of modules whose mutants are tried, all by default"
+    )
+    parser.add_argument("--most", type=int, help="mutants that are tried in this run at most")
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        default=["**/test_*.py"],
+        help="patterns of test files under tests/, where some are enough",
+    )
+    parser.add_argument("--processes", type=int, default=PROCESSES)
+    asked = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    listed, root = listing(), Path.cwd()
+    sources = sources_of(listed.modules, root)
+    mutants = drawn(sources, listed.count, listed.seed)
+    files = sorted(
+        {path for pattern in asked.tests for path in (root / "tests").glob(pattern) if "clients" not in path.parts}
+    )
+    kept = root / HELD / "results.jsonl"
+    with Runner(root, root / HELD, asked.processes) as runner:
+        tests = line_map(runner, sources, files, asked.processes)
+        wanted = [each for each in mutants if not asked.names or any(part in each.module for part in asked.names)]
+        jobs = [(mutant, chosen(mutant, tests), digest(sources[mutant.module])) for mutant in wanted]
+        held = read(kept)
+        left = [job for job in jobs if not is_valid(held.get(job[0].key), job[2], job[1])]
+        limits = {job[0].key: START + SLOWER * sum(tests[name].seconds for name in job[1]) for job in left}
+        run_all(
+            left[: asked.most],
+            kept,
+            lambda mutant, names: runner.attempt(mutant, names, limits[mutant.key]),
+            asked.processes,
+        )
+    held = read(kept)
+    marks = {each.key: digest(sources[each.module]) for each in mutants}
+    results = {key: held[key] for key, mark in marks.items() if key in held and held[key].source == mark}
+    text = "\n".join(page(listed, mutants, results)) + "\n"
+    LIST.with_suffix(".md").write_text(text)
+    wrong = faults(listed, mutants, results)
+    print(text, *wrong, sep="\n")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

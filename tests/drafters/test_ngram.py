@@ -75,6 +75,15 @@ def test_contexts_of_one_token_are_stored():
     assert storage.look(storage.step(storage.start(), 2)) == (1, [(3, 1)])
 
 
+def test_a_context_of_one_token_is_doubted_more_than_longer_ones():
+    storage, cursor = told([1, 2, 3, 4], n=4)
+    for context, chance in (((3,), 1 / (1 + 4)), ((2, 3), 1 / (1 + 2**-0.5)), ((1, 2, 3), 1 / (1 + 3**-0.5))):
+        cursor = storage.start()
+        for token in context:
+            cursor = storage.step(cursor, token)
+        assert draft(storage, cursor, 3, gamma=1).chances == [1.0, pytest.approx(chance)]
+
+
 def test_the_size_that_promises_most_per_cost():
     sure, unsure = Growth([0] * 8, [0] * 8, [0.9**i for i in range(8)]), Growth([0] * 8, [0] * 8, [1.0, *[0.01] * 7])
     costs = {1: 1.0, 4: 1.2, 8: 1.3}
@@ -171,6 +180,33 @@ def test_nothing_is_learned_after_an_end_token_or_from_a_row_that_has_ended():
     over = observed(fastspec.Nasd(), frozenset(), [10, 20], False)
     assert known(over, 3) == []
     assert over.propose(0).tokens.tolist() == [[3]]
+
+
+def test_a_vocabulary_may_be_smaller_than_what_is_counted_of_it():
+    drafter = NasdDrafter(fastspec.Nasd(top_k_filler=3), [fastspec.NgramStorage(3)], torch.device("cpu"))
+    tree, verdict = TokenTree.root_only(torch.tensor([1])), Verdict(torch.tensor([[0]]), torch.tensor([0]), torch.tensor([0]))
+    digest = drafter.digest(tree, verdict, torch.tensor([[[2.0, 1.0]]]), torch.tensor([True]), 1)
+    assert digest.tolist() == [[1, 0, 1, 0, 0]]
+
+
+def test_storages_by_name_are_what_the_configuration_says():
+    made = {name: NasdDecoding(fastspec.Nasd(storage=name))._storage() for name in STORAGES}
+    assert [(made[name].n, made[name].back_off) for name in ("ngram", "one_level")] == [(4, True), (3, False)]
+    assert NasdDecoding(fastspec.Nasd(storage="one_level", n=5))._storage().n == 5
+    assert made["suffix"].max_match == 32 and NasdDecoding(fastspec.Nasd(storage="suffix", n=5))._storage().max_match == 4
+    told_one, _ = told([1, 2, 3], n=3)
+    assert repr(told_one) == "NgramStorage(n=3, back_off=True): 3 contexts"  # 1, 2, and 1 2
+
+
+def test_rounds_without_look_ups_count_what_was_emitted_and_see_rows_end():
+    drafter = NasdDrafter(fastspec.Nasd(), [fastspec.NgramStorage(3) for _ in range(4)], torch.device("cpu"))
+    drafter.ends = frozenset({9})
+    drafter.begin(torch.tensor([[1, 2]]).expand(4, -1), torch.full((4,), 2), torch.zeros(4, 2, 0), torch.full((4,), 3))
+    drafter.active[3] = False
+    drafter.catch_up(torch.tensor([[4, 5], [4, 9], [4, 7], [4, 5]]), [2, 2, 1, 2])
+    assert drafter.active == [True, False, False, False] and drafter.roots == [5, 9, 4, 5]
+    after = [storage.look(storage.step(storage.start(), 4))[1] for storage in drafter.storages]
+    assert after == [[(5, 1)], [(9, 1)], [], [(5, 1)]]
 
 
 @pytest.mark.parametrize("make", [fastspec.NgramStorage, lambda: fastspec.SuffixStorage(1, 3)], ids=["ngram", "suffix"])

@@ -192,6 +192,24 @@ def test_whether_to_draft_on_does_not_depend_on_what_would_be_drawn():
     assert {True, False} == set().union(*went_on.values())  # some texts are drafted on and some are not
 
 
+def test_a_row_that_has_ended_takes_no_more_room_in_the_drafts_cache():
+    drafter = ChainDrafter(Dice(), Length(2), branches=1, vocab=4, draft_vocab=4, ops=TORCH, process=None)
+    drafter.begin(torch.tensor([[1, 2], [1, 2]]), torch.tensor([2, 2]), torch.zeros(2, 2, 0), torch.tensor([1, 3]))
+    for _ in range(3):
+        tree = drafter.propose(0)
+        verdict = Verdict(torch.tensor([[0, 1, 2]] * 2), torch.tensor([1, 2]), torch.tensor([2, 2]))
+        drafter.observe(tree, verdict, torch.zeros(2, 3, 4), torch.zeros(2, 3, 0), torch.tensor([True, False]), 0)
+    assert drafter.draft.lengths.tolist() == [1 + 3 * 2, 1] and drafter.root.tolist() == [2, 3]
+
+
+def test_branches_are_the_likeliest_tokens_whatever_a_call_draws_from():
+    drafter = ChainDrafter(Dice(), Length(2), branches=2, vocab=4, draft_vocab=4, ops=TORCH, process=lambda scores: -scores)
+    drafter.begin(torch.tensor([[1, 2]]), torch.tensor([2]), torch.zeros(1, 2, 0), torch.tensor([1]))
+    tree = drafter.propose(0)
+    assert tree.tokens.tolist() == [[1, 0, 1, 0, 1]] and tree.parents.tolist() == [[0, 0, 0, 1, 1]]
+    assert tree.q is None and not drafter.traits.draws
+
+
 def test_early_layers_draft_on_the_targets_cache():
     model = bigram()  # its layers add nothing, so every early exit knows the answer
     fastspec.patch(model)

@@ -71,6 +71,16 @@ def test_a_deep_copy_is_patched_on_its_own() -> None:
     assert torch.equal(twin.generate(**GREEDY), changed)
 
 
+def test_a_deep_copy_has_no_batch_of_its_original() -> None:
+    model = fastspec.patch(tiny_model())
+    with fastspec.continuous(model, "autoregressive", rows=1):
+        twin = copy.deepcopy(model)
+        with pytest.raises(fastspec.PatchConflict, match="still decodes"):
+            fastspec.unpatch(model)
+        fastspec.unpatch(twin)
+    fastspec.unpatch(model)
+
+
 class Foreign(pickle.Unpickler):
     """Unpickles where fastspec is not installed."""
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fastspec.patches.hf.changes import Settings
 from fastspec.patches.hf.compat import has_global_hooks
-from fastspec.patches.hf.modes import row_now
 from fastspec.patches.hf.replaced import has_replaced_methods, replaced_functions
 from fastspec.patches.hf.shards import local_part
 from fastspec.patches.hf.walk import every_module
@@ -56,7 +55,7 @@ class Watch:
         return [own[name] for own in self.owns for name in HELD]
 
     def _outside(self) -> Hashable:
-        """What has a say in passes and is not the modules' own: the configuration, global hooks, classes' methods, what these call."""
+        """What has a say in passes and is not the modules' own: global hooks, classes' methods, what these call."""
         functions = tuple(replaced_functions(self.model, self.each))  # themselves: an address may be used again
         kinds = tuple((type(module).forward, has_replaced_methods(type(module))) for module in self.each)
-        return row_now(self.model), has_global_hooks(), kinds, functions
+        return has_global_hooks(), kinds, functions

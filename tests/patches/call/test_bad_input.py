@@ -14,10 +14,18 @@ from helpers.models import tiny_head, tiny_model
 from transformers import GenerationConfig, StoppingCriteriaList
 
 import fastspec
+from fastspec.patches.call.refusals import refuse_arguments
 from fastspec.patches.session import session_of
 
 PROMPT = torch.tensor([[7, 8, 9, 10]])
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def test_an_argument_that_is_off_is_not_given() -> None:
+    model = tiny_model()
+    refuse_arguments(model, {"synced_gpus": False, "custom_generate": None})
+    with pytest.raises(fastspec.Unsupported, match="synced_gpus cannot be combined"):
+        refuse_arguments(model, {"synced_gpus": True})
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,18 @@ def test_what_was_accepted_is_in_the_state_and_what_was_rejected_is_not(kind: st
         assert accepted > 1.4 if known else accepted == 1
 
 
+@pytest.mark.parametrize("doubled", [True, False])
+def test_eigenvalues_are_negative_where_the_configuration_says_so(doubled: bool) -> None:
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    model = recurrent("olmo_hybrid", linear_allow_neg_eigval=doubled)
+    otherwise = recurrent("olmo_hybrid", linear_allow_neg_eigval=not doubled)
+    plain, other = (torch.stack(each.generate(**ROWS, **options).logits) for each in (model, otherwise))
+    with fastspec.patched(model):
+        got = torch.stack(model.generate(**ROWS, **options, assistant="autoregressive").logits)
+    # As in test_recurrent_forms.py: three orders of a sum are at most 0.01 apart.
+    assert float((got - plain).abs().max()) < 0.01 < 0.1 < float((other - plain).abs().max())
+
+
 def test_prompts_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a prompt and the systems of tokens within them end anywhere in the shorter row."""
     monkeypatch.setattr("fastspec.generation.prompt_parts.NARROW", 7)

@@ -1,0 +1,83 @@
+"""Layers that a backend runs in one call: whatever a row of data does not say is left to run part by part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastspec.generation.layers.decoder import LayerParts, RmsNorm, gated, product
+from fastspec.generation.layers.mixers import FullAttention
+from fastspec.generation.layers.whole import plain_row
+from fastspec.kernels.linear.reference import GELU_TANH
+from fastspec.patches.backends import TORCH
+
+UNUSED: Any = None
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def attention(**options: Any) -> FullAttention:
+    qkv = product(TORCH, (linear(8, 8), linear(8, 4), linear(8, 4)))
+    return FullAttention(
+        TORCH, UNUSED, 0, **{"qkv": qkv, "out": product(TORCH, (linear(8, 8),)), "scale": 0.5, **options}
+    )
+
+
+def layer(**options: Any) -> LayerParts:
+    norm = RmsNorm(TORCH, nn.RMSNorm(8), 1e-6)
+    mlp = gated(TORCH, linear(8, 16), linear(8, 16), product(TORCH, (linear(16, 8),)))
+    return LayerParts(**{"input_norm": norm, "mixer": attention(), "mlp_norm": norm, "mlp": mlp, **options})
+
+
+MIXERS: dict[str, dict[str, Any]] = {
+    "interleaved": {"interleaved": True},
+    "gated": {"gated": True},
+    "normed values": {"norms_values": True},
+    "values are keys": {"ties_values": True},
+    "keys of another layer": {"owns": False},
+    "sinks": {"sinks": torch.zeros(2)},
+    "cap": {"cap": 30.0},
+    "own products": {"qkv": lambda x: x},
+    "own output": {"out": lambda x: x},
+}
+PARTS: dict[str, dict[str, Any]] = {
+    "norm of the mixer": {"mixer_out_norm": lambda x: x},
+    "norm of the feed-forward": {"mlp_out_norm": lambda x: x},
+    "experts beside": {"beside": lambda x, total: x},
+    "something after": {"after": lambda x, own: x},
+    "in parallel": {"mlp_norm": None},
+    "own norm": {"input_norm": lambda x: (x, x)},
+    "own feed-forward": {"mlp": lambda x: x},
+    "no norm": {"input_norm": None},
+    "another gate": {"mlp": replace(layer().mlp, kind=GELU_TANH)},
+}
+
+
+def test_a_plain_layer_is_a_row() -> None:
+    assert plain_row(layer(), 1) is not None
+    assert plain_row(layer(input_norm=None), 0) is not None  # a head's first, which reads a product of two norms
+
+
+def test_only_a_product_that_goes_to_a_norm_is_given_in_parts() -> None:
+    whole = linear(8, 8)
+    ops = replace(TORCH, linear_parts=lambda *given: "parts")
+    x = torch.randn(2, 8)
+    assert product(ops, (whole,), parts=True)(x) == "parts"
+    assert torch.equal(product(ops, (whole,))(x), TORCH.linear(x, whole.weight, None))
+    assert product(TORCH, (whole,), parts=True)(x).shape == (2, 8)
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_attention_that_does_more_is_no_row(kind: str) -> None:
+    assert plain_row(layer(mixer=attention(**MIXERS[kind])), 1) is None
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_layer_that_does_more_is_no_row(kind: str) -> None:
+    assert plain_row(layer(**PARTS[kind]), 1) is None

@@ -1,0 +1,156 @@
+"""`make mutants`: what is drawn, by which tests it is tried, and how a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers_mutants import Mutant, drawn, mutants_of
+from mutants import LIST, Listed, Ran, Result, chosen, digest, faults, listing, page, run_all, sources_of
+
+SOURCE = '''"""A module."""
+LEAST = 2
+
+
+def grown(x: int | None, more: list[int], *, by: int = 1) -> int:
+    """What x grows to."""
+    if x is None or not more:
+        raise ValueError(f"{x} or {more}: at least {1 + 1}")
+    total = sum(each for each in more if each >= LEAST)
+    more.append(total)
+    return other(x + by, last=True)
+
+
+class Kept:
+    def take(self, x: int) -> None:
+        self.x = -x
+'''
+CHANGED = [
+    ("module", "LEAST = 2", "LEAST = 3"),
+    ("grown", "by: int = 1", "by: int = 2"),
+    ("grown", "if x is None or not more:", "if (not (x is None or not more)):"),
+    ("grown", "if x is None or not more:", "if (x is None and (not more)):"),
+    ("grown", "if x is None or not more:", "if (x is not None) or not more:"),
+    ("grown", "if x is None or not more:", "if x is None or (more):"),
+    ("grown", "if each >= LEAST", "if (not (each >= LEAST))"),
+    ("grown", "if each >= LEAST", "if (each > LEAST)"),
+    ("grown", "more.append(total)", "pass"),
+    ("grown", "return other(x + by, last=True)", "return None"),
+    ("grown", "return other(x + by, last=True)", "return (other(x + by))"),
+    ("grown", "return other(x + by, last=True)", "return other((x - by), last=True)"),
+    ("grown", "return other(x + by, last=True)", "return other(x + by, last=False)"),
+    ("Kept.take", "self.x = -x", "pass"),
+    ("Kept.take", "self.x = -x", "self.x = (x)"),
+]
+
+
+def test_every_place_is_changed_but_errors_annotations_and_texts() -> None:
+    found = mutants_of("a.py", SOURCE)
+    assert len({mutant.key for mutant in found}) == len(found)
+    said = [
+        (mutant.function or "module", *(each.strip() for each in mutant.key.split(": ", 2)[2].split(" => ")))
+        for mutant in found
+    ]
+    missing = [
+        row for row in CHANGED if not any(row[0] == name and row[1] in old and row[2] in new for name, old, new in said)
+    ]
+    assert not missing and len(found) == len(CHANGED)
+    for mutant in found:
+        compile(mutant.applied(SOURCE), "a.py", "exec")
+        assert mutant.applied(SOURCE).count("\n") == SOURCE.count("\n")
+
+
+def test_every_mutant_of_the_listed_modules_is_python() -> None:
+    pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    listed = listing()
+    sources = sources_of(listed.modules, LIST.parents[1])
+    mutants = drawn(sources, listed.count, listed.seed)
+    assert len(mutants) == listed.count and mutants == drawn(sources, listed.count, listed.seed)
+    for mutant in mutants:
+        compile(mutant.applied(sources[mutant.module]), mutant.module, "exec")
+    with pytest.raises(ValueError, match="no file under fastspec/"):
+        sources_of(["nothing/*.py"], LIST.parents[1])
+
+
+def test_a_change_elsewhere_draws_no_others() -> None:
+    sources = {"a.py": SOURCE, "b.py": SOURCE * 3}
+    before = drawn(sources, 8, 0)
+    assert [sum(mutant.module == name for mutant in before) for name in sources] == [2, 6]
+    moved = drawn({**sources, "a.py": "# A line more.\n" + SOURCE}, 8, 0)
+    assert [mutant.key for mutant in moved] == [mutant.key for mutant in before]
+    assert {mutant.key for mutant in drawn(sources, 8, 1)} != {mutant.key for mutant in before}
+
+
+def ran(seconds: float, *lines: int) -> Ran:
+    return Ran(seconds, {"a.py": sum(1 << line for line in lines)})
+
+
+def test_tests_are_those_that_run_the_line_one_case_of_each_first() -> None:
+    mutant = next(each for each in mutants_of("a.py", SOURCE) if "more.append" in each.key)
+    tests = {
+        "t.py::slow": ran(9, 5, 7, 10),
+        "t.py::many[a]": ran(1, 10),
+        "t.py::many[b]": ran(2, 10),
+        "t.py::quick": ran(3, 10),
+        "t.py::function": ran(0.1, 7),
+        "t.py::module": ran(0.1, 2),
+        "t.py::other": ran(0, 40),
+        "u.py::nothing": Ran(0, {}),
+    }
+    ranked = ["t.py::many[a]", "t.py::quick", "t.py::slow", "t.py::many[b]", "t.py::function"]
+    assert chosen(mutant, tests) == ranked
+    assert (
+        chosen(mutant, {**tests, "t.py::slow": ran(38, 10)}) == ranked[:2]
+    )  # no further than the seconds that are spent
+    assert chosen(mutant, {"t.py::slow": ran(100, 10)}) == ["t.py::slow"]
+    assert chosen(mutant, {}) == []
+
+
+def jobs(source: str = SOURCE) -> list[tuple[Mutant, list[str], str]]:
+    return [(mutant, ["t.py::a"], digest(source)) for mutant in mutants_of("a.py", source)[:6]]
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    path, tried = tmp_path / "held" / "results.jsonl", []
+
+    def attempt(mutant: Mutant, tests: list[str]) -> str:
+        tried.append(mutant.key)
+        return "lived" if "LEAST" in mutant.key else "failed"
+
+    keys = [mutant.key for mutant, *_ in jobs()]
+    run_all(jobs()[:2], path, attempt)
+    path.write_text(path.read_text() + '{"key": "half a li')
+    with path.open("a") as out:
+        out.write("\n")
+    results = run_all(jobs(), path, attempt)
+    assert sorted(tried) == sorted(keys) and list(results) == keys
+    assert {results[key].outcome for key in keys if "LEAST" in key} == {"lived"}
+    tried.clear()
+    run_all([(mutant, ["t.py::a", "t.py::b"], source) for mutant, _, source in jobs()], path, attempt)
+    assert tried == [key for key in keys if "LEAST" in key]  # another test may kill what lived
+    tried.clear()
+    run_all([(mutant, tests, "another") for mutant, tests, _ in jobs()], path, attempt)
+    assert sorted(tried) == sorted(keys)
+    run_all([(mutant, [], "another") for mutant, _, _ in jobs()[:1]], path, attempt)
+    assert json.loads(path.read_text().splitlines()[-1])["outcome"] == "untested"
+
+
+def test_survivors_need_a_reason_and_nine_in_ten_are_killed() -> None:
+    mutants = mutants_of("a.py", SOURCE)[:10]
+    results = {mutant.key: Result(mutant.key, "failed", 1.0, "", "", 3) for mutant in mutants}
+    lived = mutants[4].key
+    assert not faults(Listed(0, 10, []), mutants, results)
+    results[lived].outcome = "lived"
+    assert faults(Listed(0, 10, []), mutants, results) == [f"lived without a reason: {lived}"]
+    listed = Listed(0, 10, [], {lived: "both are the same number"})
+    assert not faults(listed, mutants, results)
+    text = "\n".join(page(listed, mutants, results))
+    assert (
+        "10 of them were tried so far, 9 of these killed: 90.0%" in text
+        and f"the same number (lived, 3 tests)\n  `{lived}`" in text
+    )
+    results[mutants[0].key].outcome = "untested"
+    assert len(faults(listed, mutants, results)) == 2  # one without a reason, and too few
+    results[mutants[0].key].outcome = results[lived].outcome = "timeout"
+    assert faults(listed, mutants, results) == [f"has a reason, and is killed: {lived}"]
