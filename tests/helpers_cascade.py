@@ -10,9 +10,9 @@ import torch
 from helpers_models import tiny_model
 
 import fastspec
+from fastspec.cascade.decisions import Scores
 from fastspec.cascade.features import NAMES
 from fastspec.cascade.predictor import Predictor
-from fastspec.cascade.stopping import Scores
 
 NAMED = ("small", "medium", "large")
 

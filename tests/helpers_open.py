@@ -41,7 +41,7 @@ def alone(plain: Any, ids: Tensor, count: int, **options: Any) -> list[int]:
     return answer(plain, {"input_ids": ids[None]}, max_new_tokens=count, **{**GREEDY, **options})[0].tolist()
 
 
-class Gate:
+class Activation:
     """A streamer that lets the batch go on one token at a time, or raises in its place."""
 
     def __init__(self, error: Exception | None = None) -> None:

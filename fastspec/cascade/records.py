@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastspec.cascade.features import NAMES
 from fastspec.errors import CheckpointError, Unsupported
-from fastspec.reading import parse_json
+from fastspec.files import parse_json
 
 FORMAT, VERSION = "fastspec.cascade.records", 1
 HEADER = json.dumps({"format": FORMAT, "version": VERSION, "features": list(NAMES)})

@@ -38,7 +38,7 @@ class Stats:
     capture_seconds: float = 0.0
     """Seconds of captures. Both are 0 in a call that finds its graphs, and are within `seconds` in one that does not."""
     explanations: tuple[object, ...] = ()
-    """What a cascade did with each row: `fastspec.cascade.explain.Explanation`."""
+    """What a cascade did with each row: `fastspec.cascade.decisions.Explanation`."""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
 

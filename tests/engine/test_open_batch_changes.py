@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers_captured import stand_in
 from helpers_generate import TREE, shallow_model
-from helpers_open import GREEDY, Gate, alone, made, texts, told
+from helpers_open import GREEDY, Activation, alone, made, texts, told
 from torch import Tensor, nn
 
 import fastspec
-from fastspec.generation.engine.row_counts import Widths
-from fastspec.generation.state import sequence
-from fastspec.patches.pool import weights_of
+from fastspec.generation import sequence_state
+from fastspec.generation.engine.open_batch import RowCounts
+from fastspec.patches.hf.changes import weight_places
 from fastspec.patches.session import session_of
 
 
@@ -108,7 +108,7 @@ def test_rows_that_run_end_before_the_change_takes_effect() -> None:
     plain, model = made()
     changed, ids = copy.deepcopy(plain), texts(6, 9, 4)
     replaced(changed)
-    gate = Gate()
+    gate = Activation()
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=40) as batch:
         running = batch.submit(ids[0], streamer=gate, max_new_tokens=6, **GREEDY)
         assert gate.seen.acquire(timeout=30)
@@ -140,13 +140,13 @@ def test_a_method_that_rounds_pass_by_is_refused_from_then_on(monkeypatch: pytes
 def rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of all rounds that were made anew, those of the opening first."""
     begun: list[int] = []
-    begin = Widths.begin
+    begin = RowCounts.begin
 
     def noted(self: Any) -> None:
         begun.append(self.rows)
         begin(self)
 
-    monkeypatch.setattr(Widths, "begin", noted)
+    monkeypatch.setattr(RowCounts, "begin", noted)
     return begun
 
 
@@ -170,7 +170,7 @@ def test_a_change_while_rounds_are_made_is_seen_by_the_next_prompt(monkeypatch: 
     plain, model = made()
     changed, (ids,) = copy.deepcopy(plain), texts(6)
     replaced(changed)
-    begin, whole = Widths.begin, model.model.layers[1].mlp
+    begin, whole = RowCounts.begin, model.model.layers[1].mlp
 
     def changing(self: Any) -> None:
         begin(self)
@@ -178,7 +178,7 @@ def test_a_change_while_rounds_are_made_is_seen_by_the_next_prompt(monkeypatch: 
 
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=40, narrows=False) as batch:
         with monkeypatch.context() as patched:
-            patched.setattr(Widths, "begin", changing)
+            patched.setattr(RowCounts, "begin", changing)
             replaced(model)
             batch.submit(ids, max_new_tokens=6, **GREEDY).result(30)
         assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(plain, ids, 6)]
@@ -188,7 +188,7 @@ def test_a_change_while_rounds_are_made_is_seen_by_the_next_prompt(monkeypatch: 
 
 def test_rounds_of_other_rows_are_not_made_of_a_model_that_differs_for_a_moment() -> None:
     plain, model = made()
-    ids, gate = texts(6, 5), Gate()
+    ids, gate = texts(6, 5), Activation()
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=60) as batch:
         short = batch.submit(ids[1], max_new_tokens=1, **GREEDY)
         running = batch.submit(ids[0], streamer=gate, max_new_tokens=40, **GREEDY)
@@ -225,7 +225,7 @@ def test_a_prompt_that_comes_behind_what_makes_the_model_whole_does_not_end_with
     """Though rounds of the broken model are still being made, and fail, when it comes."""
     plain, model = made()
     (ids,), later = texts(6), []
-    whole, begin = model.model.layers[1].mlp, Widths.begin
+    whole, begin = model.model.layers[1].mlp, RowCounts.begin
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=40) as batch:
 
         def failing(self: Any) -> None:
@@ -236,7 +236,7 @@ def test_a_prompt_that_comes_behind_what_makes_the_model_whole_does_not_end_with
                     model.model.layers[1].mlp = whole
                     later.append(batch.submit(ids, max_new_tokens=6, **GREEDY))
 
-        monkeypatch.setattr(Widths, "begin", failing)
+        monkeypatch.setattr(RowCounts, "begin", failing)
         model.model.layers[1].mlp = nn.Linear(64, 7)
         with batch._changed:
             broken = [batch.submit(ids, max_new_tokens=6, **GREEDY) for _ in range(2)]
@@ -257,7 +257,7 @@ def test_what_was_made_of_a_model_that_is_another_by_now_is_not_kept(narrows, mo
     with fastspec.continuous(model, "autoregressive", rows=8, max_length=80, narrows=narrows) as batch:
         told([batch.submit(ids[0], **options)])
         before = batch._widths.made[8].engine
-        gates = {0: Gate(), 8: Gate()}
+        gates = {0: Activation(), 8: Activation()}
         with batch._changed:
             futures = [batch.submit(each, streamer=gates.get(at), **options) for at, each in enumerate(ids)]
         for gate, mlp in zip(gates.values(), (Doubled(whole), whole), strict=True):
@@ -278,7 +278,7 @@ def test_what_was_made_in_a_turn_at_whose_end_the_model_is_whole_is_not_kept(mon
     plain, model = made()
     ids, options = texts(*[5] * 8, *[40] * 4), {**GREEDY, "max_new_tokens": 6}
     want, layer = [alone(plain, each, 6) for each in ids], model.model.layers[1]
-    whole, gates = layer.mlp, {0: Gate(), 8: Gate()}
+    whole, gates = layer.mlp, {0: Activation(), 8: Activation()}
     with fastspec.continuous(model, "autoregressive", rows=8, max_length=80) as batch:
         with batch._changed:
             futures = [batch.submit(each, **options) for each in ids[:8]]
@@ -314,13 +314,13 @@ class Thrice(nn.Module):
 
 
 def test_tables_that_grew_while_the_model_was_another_are_not_kept(monkeypatch):
-    monkeypatch.setattr(sequence, "FIRST_SLOTS", 64)
+    monkeypatch.setattr(sequence_state, "FIRST_SLOTS", 64)
     plain, model = made()
     ids = texts(115, 6)
     want, whole = [alone(plain, each, 12) for each in ids], model.model.rotary_emb
     with fastspec.continuous(model, "autoregressive", rows=1, max_length=400) as batch:
         assert told([batch.submit(ids[1], max_new_tokens=12, **GREEDY)]) == want[1:]
-        gate = Gate()
+        gate = Activation()
         future = batch.submit(ids[0], streamer=gate, max_new_tokens=40, **GREEDY)
         assert gate.seen.acquire(timeout=30)
         model.model.rotary_emb = Thrice(whole)
@@ -343,19 +343,19 @@ class Tuned(nn.Linear):
 
 def test_what_rounds_are_good_for_tells_adapters_forwards_and_places_apart() -> None:
     model = nn.Sequential(Tuned(), nn.SiLU(), nn.Identity())
-    seen = [weights_of(model)]
+    seen = [weight_places(model)]
     model[0]._active_adapter = ["b"]
-    seen.append(weights_of(model))
+    seen.append(weight_places(model))
     model[0]._disable_adapters = True
-    seen.append(weights_of(model))
+    seen.append(weight_places(model))
     model[0].scaling["a"] = 0.25
-    seen.append(weights_of(model))
+    seen.append(weight_places(model))
     model[1] = nn.Identity()
-    seen.append(weights_of(model))
+    seen.append(weight_places(model))
     for own in (lambda x: x, lambda x: -x):
         model[2].forward = own
-        seen.append(weights_of(model))
-    assert len(set(seen)) == len(seen) == 7 and weights_of(model) == seen[-1]
+        seen.append(weight_places(model))
+    assert len(set(seen)) == len(seen) == 7 and weight_places(model) == seen[-1]
 
 
 def test_a_batch_that_is_opened_under_autocast_runs_as_its_thread_does(rebuilt: list[int]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_generate import TREE
-from helpers_open import GREEDY, SECONDS, Gate, alone, made, texts, told
+from helpers_open import GREEDY, SECONDS, Activation, alone, made, texts, told
 from helpers_seq2seq import tiny_seq2seq
 from helpers_training import small_tokenizer
 from torch import Tensor
@@ -18,9 +18,9 @@ from transformers import TextIteratorStreamer
 
 import fastspec
 from fastspec import FastSpecError, PatchConflict, Unsupported
+from fastspec.generation import sequence_state as buffers
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import Rounds
-from fastspec.generation.state import sequence as buffers
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.session import Turn, session_of
 
@@ -33,7 +33,7 @@ def test_what_one_prompt_raises_ends_that_one_alone(monkeypatch):
     """In its streamer, its criterion, its processors, or while it is read."""
     plain, model = made()
     ids = texts(5, 6, 7, 8, 9, 10)
-    streaming, gate = Gate(OSError("gone")), Gate()
+    streaming, gate = Activation(OSError("gone")), Activation()
     streaming.go.release(9)
 
     def raising(self: Any, *rest: Any) -> Any:
@@ -75,7 +75,7 @@ def test_what_one_prompt_raises_ends_that_one_alone(monkeypatch):
 def test_prompts_are_cancelled_while_they_wait_are_read_and_run(monkeypatch):
     plain, model = made()
     ids = texts(5, 6, 20, 8)
-    gate = Gate()
+    gate = Activation()
     with fastspec.continuous(model, TREE, rows=2, max_length=64, prefill_chunk=4) as batch:
         running = batch.submit(ids[0], streamer=gate, max_new_tokens=30, **GREEDY)
         assert gate.seen.acquire(timeout=SECONDS)  # its first token; the batch stands still
@@ -99,7 +99,7 @@ def test_prompts_are_cancelled_while_they_wait_are_read_and_run(monkeypatch):
         for future in (read, waits):
             with pytest.raises(CancelledError):
                 future.result(SECONDS)
-        slow = Gate()
+        slow = Activation()
         third = batch.submit(ids[3], streamer=slow, max_new_tokens=30, **GREEDY)
         assert slow.seen.acquire(timeout=SECONDS) and third.cancel()
         slow.go.release(99)
@@ -110,12 +110,12 @@ def test_prompts_are_cancelled_while_they_wait_are_read_and_run(monkeypatch):
 def test_who_reads_a_cancelled_answer_is_told_its_end(caplog):
     """While it runs and while it waits, by transformers' streamer that another thread reads; what a streamer raises there is logged."""
 
-    class Raising(Gate):
+    class Raising(Activation):
         def end(self) -> None:
             raise ArithmeticError("no luck")
 
     _, model = made()
-    ids, gate = texts(5, 6, 7, 8), Gate()
+    ids, gate = texts(5, 6, 7, 8), Activation()
     readers = [TextIteratorStreamer(small_tokenizer(), timeout=SECONDS) for _ in range(2)]
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=64) as batch:
         batch.submit(ids[0], streamer=gate, max_new_tokens=12, **GREEDY)
@@ -142,7 +142,7 @@ def test_a_long_prompt_is_read_between_the_rounds_of_the_others(monkeypatch):
         log.append("round")
         return step(self, *rest)
 
-    ids, gate = texts(5, 31, 3, 2), Gate()
+    ids, gate = texts(5, 31, 3, 2), Activation()
     with fastspec.continuous(model, "autoregressive", rows=4, max_length=64, prefill_chunk=8, narrows=False) as batch:
         monkeypatch.setattr(HFModel, "prefill", reading)
         monkeypatch.setattr(Engine, "step", stepping)
@@ -160,7 +160,7 @@ def test_a_long_prompt_is_read_between_the_rounds_of_the_others(monkeypatch):
 
 def test_rounds_that_fail_end_the_prompts_in_them_and_others_go_on(monkeypatch):
     plain, model = made()
-    ids, gate, step = texts(5, 6, 7), Gate(), Engine.step
+    ids, gate, step = texts(5, 6, 7), Activation(), Engine.step
 
     def failing(self: Any, *rest: Any) -> Any:
         monkeypatch.setattr(Engine, "step", step)
@@ -240,7 +240,7 @@ def test_what_is_closed_and_what_cannot_be_opened(monkeypatch):
     batch = fastspec.continuous(model, TREE, rows=2, max_length=40)
     with pytest.raises(PatchConflict, match="close that batch first"):
         fastspec.unpatch(model)
-    gate = Gate()
+    gate = Activation()
     running = batch.submit(texts(5)[0], streamer=gate, max_new_tokens=9, **GREEDY)
     assert gate.seen.acquire(timeout=SECONDS)
     queued = [batch.submit(each, max_new_tokens=9, **GREEDY) for each in texts(5, 6, 7)]

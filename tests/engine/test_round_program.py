@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fastspec import Unsupported
 from fastspec.generation.drafters.base import Drafter, HostDrafter, Place, Traits, adopt
-from fastspec.generation.engine.round_program import Committed, Judged, Round, RoundProgram, Scored, rounded
-from fastspec.generation.engine.round_state import RoundState
+from fastspec.generation.engine.call import RoundState
+from fastspec.generation.engine.round_program import Committed, Round, RoundProgram, Scored, VerifiedTree, rounded
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import measure
 from fastspec.patches.backends import TORCH
@@ -115,10 +115,10 @@ def made(target: Any = None, drafter: Any = None, **options: Any) -> RoundProgra
     return RoundProgram(held, drafter, TORCH, state(), **options)
 
 
-def judged(tree: TokenTree, model: Model, accepted: tuple[int, int] = (2, 0)) -> Judged:
+def judged(tree: TokenTree, model: Model, accepted: tuple[int, int] = (2, 0)) -> VerifiedTree:
     """One row takes both drafts, the other none."""
     verdict = Verdict(torch.tensor([[0, 1, 2], [0, 0, 0]]), torch.tensor(accepted), torch.tensor([6, 1]))
-    return Judged(Scored(tree, model.logits, model.features), verdict, None)
+    return VerifiedTree(Scored(tree, model.logits, model.features), verdict, None)
 
 
 @pytest.mark.parametrize(("longest", "room"), [(0, 0), (1, 128), (127, 128), (128, 128), (129, 256), (1000, 1024)])
@@ -368,7 +368,7 @@ def test_scores_are_found_at_the_nodes_of_a_path_or_at_its_steps():
     scored = Scored(tree, scores, scores)
 
     def round_of(along: bool) -> Round:
-        return Round(Judged(scored, verdict, scores, along_path=along), Committed(verdict, path))
+        return Round(VerifiedTree(scored, verdict, scores, along_path=along), Committed(verdict, path))
 
     found = round_of(False).scores_along(1, path)
     assert torch.equal(found, scores[1, [0, 2]].float()) and found.dtype == torch.float32

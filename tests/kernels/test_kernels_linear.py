@@ -16,7 +16,7 @@ from fastspec.kernels.linear import linear as kernel
 from fastspec.kernels.linear import reference
 from fastspec.kernels.linear.launches import Launch, RowLaunch, launch_for
 from fastspec.kernels.linear.linear import linear, linear_row
-from fastspec.kernels.linear.reference import GELU_TANH, SILU, Gate
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation
 
 ON_GPU = torch.cuda.is_available()
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(ON_GPU, reason="kernels are compiled here and take no CPU tensors"))
@@ -47,7 +47,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Ten
     return exact, error + torch.finfo(wide).eps / 2 * (exact.abs() + error) + torch.finfo(wide).smallest_normal * torch.finfo(wide).eps
 
 
-def gated(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate = SILU) -> tuple[Tensor, Tensor]:
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation = SILU) -> tuple[Tensor, Tensor]:
     """opened(gate) * up in float64, and its bound: gate, up, what opens and the product are each rounded; the slope of SiLU is below 1.1,
     that of GELU below 1.13."""
     exact, error = product(x, weight, bias)
@@ -72,7 +72,7 @@ def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, device: str,
     return x.to(dtype)[:, :depth], weight.to(dtype)[:, :depth], bias
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch | RowLaunch, gate: Gate | None) -> None:
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch | RowLaunch, gate: Activation | None) -> None:
     """Twice into a poisoned buffer: every element within its bound, and the two equal bit for bit."""
     exact, bound = product(x, weight, bias) if gate is None else gated(x, weight, bias, gate)
     outs = [torch.full(exact.shape, torch.nan, dtype=x.dtype, device=x.device) for _ in range(2)]

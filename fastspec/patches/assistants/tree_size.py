@@ -37,7 +37,7 @@ class TreeChoice:
     """What was measured by number of nodes, ascending, and the number chosen; `print` shows a table.
 
     `draft_ms` is what a round takes to draft and to observe, `verify_ms` all else of it, never more for fewer nodes. `expected` are the
-    tokens of a round, bonus included, by the head's own confidences, raised to `power`: see `power_of`.
+    tokens of a round, bonus included, by the head's own confidences, raised to `power`, as `power_of` finds it.
     """
 
     sizes: tuple[int, ...]

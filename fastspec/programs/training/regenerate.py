@@ -17,8 +17,7 @@ import torch
 from transformers import GenerationConfig
 
 from fastspec.config import ContinuousBatch
-from fastspec.patches.api import patched
-from fastspec.patches.inspection import is_patched
+from fastspec.patches.api import is_patched, patched
 from fastspec.programs.bench.measure import left_padded, until_end
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import Row, Texts, encode_prompts
