@@ -20,7 +20,7 @@ from fastspec.removed import RemovedModules
 if TYPE_CHECKING:
     from fastspec.generation.drafters.base import Decoding, Drafter
     from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
-    from fastspec.generation.profile import Profile
+    from fastspec.generation.stats import Profile
     from fastspec.generation.tree import TokenTree
     from fastspec.patches.api import Report, clear_memory, patch, patched, profile, report, unpatch
     from fastspec.patches.assistants.fused import frontier_generate
@@ -40,7 +40,7 @@ _LAZY = {
     "Drafter": "fastspec.generation.drafters.base",
     "NgramStorage": "fastspec.generation.drafters.ngram_storage",
     "SuffixStorage": "fastspec.generation.drafters.ngram_storage",
-    "Profile": "fastspec.generation.profile",
+    "Profile": "fastspec.generation.stats",
     "TokenTree": "fastspec.generation.tree",
     "Continuous": "fastspec.patches.continuous",
     "Report": "fastspec.patches.api",

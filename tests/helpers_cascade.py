@@ -11,8 +11,8 @@ from helpers_models import tiny_model
 
 import fastspec
 from fastspec.cascade.decisions import Scores
-from fastspec.cascade.features import NAMES
 from fastspec.cascade.predictor import Predictor
+from fastspec.cascade.records import NAMES
 
 NAMED = ("small", "medium", "large")
 

@@ -27,7 +27,7 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
 }
 PUBLIC = (  # modules of the library that programs may import, or names of a module that they may import alone
     "config", "devices", "distribution", "errors", "files", "models", "removed",
-    "cascade", "generation.heads", "generation.profile", "generation.stats", "generation.decoder_layer.is_plain",
+    "cascade", "generation.heads", "generation.stats", "generation.decoder_layer.is_plain",
     "patches.api", "patches.assistants.heads", "patches.assistants.speculative.read_parameters", "patches.cascade", "patches.continuous",
     "patches.hf.cache.CACHE", "patches.hf.cache.kept_cache", "patches.hf.compat.stack_of", "patches.hf.ends",
     "patches.tuning.store",

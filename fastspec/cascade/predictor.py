@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastspec.cascade.calibration import Calibrator, Posterior
 from fastspec.cascade.decisions import QualityTable, Rates, Scores
-from fastspec.cascade.features import NAMES
+from fastspec.cascade.records import NAMES
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.files import parse_json
 
@@ -69,7 +69,7 @@ class CalibratedProbability:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """Predictions at every stage of a cascade of L stages, by what its answers say about themselves (`fastspec.cascade.features`).
+    """Predictions at every stage of a cascade of L stages, by what its answers say about themselves (`fastspec.cascade.records`).
 
     `points[k]` [n, 2 (L - k) - 1] fp32 are the outputs at stage k for the training items, each by a network that was not trained on it;
     fresh and kept [n, L] fp32 the tokens that their stages generated and took over. `factors[k]` corrects exp(mean log) to a mean.

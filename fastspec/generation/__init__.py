@@ -6,5 +6,5 @@
 - `layer_state`, `sequence_state`: what layers keep of a text between rounds
 - `tree`, `verify`: draft trees, and the tokens that are chosen in them
 - `target`, `ops`: the model that is decoded, and the kernels of a backend, as the engine sees them
-- `capture`, `profile`, `stats`: CUDA graphs, and what is measured of rounds
+- `capture`, `stats`: CUDA graphs, and what is measured of rounds
 """

@@ -16,8 +16,7 @@ from fastspec.distribution import warn_of_stranger
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
-from fastspec.generation.profile import Profile
-from fastspec.generation.stats import Stats
+from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.heads import load_heads
 from fastspec.patches.assistants.registry import NAMES, resolve
 from fastspec.patches.assistants.speculative import check_draft

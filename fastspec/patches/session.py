@@ -21,8 +21,7 @@ from fastspec.errors import FastSpecError, PatchConflict, Unsupported
 from fastspec.generation.decoder_layer import is_packed, unpack
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.ops import Ops
-from fastspec.generation.profile import Profile
-from fastspec.generation.stats import Stats
+from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend, counted
 from fastspec.patches.checks.verdict import self_check

@@ -13,8 +13,8 @@ from fastspec.cascade.calibration import (
     expected_calibration_error,
 )
 from fastspec.cascade.decisions import Rates, Solver
-from fastspec.cascade.features import NAMES, features
 from fastspec.cascade.predictor import Predictor, train
+from fastspec.cascade.records import NAMES, features
 from fastspec.errors import CheckpointError, Unsupported
 
 STAGES = ("small", "medium", "large")

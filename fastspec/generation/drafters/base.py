@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
-from fastspec.generation.profile import unmarked
+from fastspec.generation.stats import unmarked
 from fastspec.generation.target import Source, Target
 from fastspec.generation.tree import TokenTree, Verdict
 

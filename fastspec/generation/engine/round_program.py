@@ -23,7 +23,7 @@ from torch import Tensor
 from fastspec.generation.drafters.base import Adopted, Drafter, HostDrafter, Place, check_roots, check_tree
 from fastspec.generation.engine.call import RoundState
 from fastspec.generation.ops import Ops
-from fastspec.generation.profile import Clock, Marks, unmarked
+from fastspec.generation.stats import Clock, Marks, unmarked
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import fill_ended, measure

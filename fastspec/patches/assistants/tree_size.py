@@ -18,8 +18,7 @@ from torch import Tensor
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.ops import Ops
-from fastspec.generation.profile import Clock, Profile
-from fastspec.generation.stats import Stats
+from fastspec.generation.stats import Clock, Profile, Stats
 from fastspec.generation.verify import choose
 
 WARM_UP = 2  # a captured round runs as it is, then is captured

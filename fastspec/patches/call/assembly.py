@@ -19,7 +19,7 @@ from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import TOGETHER_TOKENS
 from fastspec.generation.layer_state import Held
 from fastspec.generation.ops import Ops
-from fastspec.generation.profile import Clock
+from fastspec.generation.stats import Clock
 from fastspec.generation.target import Source
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.verification.reference import SamplingSettings

@@ -14,9 +14,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.decisions import Explanation, Rates, Solver, Visit
-from fastspec.cascade.features import features
 from fastspec.cascade.memory import CacheManager, MemoryStats
 from fastspec.cascade.predictor import Predictor
+from fastspec.cascade.records import features
 from fastspec.devices import device_name
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.call import Outcome
